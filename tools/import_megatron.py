@@ -1,12 +1,12 @@
-"""Turns a Megatron-Core checkpoint into one of this program, weights and optimizer, on a CPU, one tensor at a time.
+"""Converts a Megatron-Core checkpoint, weights and optimizer state, on CPU, holding one tensor in memory at a time.
 
     python tools/import_megatron.py --load ckpts/iter_0010000 --save runs/my/checkpoints -- --config my.yaml
 
-What stands behind `--` is the command line of pretrain_moe.py with which the run goes on; it describes the model. Reads
-`torch_dist` checkpoints with the optimizer's state by parameter (Megatron's --dist-ckpt-optim-fully-reshardable), and
-with --no-optimizer the weights of any `torch_dist` checkpoint and of older ones with a folder mp_rank_* per rank. Start
-then with `--load runs/my/checkpoints`: the run goes on at that iteration, or anew from the weights with --finetune.
-Nothing that the checkpoint names is executed.
+The arguments after `--` are the pretrain_moe.py command line of the run to continue; it describes the model. Reads
+`torch_dist` checkpoints with per-parameter optimizer state (--dist-ckpt-optim-fully-reshardable in Megatron), and with
+--no-optimizer the weights of any `torch_dist` checkpoint or of the older format with one mp_rank_* folder per rank.
+Then start with `--load runs/my/checkpoints`, which resumes at that iteration, or add --finetune to start from the
+weights. Nothing that the checkpoint's pickles reference is executed.
 """
 
 import argparse
@@ -20,10 +20,11 @@ sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 from arguments.errors import Finished, FlagErrors  # noqa: E402
 from megatron_moe.checkpoint.directory import (  # noqa: E402
     TRACKER,
+    iteration_folder,
     list_checkpoints,
     read_tracker,
 )
-from megatron_moe.checkpoint.megatron.source import imported, opened  # noqa: E402
+from megatron_moe.checkpoint.megatron.source import import_model, open_megatron  # noqa: E402
 from megatron_moe.checkpoint.save import CheckpointSaver  # noqa: E402
 from megatron_moe.config.exit_codes import (  # noqa: E402
     CheckpointProblem,
@@ -39,14 +40,14 @@ from tools.generate import plan_of_run  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:
-    own, words = split_at_dashes(argv)
+    own, flags = split_at_dashes(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that holds it")
-    parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, without any yet")
-    parser.add_argument("--no-optimizer", action="store_true", help="weights alone, as iteration 0")
+    parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that contains it")
+    parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, which must not hold any")
+    parser.add_argument("--no-optimizer", action="store_true", help="import only the weights, as iteration 0")
     options = parser.parse_args(own)
     try:
-        print(convert(newest(options.load), options.save, words, optimizer=not options.no_optimizer))
+        print(convert(newest(options.load), options.save, flags, optimizer=not options.no_optimizer))
     except Finished as answer:
         print(answer.text)
         return int(ExitCode.OK)
@@ -60,23 +61,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint itself, or the one that the tracker file of a folder names."""
+    """The checkpoint named by the folder's tracker file, or the folder itself if it has none."""
     text = read_tracker(folder)
     if text is None:
         return folder
-    found = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+    found = folder / (iteration_folder(int(text)) if text.isdecimal() else text)
     if found.parent != folder or not found.is_dir():
         raise CheckpointProblem(f"{folder / TRACKER} names {text!r}, which is not in {folder}")
     return found
 
 
-def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) -> str:
-    """Writes the checkpoint; returns a sentence about it."""
+def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) -> str:
+    """Writes the checkpoint and returns a summary for the user."""
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
-    plan = plan_of_run(words)
-    megatron = opened(folder)
-    source = imported(megatron, skeleton(plan, folder).state_dict(), optimizer=optimizer)
+    plan = plan_of_run(flags)
+    source = import_model(open_megatron(folder), skeleton(plan, folder).state_dict(), optimizer=optimizer)
     state = TrainState()
     if optimizer:
         state.iteration, state.consumed_samples = source.iteration, source.consumed_samples
@@ -86,8 +86,8 @@ def convert(folder: Path, save: Path, words: Sequence[str], *, optimizer: bool) 
         path = saver.save(state.iteration, source.tensors, state.to_json(plan), texts={"run.yaml": plan.resolved_yaml})
     finally:
         saver.close()
-    told = "".join(f"\n{note}" for note in source.notes)
-    return f"{folder} -> {path}: {len(source.tensors)} tensors, iteration {state.iteration}{told}"
+    notes = "".join(f"\n{note}" for note in source.notes)
+    return f"{folder} -> {path}: {len(source.tensors)} tensors, iteration {state.iteration}{notes}"
 
 
 if __name__ == "__main__":

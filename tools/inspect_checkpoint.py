@@ -1,7 +1,8 @@
-"""What is in a checkpoint: `python tools/inspect_checkpoint.py runs/my/checkpoints [--against OTHER]`
+"""Prints or compares checkpoints: `python tools/inspect_checkpoint.py runs/my/checkpoints [--against OTHER]`
 
-Iteration, layout that wrote it, settings of the run, and a table of all tensors with norms. With `--against` how two
-checkpoints differ. Exit code 0: shown, or equal; 12: they differ; 5: damaged or not there.
+Prints the iteration, the layout that wrote it, the settings of the run, and a table of all tensors with norms. With
+`--against`, prints the differences between two checkpoints. Exit code 0: printed, or equal; 12: they differ;
+5: damaged or missing.
 """
 
 import argparse
@@ -12,23 +13,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.checkpoint.directory import as_checkpoint, list_checkpoints
-from megatron_moe.checkpoint.load import RUN_FOLDER_CHECKPOINTS
+from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.statistics import Difference, OpenCheckpoint
 from megatron_moe.checkpoint.verify import sizes_by_kind
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 
-_HEADINGS = ("tensor", "type", "shape", "pieces", "norm", "rms", "largest", "not finite")
+_HEADINGS = ("tensor", "dtype", "shape", "pieces", "norm", "rms", "max abs", "nonfinite")
 _SETTING = re.compile(r"\s+(?P<name>[a-z0-9-]+): (?P<value>.*?)\s+# (?P<origin>.*)")
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        checkpoint = OpenCheckpoint(_newest(options.checkpoint))
+        checkpoint = OpenCheckpoint(find_checkpoints(options.checkpoint)[0].path)
         if options.against is not None:
-            return int(_compare(checkpoint, OpenCheckpoint(_newest(options.against)), options.only))
-        for line in _facts(checkpoint, every=options.settings):
+            return int(_compare(checkpoint, OpenCheckpoint(find_checkpoints(options.against)[0].path), options.only))
+        for line in _summary(checkpoint, every=options.settings):
             print(line)
         _print_table(_rows(checkpoint, options.only, norms=not options.no_norms))
     except CheckpointProblem as problem:
@@ -37,15 +37,7 @@ def main(argv: Sequence[str]) -> int:
     return int(ExitCode.OK)
 
 
-def _newest(folder: Path) -> Path:
-    found = [each for each in (as_checkpoint(folder),) if each is not None and folder.is_dir()]
-    found += [*list_checkpoints(folder), *list_checkpoints(folder / RUN_FOLDER_CHECKPOINTS)]
-    if not found:
-        raise CheckpointProblem(f"{folder} holds no checkpoint iter_NNNNNNN; give a checkpoint or a folder of them")
-    return found[0].path
-
-
-def _facts(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
+def _summary(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
     manifest = checkpoint.manifest
     sizes = ", ".join(f"{kind} {size / 1e9:.3f} GB" for kind, size in sizes_by_kind(manifest).items())
     yield f"{checkpoint.path}: iteration {manifest.iteration}, written by {manifest.writer}"
@@ -53,14 +45,14 @@ def _facts(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
     yield f"{len(manifest.tensors)} tensors in {len(manifest.files)} files: {sizes}"
     settings = _settings(checkpoint)
     given = {name: value for name, (value, origin) in settings.items() if every or origin != "default"}
-    yield f"settings{'' if every else ' that were given'}:" if given else "no settings of a run"
+    yield f"settings{'' if every else ' given'}:" if given else "no settings of a run"
     for name, value in given.items():
         yield f"  {name}: {value}"
     yield ""
 
 
 def _settings(checkpoint: OpenCheckpoint) -> dict[str, tuple[str, str]]:
-    """Value and origin by name, from run.yaml."""
+    """Maps setting names to (value, origin), from run.yaml."""
     lines = (checkpoint.text("run.yaml") or "").splitlines()
     found = [match for line in lines if (match := _SETTING.fullmatch(line))]
     return {match["name"]: (match["value"], match["origin"]) for match in found}
@@ -73,29 +65,29 @@ def _rows(checkpoint: OpenCheckpoint, only: str, *, norms: bool) -> Iterator[tup
             continue
         row: tuple[str, ...] = (key, entry.dtype, "x".join(map(str, entry.shape)) or "scalar", str(len(entry.pieces)))
         if norms:
-            found = checkpoint.statistics(key)
-            row += (f"{found.norm:.6g}", f"{found.rms:.4g}", f"{found.largest:.4g}", str(found.num_nonfinite))
+            stats = checkpoint.statistics(key)
+            row += (f"{stats.norm:.6g}", f"{stats.rms:.4g}", f"{stats.largest:.4g}", str(stats.num_nonfinite))
         yield row
 
 
-def _compare(mine: OpenCheckpoint, theirs: OpenCheckpoint, only: str) -> ExitCode:
-    print(f"{mine.path}: iteration {mine.manifest.iteration}\n{theirs.path}: iteration {theirs.manifest.iteration}")
-    ours, others = _settings(mine), _settings(theirs)
-    for name in sorted({*ours, *others}):
-        here, there = ours.get(name, ("-", ""))[0], others.get(name, ("-", ""))[0]
-        if here != there:
-            print(f"  {name}: {here}, there {there}")
-    keys = [key for key in dict.fromkeys((*mine.manifest.tensors, *theirs.manifest.tensors)) if re.search(only, key)]
-    differing = [found for key in keys if (found := mine.difference(key, theirs))]
+def _compare(a: OpenCheckpoint, b: OpenCheckpoint, only: str) -> ExitCode:
+    print(f"{a.path}: iteration {a.manifest.iteration}\n{b.path}: iteration {b.manifest.iteration}")
+    settings_a, settings_b = _settings(a), _settings(b)
+    for name in sorted({*settings_a, *settings_b}):
+        value_a, value_b = (settings.get(name, ("-", ""))[0] for settings in (settings_a, settings_b))
+        if value_a != value_b:
+            print(f"  {name}: {value_a} and {value_b}")
+    keys = [key for key in dict.fromkeys((*a.manifest.tensors, *b.manifest.tensors)) if re.search(only, key)]
+    differing = [found for key in keys if (found := a.difference(key, b))]
     if differing:
-        _print_table([("tensor", "what", "largest", "relative"), *map(_difference_row, differing)])
+        _print_table([("tensor", "difference", "max abs", "relative"), *map(_difference_row, differing)])
     print(f"{len(keys) - len(differing)} of {len(keys)} tensors are equal")
     return ExitCode.DRIFT if differing else ExitCode.OK
 
 
 def _difference_row(found: Difference) -> tuple[str, ...]:
-    figures = (f"{found.largest:.4g}", f"{found.relative:.4g}") if found.what == "values" else ("-", "-")
-    return (found.key, found.what, *figures)
+    numbers = (f"{found.largest:.4g}", f"{found.relative:.4g}") if found.kind == "values" else ("-", "-")
+    return (found.key, found.kind, *numbers)
 
 
 def _print_table(rows: Sequence[tuple[str, ...]] | Iterator[tuple[str, ...]]) -> None:
@@ -111,7 +103,7 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
     return text
 
 
@@ -120,9 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, help="checkpoint, folder of checkpoints (the newest), or run folder")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
     parser.add_argument(
-        "--only", type=_pattern, default="", metavar="PATTERN", help="tensors whose name has this regular expression"
+        "--only",
+        type=_pattern,
+        default="",
+        metavar="PATTERN",
+        help="tensors whose name matches this regular expression",
     )
-    parser.add_argument("--no-norms", action="store_true", help="the manifest alone; reads no weights")
+    parser.add_argument("--no-norms", action="store_true", help="print the manifest only, without reading weights")
     parser.add_argument("--settings", action="store_true", help="every setting of the run, not only those given")
     return parser
 

@@ -1,5 +1,4 @@
-"""What saving and loading need of threads: to write in the background, from a copy in host memory, and to use several
-files at the same time."""
+"""Background threads and the host buffer of asynchronous saves."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +16,12 @@ _ALIGN_BYTES = 64
 Result = TypeVar("Result")
 
 
-def started(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
-    """Begins a call in a thread of its own, or makes it at once.
-
-    The process does not wait for the thread when it ends. What the call raises, `result` raises.
-    """
+def submit(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
+    """Runs `call` in a daemon thread, or synchronously. `Future.result` re-raises its exception."""
     future: Future[Result] = Future()
 
     def run() -> None:
-        with _HandedTo(future):
+        with _ExceptionTo(future):
             future.set_result(call())
 
     if in_thread:
@@ -35,33 +31,36 @@ def started(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
     return future
 
 
-def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What the calls return; two and more are made in threads of their own. It returns or raises when all have ended,
-    so that none goes on with what the caller gives up. What the first of those that fail raises, it raises."""
+def run_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Runs each call in its own thread, or a single call in this thread, and returns their results.
+
+    Waits for all calls even if one fails, then raises the first exception: no thread is still using the caller's
+    tensors on return.
+    """
     if len(calls) < 2:
         return [call() for call in calls]
-    futures = [started(_as_here(call), in_thread=True) for call in calls]
+    futures = [submit(_with_torch_state(call), in_thread=True) for call in calls]
     wait(futures)
     return [future.result() for future in futures]
 
 
-def _as_here(call: Callable[[], Result]) -> Callable[[], Result]:
-    """The call with the GPU and the gradient mode of this thread, which another one does not have."""
+def _with_torch_state(call: Callable[[], Result]) -> Callable[[], Result]:
+    """Wraps `call` to run with this thread's CUDA device and gradient mode, which threads do not inherit."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    gradients = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
 
     def run() -> Result:
         if device is not None:
             torch.cuda.set_device(device)
-        with torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(grad_enabled):
             return call()
 
     return run
 
 
 @dataclass(frozen=True)
-class _HandedTo:
-    """Whoever asks for the result gets what is raised inside."""
+class _ExceptionTo:
+    """Context manager that stores any exception in a future."""
 
     future: Future[Any]
 
@@ -74,55 +73,55 @@ class _HandedTo:
         return True
 
 
-class HostSnapshot:
-    """Host memory for a copy of what this rank saves. It is made for the first save and used again by all others; a
-    copy is good until the next one is taken. For tensors on a GPU it is page-locked, so that they come at the speed of
-    the bus."""
+class HostBuffer:
+    """Host memory for a copy of this rank's tensors, page-locked if they are on a GPU.
+
+    Allocated by the first `copy` and reused by later ones, each of which overwrites the previous copy.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked = False
+        self._pinned = False
 
-    def take(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """The same tensors in host memory. When it returns, the originals may change."""
+    def copy(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """Copies the tensors to host memory. The originals may be modified once it returns."""
         sources = [box.values() for tensor in tensors.values() for box in tensor.boxes]
-        self._make_room(sum(map(_room, sources)), on_gpu=any(source.is_cuda for source in sources))
-        copies = iter(self._copied(sources))
-        taken = {
+        self._reserve(sum(map(_aligned_bytes, sources)), pinned=any(source.is_cuda for source in sources))
+        copies = iter(self._copy_all(sources))
+        copied = {
             key: SavedTensor(tensor.shape, tuple(TensorBox(box.offset, next(copies)) for box in tensor.boxes))
             for key, tensor in tensors.items()
         }
-        if self._locked:
+        if self._pinned:
             torch.cuda.current_stream().synchronize()
-        return taken
+        return copied
 
     def release(self) -> None:
-        """Gives the memory back."""
-        if self._locked:
+        """Frees the memory."""
+        if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
-            self._locked = False
+            self._pinned = False
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def _make_room(self, num_bytes: int, *, on_gpu: bool) -> None:
+    def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
         if self._memory.numel() >= num_bytes:
             return
         self.release()
         self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        if on_gpu:  # torch's own pinned memory would be rounded up to a power of two
+        if pinned:  # torch's pinned allocator would round up to a power of two
             status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
-            self._locked = int(status) == 0
+            self._pinned = int(status) == 0
 
-    def _copied(self, sources: list[Tensor]) -> Iterator[Tensor]:
+    def _copy_all(self, sources: list[Tensor]) -> Iterator[Tensor]:
         start = 0
         for source in sources:
             num_bytes = source.numel() * source.element_size()
             copy = self._memory[start : start + num_bytes].view(source.dtype).view(source.shape)
-            # Into memory that is not page-locked torch waits for each copy by itself.
+            # A copy into pageable memory is synchronous in torch despite non_blocking.
             yield copy.copy_(source.detach(), non_blocking=True)
-            start += _room(source)
+            start += _aligned_bytes(source)
 
 
-def _room(tensor: Tensor) -> int:
-    """Bytes that a tensor takes, with what keeps the next one aligned."""
+def _aligned_bytes(tensor: Tensor) -> int:
     num_bytes = tensor.numel() * tensor.element_size()
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,4 +1,4 @@
-"""The save folder: which checkpoints it holds, who may write to it, and what crashes left behind."""
+"""Folder of checkpoints: listing, tracker file, clean-up after crashes, and retention."""
 
 import json
 import os
@@ -8,21 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_moe.checkpoint.bounded_read import open_regular, read_bounded
 from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES, TRAIN_STATE
-from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.checkpoint.storage import Storage, open_regular, read_bounded
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RUN_FOLDER_CHECKPOINTS = "checkpoints"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
-_WRITING = re.compile(r"\.tmp-.*")
-_DELETING = re.compile(r"\.old-.*")
-_REPLACING = re.compile(r"\.replaced-(iter_\d{7,18})-\w+")
+_INCOMPLETE = re.compile(r"\.(tmp|old)-.*")
+_REPLACED = re.compile(r"\.replaced-(iter_\d{7,18})-\w+")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is named like a checkpoint."""
+    """A folder named like a checkpoint."""
 
     path: Path
     iteration: int
@@ -33,7 +32,7 @@ def iteration_folder(iteration: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> tuple[Candidate, ...]:
-    """All `iter_NNNNNNN` of a folder, newest first; none when the folder does not exist."""
+    """Lists the `iter_NNNNNNN` of a folder, newest first; empty if the folder does not exist."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -43,13 +42,31 @@ def list_checkpoints(folder: Path) -> tuple[Candidate, ...]:
 
 
 def as_checkpoint(path: Path) -> Candidate | None:
-    """The checkpoint when the path is one itself."""
+    """The checkpoint at `path`; None if the path is not named like one."""
     match = _ITERATION.fullmatch(path.name)
     return Candidate(path, int(match[1])) if match else None
 
 
+def checkpoints_folder(folder: Path) -> Path:
+    """`folder`, or its subfolder `checkpoints` if `folder` is a run folder."""
+    inside = folder / RUN_FOLDER_CHECKPOINTS
+    return inside if inside.is_dir() and not list_checkpoints(folder) else folder
+
+
+def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
+    """The checkpoint at `path`, or the checkpoints of that folder or run folder, newest first.
+
+    Raises CheckpointProblem if there is none.
+    """
+    itself = as_checkpoint(path)
+    found = (itself,) if itself and path.is_dir() else list_checkpoints(checkpoints_folder(path))
+    if not found:
+        raise CheckpointProblem(f"{path} holds no checkpoint iter_NNNNNNN; give a checkpoint or a folder of them")
+    return found
+
+
 def read_tracker(folder: Path) -> str | None:
-    """The text of the tracker file, which is a hint for people and other tools; None when there is none."""
+    """Reads the tracker file, a hint for users and other tools; None if there is none."""
     try:
         with open_regular(folder / TRACKER) as file:
             return file.read(64).decode(errors="replace").strip()
@@ -58,19 +75,19 @@ def read_tracker(folder: Path) -> str | None:
 
 
 def write_tracker(folder: Path, iteration: int, storage: Storage) -> None:
-    """Written aside and put in place in one step."""
-    aside = folder / f".tmp-{TRACKER}-{os.getpid()}"
-    if aside.exists():
-        storage.remove(aside)
-    storage.write_file(aside, [str(iteration).encode()])
-    storage.rename(aside, folder / TRACKER)
+    """Writes the tracker file atomically. Raises OSError."""
+    temporary = folder / f".tmp-{TRACKER}-{os.getpid()}"
+    if temporary.exists():
+        storage.remove(temporary)
+    storage.write_file(temporary, [str(iteration).encode()])
+    storage.rename(temporary, folder / TRACKER)
 
 
-def probe(folder: Path) -> None:
-    """Makes the folder if needed and writes a file into it, because permission bits do not tell (root, mounts).
+def check_writable(folder: Path) -> None:
+    """Creates the folder if needed and writes a test file: permission bits are not reliable for root or on mounts.
 
     Raises:
-        EnvironmentProblem: it cannot be made or written.
+        EnvironmentProblem: the folder cannot be created or written.
     """
     test_file = folder / f".tmp-probe-{os.getpid()}"
     try:
@@ -80,44 +97,44 @@ def probe(folder: Path) -> None:
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write to the --save folder {folder}: {error.strerror} (errno {error.errno}); "
-            f"give a folder that can be written"
+            f"give a writable folder"
         ) from error
 
 
-def sweep(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
-    """Removes what earlier crashes left; only for the holder of the lock.
+def clean_up(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+    """Removes incomplete checkpoints of crashed saves. The caller holds the folder's lock.
 
-    A checkpoint that was about to be replaced by another of its iteration comes back when that one never arrived.
+    A checkpoint that was being replaced is restored if its replacement was not committed.
     """
     for path in sorted(folder.iterdir()):
-        replaced = _REPLACING.fullmatch(path.name)
+        replaced = _REPLACED.fullmatch(path.name)
         try:
             if replaced and not (folder / replaced[1]).exists():
                 storage.rename(path, folder / replaced[1])
-                say(f"put back {replaced[1]} in {folder}: a crash came before its replacement was complete")
-            elif replaced or _WRITING.fullmatch(path.name) or _DELETING.fullmatch(path.name):
+                say(f"restored {replaced[1]} in {folder}: a crash interrupted its replacement")
+            elif replaced or _INCOMPLETE.fullmatch(path.name):
                 storage.remove(path)
                 say(f"removed stale {path.name} from {folder}")
         except OSError as error:
             say(f"could not clean up {path}: {error.strerror}; it takes space but does no harm")
 
 
-def mend_tracker(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
-    """Makes the tracker name the newest checkpoint."""
+def repair_tracker(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
+    """Rewrites the tracker file if it does not name the newest checkpoint."""
     checkpoints = list_checkpoints(folder)
     tracker = read_tracker(folder)
     if not checkpoints or tracker == str(checkpoints[0].iteration):
         return
     newest = checkpoints[0].iteration
-    say(f"{folder / TRACKER} says {tracker!r}, the newest checkpoint is of iteration {newest}: the file is mended")
+    say(f"{folder / TRACKER} says {tracker!r}, but the newest checkpoint is iteration {newest}; corrected the file")
     try:
         write_tracker(folder, newest, storage)
     except OSError as error:
-        say(f"could not mend {folder / TRACKER}: {error.strerror}; nothing depends on it")
+        say(f"could not correct {folder / TRACKER}: {error.strerror}; nothing depends on it")
 
 
 def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
-    """Removes what nobody needs any more; a failure is told and harmless."""
+    """Removes a file or folder; a failure is only logged."""
     try:
         storage.remove(path)
     except OSError as error:
@@ -126,20 +143,20 @@ def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one has come."""
+    """Selects the checkpoints to keep after a save: the union of those that the fields name."""
 
     keep_last: int | None = None
-    """The newest so many; None: all."""
+    """Number of newest checkpoints to keep; None keeps all."""
     interval: int | None = None
-    """Besides, those of multiples of it."""
+    """Keeps iterations that are multiples of this."""
     keep_best: bool = False
-    """Besides, the one whose train_state.json has the lowest validation loss, the newest of equals."""
+    """Keeps the checkpoint whose train_state.json has the lowest validation loss; the newest on a tie."""
 
-    def apply(self, folder: Path, spared: Iterable[Path], storage: Storage, say: Callable[[str], None]) -> None:
-        """Deletes the other checkpoints of the folder, but none of those `spared`. A failure is told."""
+    def apply(self, folder: Path, protected: Iterable[Path], storage: Storage, say: Callable[[str], None]) -> None:
+        """Deletes the other checkpoints of the folder, except those in `protected`. Failures are only logged."""
         if self.keep_last is None:
             return
-        kept = {path.resolve() for path in spared}
+        kept = {path.resolve() for path in protected}
         checkpoints = list_checkpoints(folder)
         best = _best(checkpoints) if self.keep_best else None
         for candidate in checkpoints[self.keep_last :]:
@@ -149,18 +166,17 @@ class Retention:
 
 
 def _delete(candidate: Candidate, storage: Storage, say: Callable[[str], None]) -> None:
-    """Renamed first, so that no half-deleted folder bears the name of a checkpoint."""
-    doomed = candidate.path.parent / f".old-{candidate.path.name}-{uuid.uuid4().hex[:12]}"
+    """Renames before deleting, so that a half-deleted folder is never named like a checkpoint."""
+    renamed = candidate.path.parent / f".old-{candidate.path.name}-{uuid.uuid4().hex[:12]}"
     try:
-        storage.rename(candidate.path, doomed)
+        storage.rename(candidate.path, renamed)
     except OSError as error:
         say(f"could not delete the old checkpoint {candidate.path}: {error.strerror}; it is kept")
     else:
-        remove(doomed, storage, say)
+        remove(renamed, storage, say)
 
 
 def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
-    """None when none has a loss."""
     losses = {candidate: loss for candidate in checkpoints if (loss := _validation_loss(candidate)) is not None}
     return min(losses, key=lambda candidate: losses[candidate], default=None)
 
@@ -174,26 +190,26 @@ def _validation_loss(candidate: Candidate) -> float | None:
 
 
 def set_aside(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
-    """Moves all checkpoints into a subfolder, so that a run that starts afresh does not mix with the earlier one.
+    """Moves all checkpoints into a new subfolder `set-aside-NNN` (`--fresh`).
 
     Raises:
-        EnvironmentProblem: they cannot be moved.
+        EnvironmentProblem: a checkpoint cannot be moved.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return
     number = 1
-    while (aside := folder / f"set-aside-{number:03d}").exists():
+    while (subfolder := folder / f"set-aside-{number:03d}").exists():
         number += 1
     try:
-        storage.make_dir(aside)
+        storage.make_dir(subfolder)
         for candidate in checkpoints:
-            storage.rename(candidate.path, aside / candidate.path.name)
+            storage.rename(candidate.path, subfolder / candidate.path.name)
         if (folder / TRACKER).exists():
-            storage.rename(folder / TRACKER, aside / TRACKER)
+            storage.rename(folder / TRACKER, subfolder / TRACKER)
     except OSError as error:
         raise EnvironmentProblem(
-            f"--fresh could not move the {len(checkpoints)} checkpoints of {folder} to {aside}: {error.strerror}; "
+            f"--fresh could not move the {len(checkpoints)} checkpoints of {folder} to {subfolder}: {error.strerror}; "
             f"give another --save folder"
         ) from error
-    say(f"--fresh: moved {len(checkpoints)} checkpoints of {folder} to {aside}")
+    say(f"--fresh: moved {len(checkpoints)} checkpoints of {folder} to {subfolder}")

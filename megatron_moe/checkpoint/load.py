@@ -1,9 +1,8 @@
-"""Loading: the newest checkpoint that verifies, to the last byte used, or a refusal that says why.
+"""Selects the checkpoint of a run, verifies it, and loads it into any parallel layout.
 
-The folder is chosen first: the iteration asked for, else the run's own save folder, else `--load`, else
-`--pretrained-checkpoint`. Inside a folder a candidate that does not verify on any rank is dropped by all ranks
-together, with one line, and the next older one is tried. A folder whose checkpoints are all damaged ends the run: to
-start from iteration 0 unasked would be the most expensive silent failure there is.
+The source is `--ckpt-step`, else the run's own `--save` folder, else `--load`, else `--pretrained-checkpoint`. Within a
+folder the newest checkpoint is loaded that verifies on all ranks; every byte that is used is verified. If none
+verifies the run ends: silently restarting from iteration 0 would be far more expensive.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -12,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_moe.checkpoint.async_save import at_once
-from megatron_moe.checkpoint.bounded_read import read_bounded
+from megatron_moe.checkpoint.async_save import run_parallel
 from megatron_moe.checkpoint.directory import (
+    RUN_FOLDER_CHECKPOINTS,
     TRACKER,
     Candidate,
     as_checkpoint,
+    checkpoints_folder,
     list_checkpoints,
     read_tracker,
 )
@@ -31,9 +31,10 @@ from megatron_moe.checkpoint.manifest import (
     NewerFormat,
     check_header,
     decode,
+    extents_by_file,
     parse_json,
-    places_by_file,
 )
+from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.checkpoint.tensor_shards import (
     FileReader,
     SavedTensor,
@@ -51,14 +52,14 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 HUGGING_FACE = "hf:"
-RUN_FOLDER_CHECKPOINTS = "checkpoints"
+"""Prefix of `--load` and `--pretrained-checkpoint` for a Hugging Face folder."""
 CheckState = Callable[[Mapping[str, Any], int], None]
-"""Validates the content of train_state.json, given the manifest's iteration. Raises Corrupt."""
+"""Validates the content of train_state.json against the manifest's iteration. Raises CorruptCheckpoint."""
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Where to load from, and what of it."""
+    """Folder to load from, and which parts of the checkpoint to load."""
 
     origin: Literal["--ckpt-step", "--save", "--load", "--pretrained-checkpoint"]
     location: str
@@ -67,7 +68,7 @@ class CheckpointSource:
     optimizer: bool = True
     """Load optimizer state; else weights only."""
     train_state: bool = True
-    """Go on from the checkpoint's iteration; else start at 0 (`--finetune`)."""
+    """Resume at the checkpoint's iteration; else start at iteration 0 (`--finetune`)."""
 
     @property
     def is_hugging_face(self) -> bool:
@@ -76,7 +77,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint whose tensors are in place."""
+    """Result of `load`."""
 
     path: Path
     iteration: int
@@ -86,12 +87,10 @@ class LoadedCheckpoint:
 def find(
     config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
 ) -> CheckpointSource | None:
-    """Chooses the folder to load from; None when the run starts from random weights.
-
-    The first rank looks, all get its answer.
+    """Chooses the folder to load from, on the first rank for all; None if the run starts from random weights.
 
     Raises:
-        CheckpointProblem: what was asked for is not there.
+        CheckpointProblem: a requested checkpoint does not exist.
     """
     answer: CheckpointSource | str | None = None
     if context.is_first:
@@ -114,13 +113,12 @@ def load(
     say: Callable[[str], None] = print,
     check_state: CheckState | None = None,
 ) -> LoadedCheckpoint:
-    """Fills `tensors` (by `shards.tensor_key`) from the newest candidate that verifies on every rank.
+    """Fills `tensors` (by `tensor_key`) from the newest candidate that verifies on every rank.
 
-    With `source.optimizer` False only weights and buffers are filled, and cast to the run's dtype where it differs.
-    `check_state` validates the content of train_state.json; a candidate that fails is not used.
+    Without `source.optimizer` only weights and buffers are filled, cast to the run's dtype where it differs.
 
     Raises:
-        CheckpointProblem: no candidate verifies, or its tensors are not those of this run.
+        CheckpointProblem: no candidate verifies, or its tensors do not match this run's.
     """
     wanted = tensors if source.optimizer else {key: t for key, t in tensors.items() if is_weight(key)}
     # world: 8 bytes per tensor of every rank
@@ -129,10 +127,10 @@ def load(
     for candidate in source.candidates:
         outcome = _attempt(candidate, wanted, known, check_state, casting=not source.optimizer)
         # world: some hundred bytes
-        outcomes = gather_objects(outcome if isinstance(outcome, str | _Refusal) else None, context.group("world"))
-        refusals = [refusal.sentence for refusal in outcomes if isinstance(refusal, _Refusal)]
-        if refusals:
-            raise CheckpointProblem(refusals[0])
+        outcomes = gather_objects(outcome if isinstance(outcome, str | _Mismatch) else None, context.group("world"))
+        mismatches = [mismatch.message for mismatch in outcomes if isinstance(mismatch, _Mismatch)]
+        if mismatches:
+            raise CheckpointProblem(mismatches[0])
         damages = [f"rank {rank}: {reason}" for rank, reason in enumerate(outcomes) if reason is not None]
         if not damages:
             assert isinstance(outcome, LoadedCheckpoint), f"rank {context.rank}: {outcome}"
@@ -140,31 +138,32 @@ def load(
         reasons.append(f"{candidate.path}: {damages[0]}")
         if context.is_first and len(source.candidates) > 1:
             say(f"checkpoint {candidate.path} is damaged and not used: {damages[0]}")
-    raise CheckpointProblem(_nothing_verifies(source, reasons))
+    raise CheckpointProblem(_none_verifies(source, reasons))
 
 
 @dataclass(frozen=True)
-class _Refusal:
-    """Why an undamaged checkpoint cannot be used."""
+class _Mismatch:
+    """An intact checkpoint that this run cannot load. Unlike a corrupt one it ends the search."""
 
-    sentence: str
+    message: str
 
 
 def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
-    same_folder = bool(config.save and config.load and config.save.resolve() == _checkpoints_of(config.load).resolve())
+    same_folder = bool(
+        config.save and config.load and config.save.resolve() == checkpoints_folder(Path(config.load)).resolve()
+    )
     own = list_checkpoints(config.save) if config.save is not None and not config.fresh else ()
     if own and same_folder and config.finetune:
         raise CheckpointProblem(
             f"--finetune starts at iteration 0, but --save {config.save} is the folder it loads from and holds "
-            f"iteration "
-            f"{own[0].iteration}, which would always be newer than what this run saves; give another --save folder"
+            f"iteration {own[0].iteration}, which is newer than this run's checkpoints; give another --save folder"
         )
     if config.ckpt_step is not None:
         return _given_step(config, config.ckpt_step)
     if own:
         assert config.save is not None
-        _mention_tracker(config.save, own, say)
-        # --finetune and --no-load-optim speak of --load: a restart of the same command line must resume in full.
+        _report_stale_tracker(config.save, own, say)
+        # --finetune and --no-load-optim apply to --load: a restart of the same command line must resume in full.
         resume = CheckpointConfig(load_optim=config.save_optim, weights_only=config.weights_only)
         return _source("--save", str(config.save), own, config if same_folder else resume)
     if config.load is not None and not (same_folder and config.fresh):
@@ -175,27 +174,26 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
-    """What `--load` names; None when nothing is there and the run may start without it."""
+    """Source of `--load`; None if it holds no checkpoint and the run may start without one."""
     if location.startswith(HUGGING_FACE):
         return _source("--load", location, (), config)
     found = _candidates(location)
     if found:
-        _mention_tracker(_checkpoints_of(location), found, say)
+        _report_stale_tracker(checkpoints_folder(Path(location)), found, say)
         return _source("--load", location, found, config)
-    missing = _holds_nothing("--load", location)
+    missing = _describe_missing("--load", location)
     if config.pretrained is not None:
         say(f"{missing}: --pretrained-checkpoint is used")
         return None
-    in_need = _flags_in_need(config)
-    if in_need:
-        flags = " and ".join(in_need)
-        raise CheckpointProblem(f"{missing}, and {flags} cannot do without; correct --load, or leave out {flags}")
+    requiring = _flags_requiring_checkpoint(config)
+    if requiring:
+        flags = " and ".join(requiring)
+        raise CheckpointProblem(f"{missing}, which is required by {flags}; correct --load, or leave out {flags}")
     say(f"{missing}: starting from random weights")
     return None
 
 
-def _flags_in_need(config: CheckpointConfig) -> list[str]:
-    """The flags of this run that mean nothing without a checkpoint."""
+def _flags_requiring_checkpoint(config: CheckpointConfig) -> list[str]:
     flags = {
         "--exit-on-missing-checkpoint": config.exit_on_missing,
         "--moe-use-upcycling": config.upcycle,
@@ -206,21 +204,15 @@ def _flags_in_need(config: CheckpointConfig) -> list[str]:
     return [flag for flag, given in flags.items() if given]
 
 
-def _checkpoints_of(location: str) -> Path:
-    """The folder with the checkpoints: the one named, or the `checkpoints` of the run folder named."""
-    folder, inside = Path(location), Path(location) / RUN_FOLDER_CHECKPOINTS
-    return inside if inside.is_dir() and not list_checkpoints(folder) else folder
-
-
 def _candidates(location: str) -> tuple[Candidate, ...]:
-    """Newest first: of the folder named, of the run folder named, or the checkpoint named itself."""
+    """The checkpoint at `location`, or those of that folder or run folder, newest first."""
     itself = as_checkpoint(Path(location))
     if itself and (itself.path / MANIFEST).exists():
         return (itself,)
-    return list_checkpoints(_checkpoints_of(location))
+    return list_checkpoints(checkpoints_folder(Path(location)))
 
 
-def _holds_nothing(flag: str, location: str) -> str:
+def _describe_missing(flag: str, location: str) -> str:
     where = f"{location} or {Path(location) / RUN_FOLDER_CHECKPOINTS}"
     there = "" if Path(location).exists() else ", which does not exist,"
     return f"{flag} {location}{there} holds no checkpoint (looked for iter_NNNNNNN in {where})"
@@ -230,22 +222,21 @@ def _given_step(config: CheckpointConfig, step: int) -> CheckpointSource:
     location = config.load or (str(config.save) if config.save else None)
     if location is None or location.startswith(HUGGING_FACE):
         raise CheckpointProblem(f"--ckpt-step {step} needs --load or --save with a folder of checkpoints")
-    found = list_checkpoints(_checkpoints_of(location))
+    found = list_checkpoints(checkpoints_folder(Path(location)))
     chosen = tuple(candidate for candidate in found if candidate.iteration == step)
     if not chosen:
-        there = ", ".join(str(candidate.iteration) for candidate in found) or "none"
-        raise CheckpointProblem(f"--ckpt-step {step}: {location} holds no such iteration; there are: {there}")
+        available = ", ".join(str(candidate.iteration) for candidate in found) or "none"
+        raise CheckpointProblem(f"--ckpt-step {step}: {location} holds no such iteration; available: {available}")
     return _source("--ckpt-step", location, chosen, config)
 
 
 def _pretrained(location: str) -> CheckpointSource:
-    """Weights only, from iteration 0."""
-    config = CheckpointConfig(finetune=True)
+    config = CheckpointConfig(finetune=True)  # weights only, from iteration 0
     if location.startswith(HUGGING_FACE):
         return _source("--pretrained-checkpoint", location, (), config)
     found = _candidates(location)
     if not found:
-        raise CheckpointProblem(f"{_holds_nothing('--pretrained-checkpoint', location)}; correct the folder")
+        raise CheckpointProblem(f"{_describe_missing('--pretrained-checkpoint', location)}; correct the folder")
     return _source("--pretrained-checkpoint", location, found, config)
 
 
@@ -261,10 +252,10 @@ def _source(
     )
 
 
-def _mention_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[str], None]) -> None:
+def _report_stale_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[str], None]) -> None:
     tracker, newest = read_tracker(folder), found[0].iteration
     if tracker is not None and tracker != str(newest):
-        say(f"{folder / TRACKER} says {tracker!r} and is ignored: the newest checkpoint is of iteration {newest}")
+        say(f"ignored {folder / TRACKER}, which says {tracker!r}: the newest checkpoint is iteration {newest}")
 
 
 def _attempt(
@@ -274,26 +265,29 @@ def _attempt(
     check_state: CheckState | None,
     *,
     casting: bool,
-) -> "LoadedCheckpoint | _Refusal | str":
-    """Loads one candidate; or why it is unusable (_Refusal) or damaged (text). `known`: what any rank wants."""
+) -> "LoadedCheckpoint | _Mismatch | str":
+    """Loads one candidate, or returns a mismatch, or a description of its damage.
+
+    `known`: digests of the keys that any rank loads.
+    """
     try:
         manifest, reader = _open(candidate.path)
         if manifest.iteration != candidate.iteration:
-            raise CorruptCheckpoint(f"{MANIFEST}: of iteration {manifest.iteration}, in a folder of another name")
+            raise CorruptCheckpoint(f"{MANIFEST}: iteration {manifest.iteration} in a folder of another iteration")
         problems = _mismatches(wanted, known, manifest, casting)
         if problems:
-            return _Refusal(_does_not_fit(candidate.path, problems))
-        places = places_by_file(manifest)
+            return _Mismatch(_describe_mismatches(candidate.path, problems))
+        extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
             head = reader.head(name)
             if name.endswith(SAFETENSORS):
-                check_header(name, head, places.get(name, ()))
+                check_header(name, head, extents.get(name, ()))
         state = parse_json(reader.head(TRAIN_STATE), TRAIN_STATE)
         if check_state is not None:
             check_state(state, manifest.iteration)
-        at_once([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
+        run_parallel([partial(_fill_all, candidate.path, manifest, part) for part in in_parts(wanted)])
     except NewerFormat as problem:
-        return _Refusal(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
+        return _Mismatch(f"checkpoint {candidate.path} was {problem}; update the program or load an older checkpoint")
     except CorruptCheckpoint as problem:
         return str(problem)
     return LoadedCheckpoint(candidate.path, candidate.iteration, state)
@@ -307,7 +301,7 @@ def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, SavedTensor])
 
 
 def _open(path: Path) -> tuple[Manifest, FileReader]:
-    """Reads the manifest and checks that all files are there in full."""
+    """Reads the manifest and checks the sizes of all files."""
     manifest = read_manifest(path)
     reader = FileReader(path, manifest.files)
     reader.check_sizes()
@@ -315,7 +309,7 @@ def _open(path: Path) -> tuple[Manifest, FileReader]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The checked manifest of a checkpoint folder. Raises Corrupt and NewerFormat."""
+    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint and NewerFormat."""
     try:
         data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
     except OSError as error:
@@ -324,7 +318,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:
-    """Files with something that is wanted, and all texts."""
+    """Files with any wanted piece, and all text files."""
     wanted_pieces = (
         piece for key, target in wanted.items() for piece in manifest.tensors[key].pieces if overlaps(target, piece)
     )
@@ -334,7 +328,7 @@ def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[s
 
 
 def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
-    """Every difference between what this run has and what the checkpoint holds."""
+    """Lists all differences in keys, shapes and dtypes between this run and the checkpoint."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]
     problems += [f"unknown to this run: {key}" for key in saved if key not in wanted and digest(key) not in known]
@@ -347,18 +341,18 @@ def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: 
     return sorted(problems)
 
 
-def _does_not_fit(path: Path, problems: list[str]) -> str:
+def _describe_mismatches(path: Path, problems: list[str]) -> str:
     return (
         f"checkpoint {path} does not fit this run in {len(problems)} tensors; give the model flags it was saved with, "
-        f"--moe-use-upcycling to make experts of a dense model, or --no-load-optim when only optimizer state differs:\n"
+        f"--moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the optimizer state differs:\n"
         f"  {listed(problems)}"
     )
 
 
-def _nothing_verifies(source: CheckpointSource, reasons: list[str]) -> str:
+def _none_verifies(source: CheckpointSource, reasons: list[str]) -> str:
     if source.origin == "--ckpt-step":
-        what = "the checkpoint asked for with --ckpt-step is damaged and is not replaced by another one"
+        summary = "the checkpoint of --ckpt-step is damaged; no other iteration is tried"
     else:
-        remedy = "--fresh to start over" if source.origin == "--save" else f"another folder than {source.location}"
-        what = f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}"
-    return f"{what}:\n  {listed(reasons)}"
+        remedy = "--fresh to start over" if source.origin == "--save" else "another folder"
+        summary = f"none of the {len(reasons)} checkpoints of {source.location} verifies; give {remedy}"
+    return f"{summary}:\n  {listed(reasons)}"

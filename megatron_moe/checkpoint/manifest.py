@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: what it consists of, to the byte. No torch, no file access.
+"""Checkpoint manifest: data classes, encoding, and validation. No torch, no file access.
 
-A checkpoint is a folder `iter_NNNNNNN` of safetensors files and JSON texts. `manifest.json` is written last and lists
-every file with its size, and every tensor as boxes of bytes with a crc32 each; its own crc32 is its last entry. Tensors
-are keyed by kind and global parameter name, with experts stacked along the first dim by global id, so that nothing in
-the format depends on how the run was laid out over ranks. docs/checkpoint-format.md describes it for readers of files.
+A checkpoint is a folder `iter_NNNNNNN` of safetensors files and text files. `manifest.json` is written last and lists
+every file with its size and every tensor as n-d boxes with a crc32 each; its own crc32 is its last entry. Tensors are
+keyed by kind and global parameter name, experts stacked along dim 0 by global id, so the format is independent of the
+parallel layout. docs/checkpoint-format.md specifies it.
 """
 
 import json
@@ -43,39 +43,39 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
         "BOOL": 1,
     }
 )
-"""Element types by their safetensors names, with their size."""
+"""Element size in bytes by safetensors dtype name."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _TENSOR_KEY = re.compile(r"[a-z_]{1,32}\.[A-Za-z0-9_.\-]{1,400}")
 _CRC = re.compile(r"[0-9a-f]{8}")
-_SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
-_SEAL_BYTES = len(',"crc32":"01234567"}\n')
+_TRAILER = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
+_TRAILER_BYTES = len(',"crc32":"01234567"}\n')
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint that is incomplete, or whose bytes are not those that were written. An older one may be fine."""
+    """The checkpoint is incomplete or fails verification. An older one may be valid."""
 
 
 class NewerFormat(Exception):
-    """A checkpoint of a later format version."""
+    """The checkpoint has a later format version than this program reads."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a tensor, stored contiguously in row-major order."""
+    """A box of a tensor, stored contiguously in row-major order in one file."""
 
     file: str
     start: int
     """First byte in the file."""
     offset: tuple[int, ...]
-    """Where the box begins in the tensor."""
+    """Start index in the tensor, per dim."""
     shape: tuple[int, ...]
     crc32: str
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor; its pieces cover it exactly once."""
+    """One tensor, covered exactly once by its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file. `crc32` covers its first `head` bytes: the header of a safetensors file, all of a text file."""
+    """One file. `crc32` covers its first `head` bytes: the safetensors header, or a whole text file."""
 
     size: int
     head: int
@@ -96,19 +96,19 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint. `tensors` maps "<kind>.<global name>" to its entry; kind "model" is weights and buffers."""
+    """Contents of a checkpoint. `tensors` is keyed by "<kind>.<global name>"; kind "model" is weights and buffers."""
 
     iteration: int
     writer: str
     """Name and version of the program that wrote it."""
     ranks: Mapping[str, int]
-    """Sizes of the axes of the run that wrote it; for information only."""
+    """Size of each parallel axis of the run that wrote it; informational."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 def merged(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """The entries of a checkpoint from those of its writers, each of which lists the pieces in its own file."""
+    """Merges the tensor entries of several ranks, each of which lists the pieces in its own files."""
     entries: dict[str, TensorEntry] = {}
     for part in parts:
         for key, entry in part.items():
@@ -124,7 +124,7 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json, sealed with their own crc32."""
+    """Encodes manifest.json, which ends with its own crc32."""
     body = {
         "format": "megatron_moe checkpoint",
         "version": VERSION,
@@ -150,19 +150,18 @@ def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> Manifest:
-    """Reads and checks a manifest.
+    """Decodes and validates a manifest.
 
-    What it returns is consistent: every size, offset, shape and name has been checked, so that a reader may allocate
-    and seek by it.
+    Every size, offset, shape and name of the result is consistent, so a reader can safely allocate and seek by it.
 
     Raises:
-        Corrupt: the seal is broken, or the content contradicts itself.
+        CorruptCheckpoint: the crc32 differs, or the content is inconsistent.
         NewerFormat: written by a later version of the format.
     """
-    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    found = checksum(data[:-_SEAL_BYTES])
-    if seal is None or seal[1].decode() != found:
-        expected = seal[1].decode() if seal else "missing"
+    trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
+    found = checksum(data[:-_TRAILER_BYTES])
+    if trailer is None or trailer[1].decode() != found:
+        expected = trailer[1].decode() if trailer else "missing"
         raise CorruptCheckpoint(f"{MANIFEST}: its own crc32 is {expected}, its content has {found}")
     body = parse_json(data, MANIFEST)
     version = _number(body, "version")
@@ -183,52 +182,50 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
     try:
         body = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{name}: not readable as JSON: {error}") from error
+        raise CorruptCheckpoint(f"{name}: invalid JSON: {error}") from error
     if not isinstance(body, dict):
         raise CorruptCheckpoint(f"{name}: holds {type(body).__name__}, not an object")
     return body
 
 
-Place = tuple[int, str, tuple[int, ...]]
-"""(first byte in the file, element type, shape) of a piece."""
+Extent = tuple[int, str, tuple[int, ...]]
+"""(first byte in the file, dtype, shape) of a piece."""
 
 
-def places_by_file(manifest: Manifest) -> dict[str, list[Place]]:
-    """The pieces that have any elements."""
-    places: dict[str, list[Place]] = {}
+def extents_by_file(manifest: Manifest) -> dict[str, list[Extent]]:
+    """Extents of all non-empty pieces, by file name."""
+    extents: dict[str, list[Extent]] = {}
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
             if 0 not in piece.shape:
-                places.setdefault(piece.file, []).append((piece.start, entry.dtype, piece.shape))
-    return places
+                extents.setdefault(piece.file, []).append((piece.start, entry.dtype, piece.shape))
+    return extents
 
 
-def check_header(name: str, head: bytes, places: Iterable[Place]) -> None:
-    """The header of a safetensors file says of every piece what the manifest says: `places`. Raises Corrupt."""
+def check_header(name: str, head: bytes, extents: Iterable[Extent]) -> None:
+    """Raises CorruptCheckpoint unless a safetensors header describes exactly the manifest's `extents` of that file."""
     (length,) = struct.unpack_from("<Q", head) if len(head) >= 8 else (0,)
     if length != len(head) - 8:
-        raise CorruptCheckpoint(f"{name}: header: its length is {length}, the manifest has room for {len(head) - 8}")
+        raise CorruptCheckpoint(f"{name}: header: length {length}, the manifest says {len(head) - 8}")
     table = parse_json(head[8:], name)
     table.pop("__metadata__", None)
-    theirs = sorted(place for entry in table.values() if 0 not in (place := _place(entry, len(head)))[2])
-    ours = sorted(places)
-    if theirs != ours:
-        raise CorruptCheckpoint(
-            f"{name}: header: it does not describe the {len(ours)} pieces that the manifest has there"
-        )
+    described = sorted(extent for entry in table.values() if 0 not in (extent := _extent(entry, len(head)))[2])
+    expected = sorted(extents)
+    if described != expected:
+        raise CorruptCheckpoint(f"{name}: header: does not describe the manifest's {len(expected)} pieces of this file")
 
 
-def _place(entry: Any, head: int) -> Place:
+def _extent(entry: Any, head: int) -> Extent:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int()]}:
             return head + begin, dtype, tuple(_size(size, "shape") for size in shape)
-    raise CorruptCheckpoint(f"a header has an entry of another form: {json.dumps(entry)[:80]}")
+    raise CorruptCheckpoint(f"invalid entry in a safetensors header: {json.dumps(entry)[:80]}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"a name occurs twice among {sorted(name for name, _ in pairs)[:10]}")
+        raise ValueError(f"duplicate key among {sorted(name for name, _ in pairs)[:10]}")
     return found
 
 
@@ -255,7 +252,7 @@ def _decode_tensor(key: str, entry: Any) -> TensorEntry:
 
 
 def _check_boxes(manifest: Manifest) -> None:
-    """The boxes of every tensor lie inside it and cover it exactly once."""
+    """Checks that the boxes of every tensor are within its shape and cover it exactly once."""
     for key, entry in manifest.tensors.items():
         for piece in entry.pieces:
             dims = len(entry.shape)
@@ -271,13 +268,13 @@ def _check_boxes(manifest: Manifest) -> None:
 
 
 def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
-    """Sweeps along the first dim, so that only boxes that share it are compared."""
-    alive: list[TensorPiece] = []
+    """Sweeps along the first dim, so that only boxes that overlap there are compared."""
+    active: list[TensorPiece] = []
     for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[:1]):
-        alive = [other for other in alive if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
-        if any(_overlap(piece, other) for other in alive):
+        active = [other for other in active if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
+        if any(_overlap(piece, other) for other in active):
             return True
-        alive.append(piece)
+        active.append(piece)
     return False
 
 
@@ -287,33 +284,33 @@ def _overlap(a: TensorPiece, b: TensorPiece) -> bool:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Head and pieces fill every file exactly, without overlap or gap."""
+    """Checks that header and pieces fill every file without overlap or gap."""
     spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.head)] for name, file in manifest.files.items()}
     for key, entry in manifest.tensors.items():
         for piece in entry.pieces:
             if piece.file not in spans:
-                raise CorruptCheckpoint(f"{MANIFEST}: {key}: stored in {piece.file}, which is not among the files")
+                raise CorruptCheckpoint(f"{MANIFEST}: {key}: stored in unlisted file {piece.file}")
             spans[piece.file].append((piece.start, piece.start + entry.num_bytes(piece)))
     for name, filled in spans.items():
         size = manifest.files[name].size
         for (_, end), (start, _) in pairwise([*sorted(filled), (size, size)]):
             if start != end:
                 raise CorruptCheckpoint(
-                    f"{MANIFEST}: {name}: a piece begins at byte {start} where the one before ends at {end}"
+                    f"{MANIFEST}: {name}: a piece begins at byte {start}, the previous one ends at byte {end}"
                 )
 
 
 def _table(entry: Any, name: str) -> dict[str, Any]:
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a table")
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not an object")
     return value
 
 
 def _text(entry: Any, name: str) -> str:
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, str):
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a text: {value!r:.80}")
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a string: {value!r:.80}")
     return value
 
 
@@ -331,7 +328,7 @@ def _sizes(entry: Any, name: str) -> tuple[int, ...]:
 
 def _size(value: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_DIM:
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a number from 0 to 2^48: {value!r:.80}")
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not an integer from 0 to 2^48: {value!r:.80}")
     return value
 
 

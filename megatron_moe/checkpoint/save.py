@@ -1,12 +1,12 @@
-"""Saving: a checkpoint is complete and verified, or does not exist.
+"""Atomic checkpoint saving, synchronous or in background threads.
 
-Everything is written into a folder aside, the manifest last, and the folder is then renamed: the rename is the commit.
-A crash at any moment leaves the earlier checkpoints as they were, and at most a folder aside that the next start
-removes. All ranks learn the outcome from gathered reports, never from a barrier that a failed rank cannot reach.
+All files are written to a temporary folder, the manifest last; renaming the folder commits the checkpoint. A crash
+leaves earlier checkpoints untouched and at most a temporary folder, which the next start removes. Ranks gather their
+results instead of using a barrier, which a failed rank would never reach.
 
-A save has two stages, each of which may run in a thread: every rank writes its part, then the first rank commits. All
-that ranks say to each other, the main threads say, between the stages and over a group in host memory: a thread that
-took part in collectives would meet those of a training step in another order on every rank.
+A save has two stages, each optionally in a thread: every rank writes its files, then the first rank commits. Only the
+main threads communicate, between the stages and over a host (gloo) group: collectives from a background thread would
+interleave with those of the training step in a different order on each rank.
 """
 
 import errno
@@ -26,19 +26,19 @@ from typing import Any
 import torch
 
 from megatron_moe.checkpoint.async_save import (
-    HostSnapshot,
-    at_once,
-    started,
+    HostBuffer,
+    run_parallel,
+    submit,
 )
 from megatron_moe.checkpoint.directory import (
     Candidate,
     Retention,
+    check_writable,
+    clean_up,
     iteration_folder,
-    mend_tracker,
-    probe,
     remove,
+    repair_tracker,
     set_aside,
-    sweep,
     write_tracker,
 )
 from megatron_moe.checkpoint.manifest import (
@@ -71,25 +71,25 @@ from megatron_moe.parallel.context import ParallelContext
 
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
-_GOODBYE_SECONDS = 10.0
-"""How long the end of a run waits for a thread that still writes. One that computes with tensors while the interpreter
-ends would abort the process, and the exit code would be lost."""
+_CLOSE_TIMEOUT_S = 10.0
+"""`close` waits this long for a cancelled writer: a thread that uses tensors during interpreter shutdown aborts the
+process and loses its exit code."""
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What one rank is about to write."""
+class _RankPlan:
+    """Number of files and bytes that one rank will write."""
 
-    aside: str
-    """Name of the folder aside; the first rank's is used."""
+    temporary: str
+    """Name of the temporary folder; all ranks use the first rank's."""
     num_model_files: int
     num_optim_files: int
     num_bytes: int
 
 
 @dataclass
-class _Written:
-    """What one rank wrote, or why it could not."""
+class _WriteResult:
+    """Manifest entries of the files that one rank wrote, or its error."""
 
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -98,81 +98,79 @@ class _Written:
 
 
 @dataclass
-class _Committed:
-    """What became of the commit on the first rank; on the others nothing did."""
+class _CommitResult:
+    """Outcome of the commit on the first rank; empty on the others."""
 
     error: str | None = None
-    remarks: list[str] = field(default_factory=list)
-    """To be told in the log."""
+    messages: list[str] = field(default_factory=list)
+    """Warnings for the log."""
 
 
 @dataclass
-class _Job:
-    """A save under way, on one rank."""
+class _PendingSave:
+    """State of an unfinished save on one rank."""
 
     iteration: int
     final: Path
-    aside: Path
+    temporary: Path
     tensors: Mapping[str, SavedTensor]
-    """What this rank writes."""
-    documents: Mapping[str, str]
-    shares: Sequence[_Share]
+    """Boxes that this rank writes."""
+    texts: Mapping[str, str]
+    plans: Sequence[_RankPlan]
     in_thread: bool
     begin: float
     blocked: float = 0.0
-    """Seconds that the caller has waited so far."""
+    """Seconds for which the caller was blocked so far."""
     write_seconds: float = 0.0
-    """Of the slowest rank."""
-    writing: Future[_Written] | None = None
-    committing: Future[_Committed] | None = None
-    given_up: threading.Event = field(default_factory=threading.Event)
-    """Threads that write shall come to an end."""
+    """Write time of the slowest rank."""
+    writing: Future[_WriteResult] | None = None
+    committing: Future[_CommitResult] | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors of all ranks."""
-        return sum(share.num_bytes for share in self.shares)
+        """Bytes of the tensors of all ranks."""
+        return sum(plan.num_bytes for plan in self.plans)
 
     @property
-    def resting(self) -> bool:
-        """No thread of this rank is at work for it."""
+    def idle(self) -> bool:
+        """True if no thread of this rank is running for this save."""
         stage = self.committing or self.writing
         return stage is None or stage.done()
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A save that has ended."""
+    """Result of a finished save."""
 
     iteration: int
     path: Path | None
-    """The checkpoint's folder; None when the save failed, which has been reported and leaves nothing behind."""
+    """The checkpoint's folder; None if the save failed, which was logged; its files were removed."""
     num_bytes: int
-    """Of the tensors of all ranks."""
+    """Bytes of the tensors of all ranks."""
     seconds: float
-    """From the call to the commit: the grace time that a preemption needs."""
+    """Time from the call to the commit, the grace period that a preemption needs."""
     blocked_seconds: float
-    """How much of it the caller has waited."""
+    """Part of `seconds` for which the caller was blocked."""
     write_seconds: float
-    """How long the slowest rank wrote."""
+    """Write time of the slowest rank."""
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one run into one folder, which it holds until `close`.
+    """Writes the checkpoints of one run into one folder, which stays locked until `close`.
 
-    All ranks construct it and call its methods together. Every rank writes a file of its own, with those of its boxes
-    that no lower rank holds.
+    All methods are collective. Each rank writes its own files, with the boxes that no lower rank holds.
 
     Args:
-        keep_last: checkpoints to keep; None keeps all, but with `retain_interval` the last one.
-        retain_interval: checkpoints of multiples of it are kept besides.
-        keep_best: so is the one whose train_state.json has the lowest validation loss.
-        fresh: moves checkpoints that the folder holds already into a subfolder (`--fresh`).
-        stop_after: that many failed saves in a row end the run.
-        expected_bytes: of one checkpoint.
-        say: where the first rank reports.
+        keep_last: number of newest checkpoints to keep; None keeps all, or one with `retain_interval`.
+        retain_interval: also keeps iterations that are multiples of this.
+        keep_best: also keeps the checkpoint whose train_state.json has the lowest validation loss.
+        fresh: moves existing checkpoints of the folder into a subfolder (`--fresh`).
+        stop_after: number of consecutive failed saves after which SaveProblem is raised.
+        expected_bytes: size of one checkpoint, for the check of free disk space.
+        say: logs a line, on the first rank.
     Raises:
-        EnvironmentProblem: the folder cannot be written, has no space for a checkpoint, or another job holds it.
+        EnvironmentProblem: the folder is not writable, lacks space for one checkpoint, or is locked by another job.
     """
 
     def __init__(
@@ -193,37 +191,37 @@ class CheckpointSaver:
         keep_last = 1 if keep_last is None and retain_interval else keep_last
         self.retention = Retention(keep_last, retain_interval, keep_best)
         self.loaded_from: Path | None = None
-        """Never deleted by retention; set it after loading."""
+        """Checkpoint that the run was loaded from, which retention never deletes. Set after loading."""
         self.last: SavedCheckpoint | None = None
-        """The last save that succeeded."""
+        """The last successful save."""
         self._context = context
         self._group = context.host_group()
         self._storage = storage or Storage()
         self._say = say
         self._stop_after = stop_after
         self._failures = 0
-        self._job: _Job | None = None
-        self._copies = HostSnapshot()
+        self._pending: _PendingSave | None = None
+        self._buffer = HostBuffer()
         self._lock: RunLock | None = None
         first_rank_does(partial(self._open, fresh, expected_bytes), context)
 
     def close(self) -> int | None:
-        """Lets other jobs use the folder. A save that is still being written is given up and leaves no checkpoint; wait
-        for it first (`wait`). One that is being committed is completed.
+        """Unlocks the folder. A save that is still being written is cancelled (call `wait` first to keep it); a commit
+        that has begun is completed.
 
         Returns:
-            Iteration of the latter, on the first rank.
+            Iteration of the completed commit, on the first rank.
         """
-        job, self._job = self._job, None
+        save, self._pending = self._pending, None
         committed = None
-        if job is not None and job.writing is not None:
-            job.given_up.set()
-            wait([job.writing], _GOODBYE_SECONDS)
-        if job is not None and job.committing is not None and self._context.is_first:
-            done = job.committing.exception() is None  # waits a moment
-            committed = job.iteration if done and job.committing.result().error is None else None
-        if job is None or job.resting:
-            self._copies.release()
+        if save is not None and save.writing is not None:
+            save.cancelled.set()
+            wait([save.writing], _CLOSE_TIMEOUT_S)
+        if save is not None and save.committing is not None and self._context.is_first:
+            done = save.committing.exception() is None  # waits for the commit, which is short
+            committed = save.iteration if done and save.committing.result().error is None else None
+        if save is None or save.idle:
+            self._buffer.release()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -237,16 +235,16 @@ class CheckpointSaver:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> Path | None:
-        """Writes one checkpoint; a checkpoint of the same iteration is replaced.
+        """Writes one checkpoint, replacing an existing one of the same iteration.
 
         Args:
-            tensors: by `shards.tensor_key`. Tensors on a device are copied to the host one at a time.
+            tensors: by `tensor_key`. Tensors on a device are copied to the host one at a time.
             train_state: written as train_state.json.
-            texts: further files by name, e.g. run.yaml.
+            texts: additional text files by name, e.g. run.yaml.
         Returns:
-            The checkpoint's folder; None when it failed, which has been reported and leaves nothing behind.
+            The checkpoint's folder; None if the save failed, which was logged; its files were removed.
         Raises:
-            SaveProblem: the third failure in a row (`stop_after`).
+            SaveProblem: `stop_after` consecutive saves failed.
         """
         saved = self._begin(iteration, tensors, train_state, texts or {}, in_thread=False) or self.wait()
         return None if saved is None else saved.path
@@ -259,47 +257,49 @@ class CheckpointSaver:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> SavedCheckpoint | None:
-        """Copies everything to host memory and leaves the rest of `save` to a thread and to later calls of `poll`.
+        """Starts an asynchronous save: copies the tensors to host memory and writes them in a thread.
+
+        Later calls of `poll` or `wait` complete it.
 
         Returns:
-            None; or how it ended, when it already did, with a failure.
+            None; or the result if the save has already failed.
         """
         return self._begin(iteration, tensors, train_state, texts or {}, in_thread=True)
 
     @property
     def pending(self) -> int | None:
-        """Iteration of the checkpoint that is under way."""
-        return None if self._job is None else self._job.iteration
+        """Iteration of the unfinished save, if any."""
+        return None if self._pending is None else self._pending.iteration
 
     def poll(self) -> SavedCheckpoint | None:
-        """Takes the save that is under way one stage on, if all ranks are ready for it; waits for none.
+        """Advances an asynchronous save by one stage if all ranks have finished the current one; does not wait.
 
-        To be called by all ranks at every step. Without a save under way it says nothing to the other ranks.
+        All ranks call it at every step. It communicates only while a save is unfinished.
 
         Returns:
-            How the save has ended; None when it has not.
+            The result once the save has finished, else None.
         Raises:
-            SaveProblem: the third failure in a row.
+            SaveProblem: `stop_after` consecutive saves failed.
         """
-        if self._job is None:
+        if self._pending is None:
             return None
-        with _counted(self._job):
-            ready = torch.tensor([float(self._job.resting)])
+        with _blocking(self._pending):
+            ready = torch.tensor([float(self._pending.idle)])
             # world: 4 bytes, in host memory
             if not all_reduce_(ready, self._group, "min").item():
                 return None
-            return self._advance(self._job)
+            return self._advance(self._pending)
 
     def wait(self) -> SavedCheckpoint | None:
-        """Waits for the save that is under way; returns how it has ended, None when there was none.
+        """Completes the unfinished save and returns its result; None if there is none.
 
         Raises:
-            SaveProblem: the third failure in a row.
+            SaveProblem: `stop_after` consecutive saves failed.
         """
         saved = None
-        while self._job is not None and saved is None:
-            with _counted(self._job):
-                saved = self._advance(self._job)
+        while self._pending is not None and saved is None:
+            with _blocking(self._pending):
+                saved = self._advance(self._pending)
         return saved
 
     def _begin(
@@ -311,160 +311,161 @@ class CheckpointSaver:
         *,
         in_thread: bool,
     ) -> SavedCheckpoint | None:
-        assert self._job is None, f"the save of iteration {self.pending} is under way"
+        assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
         begin = time.monotonic()
         final = self.folder / iteration_folder(iteration)
-        mine = self._mine(tensors)
-        documents = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **texts}
-        num_model_files, num_optim_files = len(in_parts(_weights(mine))), len(in_parts(_optimizer(mine)))
-        shares = self._gather(_Share(_name_aside(final), num_model_files, num_optim_files, total_bytes(mine)))
-        aside = self.folder / shares[0].aside
+        tensors = self._deduplicate(tensors)
+        model_parts, optim_parts = in_parts(_weights(tensors)), in_parts(_optimizer(tensors))
+        name = f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
+        plans = self._gather(_RankPlan(name, len(model_parts), len(optim_parts), total_bytes(tensors)))
+        temporary = self.folder / plans[0].temporary
         first = self._context.is_first
-        job = _Job(iteration, final, aside, mine, documents if first else {}, shares, in_thread, begin)
-        (error, *_) = self._gather(self._prepared(aside, shares) if first else None)
+        texts = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **texts} if first else {}
+        save = _PendingSave(iteration, final, temporary, tensors, texts, plans, in_thread, begin)
+        (error, *_) = self._gather(self._make_temporary(temporary, plans) if first else None)
         if error is not None:
-            return self._ended(job, error)
+            return self._finish(save, error)
         if in_thread:
-            job.tensors = self._copies.take(mine)
-        job.writing = started(partial(self._written, job), in_thread=in_thread)
-        self._job = job
-        job.blocked = time.monotonic() - begin
+            save.tensors = self._buffer.copy(tensors)
+        save.writing = submit(partial(self._write, save), in_thread=in_thread)
+        self._pending = save
+        save.blocked = time.monotonic() - begin
         return None
 
-    def _advance(self, job: _Job) -> SavedCheckpoint | None:
-        """Waits for the stage that the save is in and begins the next one; the outcome after the last."""
-        assert job.writing is not None, f"the save of iteration {job.iteration} has not begun"
-        if job.committing is None:
-            reports = self._gather(job.writing.result())
-            job.write_seconds = max(report.seconds for report in reports)
-            error = _first_error(reports)
+    def _advance(self, save: _PendingSave) -> SavedCheckpoint | None:
+        """Waits for the current stage and starts the next one. Returns the result after the last stage."""
+        assert save.writing is not None, f"the save of iteration {save.iteration} was not started"
+        if save.committing is None:
+            results = self._gather(save.writing.result())
+            save.write_seconds = max(result.seconds for result in results)
+            error = _first_error(results)
             if error is not None:
-                return self._ended(job, error)
-            commit = partial(self._committed, job, reports) if self._context.is_first else _Committed
-            job.committing = started(commit, in_thread=job.in_thread)
+                return self._finish(save, error)
+            commit = partial(self._commit, save, results) if self._context.is_first else _CommitResult
+            save.committing = submit(commit, in_thread=save.in_thread)
             return None
-        committed = job.committing.result()
-        for remark in committed.remarks:
-            self._say(remark)
+        committed = save.committing.result()
+        for message in committed.messages:
+            self._say(message)
         (error, *_) = self._gather(committed.error)
-        return self._ended(job, error)
+        return self._finish(save, error)
 
-    def _ended(self, job: _Job, error: str | None) -> SavedCheckpoint:
-        self._job = None
-        seconds = time.monotonic() - job.begin
-        blocked = job.blocked if job.in_thread else seconds
-        path = job.final if error is None else None
-        saved = SavedCheckpoint(job.iteration, path, job.num_bytes, seconds, blocked, job.write_seconds)
+    def _finish(self, save: _PendingSave, error: str | None) -> SavedCheckpoint:
+        self._pending = None
+        seconds = time.monotonic() - save.begin
+        blocked = save.blocked if save.in_thread else seconds
+        path = save.final if error is None else None
+        saved = SavedCheckpoint(save.iteration, path, save.num_bytes, seconds, blocked, save.write_seconds)
         if error is not None:
-            self._failed(job, error)
+            self._report_failure(save, error)
         else:
             self._failures = 0
             self.last = saved
         return saved
 
     def _open(self, fresh: bool, expected_bytes: int) -> None:
-        probe(self.folder)
+        check_writable(self.folder)
         self._lock = RunLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.warning is None:
-            sweep(self.folder, self._storage, self._say)
+            clean_up(self.folder, self._storage, self._say)
         else:
             self._say(self._lock.warning)
         if fresh:
             set_aside(self.folder, self._storage, self._say)
-        mend_tracker(self.folder, self._storage, self._say)
+        repair_tracker(self.folder, self._storage, self._say)
         needed, free = _FREE_SPACE_MARGIN * expected_bytes, self._storage.free_bytes(self.folder)
         if free < needed:
             self._lock.release()
             raise EnvironmentProblem(
                 f"a checkpoint of this run takes {expected_bytes / 1e9:,.2f} GB, and {self.folder} has "
                 f"{free / 1e9:,.2f} GB free: free {(needed - free) / 1e9:,.2f} GB for a margin of 10 %, give another "
-                f"--save folder, or --no-save-optim for weights alone"
+                f"--save folder, or use --no-save-optim to save weights only"
             )
 
-    def _mine(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """The boxes that this rank writes: of the ranks that hold the same box, the lowest does."""
+    def _deduplicate(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """Selects the boxes that no lower rank holds, which are those that this rank writes."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
-        lower = b"".join(self._gather(b"".join(digests))[: self._context.rank])
-        taken = set(split_digests(lower))
-        every = iter(digests)
+        lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
+        each = iter(digests)
         kept = {
-            key: SavedTensor(tensor.shape, tuple(box for box in tensor.boxes if next(every) not in taken))
+            key: SavedTensor(tensor.shape, tuple(box for box in tensor.boxes if next(each) not in lower))
             for key, tensor in tensors.items()
         }
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
 
-    def _prepared(self, aside: Path, shares: Sequence[_Share]) -> str | None:
-        """Makes the folder aside, on the first rank. Returns why there cannot be a checkpoint in it."""
-        needed = _needed(shares)
+    def _make_temporary(self, folder: Path, plans: Sequence[_RankPlan]) -> str | None:
+        """Creates the temporary folder, on the first rank. Returns an error if it fails or lacks space."""
+        needed = _needed_bytes(plans)
         try:
-            self._storage.make_dir(aside)
-            if self._storage.free_bytes(aside) < needed:
+            self._storage.make_dir(folder)
+            if self._storage.free_bytes(folder) < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            return f"rank 0: {self._reason(error, needed)}"
+            return f"rank 0: {self._describe(error, needed)}"
         return None
 
-    def _written(self, job: _Job) -> _Written:
-        """Writes this rank's part of the checkpoint."""
-        done, begin = _Written(), time.monotonic()
-        model = _names("model", [share.num_model_files for share in job.shares], self._context.rank)
-        optim = _names("optim", [share.num_optim_files for share in job.shares], self._context.rank)
-        parts = in_parts(_weights(job.tensors)) + in_parts(_optimizer(job.tensors))
+    def _write(self, save: _PendingSave) -> _WriteResult:
+        """Writes this rank's files."""
+        result, begin = _WriteResult(), time.monotonic()
+        model = _file_names("model", [plan.num_model_files for plan in save.plans], self._context.rank)
+        optim = _file_names("optim", [plan.num_optim_files for plan in save.plans], self._context.rank)
+        parts = in_parts(_weights(save.tensors)) + in_parts(_optimizer(save.tensors))
         calls = [
-            partial(write_tensors, self._storage, job.aside / name, part, job.given_up.is_set)
+            partial(write_tensors, self._storage, save.temporary / name, part, save.cancelled.is_set)
             for name, part in zip(model + optim, parts, strict=True)
         ]
         try:
-            # two files are little to write, or one is
-            for file, tensors in at_once(calls) if len(calls) > 2 else (call() for call in calls):
-                done.files |= file
-                done.tensors |= tensors
-            for name, text in job.documents.items():
+            # With at most two files, at least one is too small to gain from a thread.
+            for file, tensors in run_parallel(calls) if len(calls) > 2 else (call() for call in calls):
+                result.files |= file
+                result.tensors |= tensors
+            for name, text in save.texts.items():
                 data = text.encode()
-                self._storage.write_file(job.aside / name, [data])
-                done.files[name] = FileEntry(size=len(data), head=len(data), crc32=checksum(data))
+                self._storage.write_file(save.temporary / name, [data])
+                result.files[name] = FileEntry(size=len(data), head=len(data), crc32=checksum(data))
         except OSError as error:
-            done.error = self._reason(error, _needed(job.shares))
-        done.seconds = time.monotonic() - begin
-        return done
+            result.error = self._describe(error, _needed_bytes(save.plans))
+        result.seconds = time.monotonic() - begin
+        return result
 
-    def _committed(self, job: _Job, reports: Sequence[_Written]) -> _Committed:
-        """Writes the manifest and gives the folder its name; then tracker and retention, of which a failure is a
-        warning."""
+    def _commit(self, save: _PendingSave, written: Sequence[_WriteResult]) -> _CommitResult:
+        """Writes the manifest and renames the folder; then updates the tracker and applies retention, whose failures
+        are warnings."""
         ranks = {axis: self._context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-        files = {name: entry for report in reports for name, entry in report.files.items()}
-        manifest = Manifest(job.iteration, WRITER, ranks, files, merged([report.tensors for report in reports]))
+        files = {name: entry for part in written for name, entry in part.files.items()}
+        manifest = Manifest(save.iteration, WRITER, ranks, files, merged([part.tensors for part in written]))
         content = encode(manifest)
-        done = _Committed()
+        result = _CommitResult()
         try:
             decode(content)  # the boxes of all ranks cover every tensor exactly once
-            self._storage.write_file(job.aside / MANIFEST, [content])
-            self._storage.sync_dir(job.aside)
-            self._put_in_place(job, done.remarks)
+            self._storage.write_file(save.temporary / MANIFEST, [content])
+            self._storage.sync_dir(save.temporary)
+            self._rename(save, result.messages)
             self._storage.sync_dir(self.folder)
         except OSError as error:
-            done.error = self._reason(error, 0)
+            result.error = self._describe(error, 0)
         except CorruptCheckpoint as problem:
-            done.error = str(problem)
+            result.error = str(problem)
         else:
-            self._tidy(Candidate(job.final, job.iteration), done.remarks)
-        return done
+            self._update_folder(Candidate(save.final, save.iteration), result.messages)
+        return result
 
-    def _put_in_place(self, job: _Job, remarks: list[str]) -> None:
-        if not job.final.exists():
-            self._storage.rename(job.aside, job.final)
+    def _rename(self, save: _PendingSave, messages: list[str]) -> None:
+        """Renames the temporary folder to its final name, restoring a checkpoint of that name on failure."""
+        if not save.final.exists():
+            self._storage.rename(save.temporary, save.final)
             return
-        replaced = self.folder / f".replaced-{job.final.name}-{uuid.uuid4().hex[:12]}"
-        self._storage.rename(job.final, replaced)
+        replaced = self.folder / f".replaced-{save.final.name}-{uuid.uuid4().hex[:12]}"
+        self._storage.rename(save.final, replaced)
         try:
-            self._storage.rename(job.aside, job.final)
+            self._storage.rename(save.temporary, save.final)
         except OSError:
-            self._storage.rename(replaced, job.final)
+            self._storage.rename(replaced, save.final)
             raise
-        remove(replaced, self._storage, remarks.append)
+        remove(replaced, self._storage, messages.append)
 
-    def _reason(self, error: OSError, needed: int) -> str:
+    def _describe(self, error: OSError, needed: int) -> str:
         space = ""
         if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
             space = f"; the checkpoint needs {needed} bytes with 10 % to spare, {self._free_bytes()} are free"
@@ -476,38 +477,34 @@ class CheckpointSaver:
         except OSError:
             return "an unknown number"
 
-    def _failed(self, job: _Job, error: str) -> None:
-        """Reports a failed save and leaves nothing of it; ends the run after too many in a row."""
+    def _report_failure(self, save: _PendingSave, error: str) -> None:
+        """Logs a failed save and removes its files. Raises SaveProblem after `stop_after` consecutive failures."""
         self._failures += 1
-        if self._context.is_first and job.aside.exists():
-            remove(job.aside, self._storage, self._say)
-        sentence = f"the checkpoint of iteration {job.iteration} could not be saved to {self.folder}: {error}"
+        if self._context.is_first and save.temporary.exists():
+            remove(save.temporary, self._storage, self._say)
+        sentence = f"the checkpoint of iteration {save.iteration} could not be saved to {self.folder}: {error}"
         if self._failures >= self._stop_after:
-            raise SaveProblem(f"{sentence}; that was failure {self._failures} in a row: make room or repair the folder")
+            raise SaveProblem(f"{sentence}; failure {self._failures} in a row: free disk space or repair the folder")
         if self._context.is_first:
-            self._say(f"{sentence}; training goes on, failure {self._failures} in a row ends it at {self._stop_after}")
+            self._say(f"{sentence}; training continues; failure {self._failures} in a row, {self._stop_after} stop it")
 
-    def _tidy(self, saved: Candidate, remarks: list[str]) -> None:
-        """After the commit: tracker and retention."""
+    def _update_folder(self, saved: Candidate, messages: list[str]) -> None:
+        """Updates the tracker file and applies retention."""
         try:
             write_tracker(self.folder, saved.iteration, self._storage)
         except OSError as error:
             where = f"the tracker file in {self.folder}"
-            remarks.append(f"could not write {where}: {error.strerror}; nothing depends on it")
-        spared = [saved.path, *([self.loaded_from] if self.loaded_from else [])]
-        self.retention.apply(self.folder, spared, self._storage, remarks.append)
+            messages.append(f"could not write {where}: {error.strerror}; nothing depends on it")
+        protected = [saved.path, *([self.loaded_from] if self.loaded_from else [])]
+        self.retention.apply(self.folder, protected, self._storage, messages.append)
 
     def _gather(self, value: Any) -> list[Any]:
         # world: the manifest's entries of one rank, some hundred bytes per tensor
         return gather_objects(value, self._group)
 
 
-def _name_aside(final: Path) -> str:
-    return f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
-
-
-def _names(prefix: str, num_files: Sequence[int], rank: int) -> list[str]:
-    """Of the files that a rank writes: numbered among those of all ranks."""
+def _file_names(prefix: str, num_files: Sequence[int], rank: int) -> list[str]:
+    """Names of a rank's files, numbered consecutively over all ranks."""
     before, of = sum(num_files[:rank]), sum(num_files)
     return [f"{prefix}-{before + number:05d}-of-{of:05d}.safetensors" for number in range(num_files[rank])]
 
@@ -520,21 +517,20 @@ def _optimizer(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
     return {key: tensor for key, tensor in tensors.items() if not is_weight(key)}
 
 
-def _needed(shares: Sequence[_Share]) -> int:
-    """Bytes of free space that a save asks for."""
-    return int(_FREE_SPACE_MARGIN * sum(share.num_bytes for share in shares))
+def _needed_bytes(plans: Sequence[_RankPlan]) -> int:
+    return int(_FREE_SPACE_MARGIN * sum(plan.num_bytes for plan in plans))
 
 
 @contextmanager
-def _counted(job: _Job) -> Iterator[None]:
-    """Adds the seconds inside to those that the caller has waited for the save."""
+def _blocking(save: _PendingSave) -> Iterator[None]:
+    """Adds the time spent inside to `save.blocked`."""
     begin = time.monotonic()
     try:
         yield
     finally:
-        job.blocked += time.monotonic() - begin
+        save.blocked += time.monotonic() - begin
 
 
-def _first_error(reports: list[_Written]) -> str | None:
-    errors = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error is not None]
+def _first_error(results: list[_WriteResult]) -> str | None:
+    errors = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error is not None]
     return errors[0] if errors else None

@@ -1,7 +1,6 @@
-"""What is in a checkpoint, tensor by tensor, and how two of them differ. Bounded memory; what is read is verified."""
+"""Per-tensor statistics of a checkpoint and differences between two, in bounded memory. All bytes read are verified."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,20 +21,19 @@ from megatron_moe.checkpoint.tensor_shards import (
     SavedTensor,
     TensorBox,
     fill,
+    float64_chunks,
 )
 from megatron_moe.config.exit_codes import CheckpointProblem
-
-_CHUNK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the elements of one tensor, in fp64."""
+    """Statistics of one tensor, computed in fp64 over its finite elements."""
 
     norm: float
-    """Euclidean."""
+    """Euclidean norm."""
     largest: float
-    """Magnitude; of the finite elements."""
+    """Largest magnitude."""
     num_nonfinite: int
     num_elements: int
 
@@ -46,21 +44,21 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two checkpoints."""
+    """Difference of one tensor between two checkpoints."""
 
     key: str
-    what: str
-    """missing here, missing there, shape, type; or "values"."""
+    kind: str
+    """A missing tensor, shapes or dtypes that differ; or "values"."""
     largest: float = 0.0
-    """Magnitude of the largest difference."""
+    """Largest absolute difference."""
     relative: float = 0.0
-    """Norm of the difference over the norm of the first."""
+    """Norm of the difference divided by the norm in the first checkpoint."""
 
 
 class OpenCheckpoint:
-    """One checkpoint, read piece by piece.
+    """Read access to one checkpoint, piece by piece.
 
-    Raises CheckpointProblem when its manifest cannot be read or a file is not as long as it should be.
+    Raises CheckpointProblem if the manifest cannot be read or a file has another size than it lists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +71,7 @@ class OpenCheckpoint:
             raise CheckpointProblem(f"checkpoint {path}: {problem}") from problem
 
     def text(self, name: str) -> str | None:
-        """A text of the checkpoint, such as run.yaml."""
+        """Content of a text file of the checkpoint, such as run.yaml; None if there is none."""
         if name not in self.manifest.files:
             return None
         try:
@@ -82,61 +80,53 @@ class OpenCheckpoint:
             raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem
 
     def statistics(self, key: str) -> Statistics:
-        """Raises CheckpointProblem when a piece is damaged."""
+        """Computes the statistics of a tensor. Raises CheckpointProblem if a piece is damaged."""
         entry = self.manifest.tensors[key]
-        squares, largest, nonfinite = 0.0, 0.0, 0
+        squares, largest, num_nonfinite = 0.0, 0.0, 0
         for piece in entry.pieces:
-            for chunk in _chunks(self._verified(key, entry, piece)):
-                finite = chunk.isfinite()
-                num_bad = chunk.numel() - int(finite.sum())
-                values = chunk[finite] if num_bad else chunk
-                nonfinite += num_bad
+            for chunk in float64_chunks(self._read(key, entry, piece)):
+                values = chunk[chunk.isfinite()]
+                num_nonfinite += chunk.numel() - values.numel()
                 if values.numel():
                     squares += float(values.square().sum())
                     largest = max(largest, float(values.abs().max()))
-        return Statistics(math.sqrt(squares), largest, nonfinite, math.prod(entry.shape))
+        return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
     def difference(self, key: str, other: "OpenCheckpoint") -> Difference | None:
-        """Of a tensor that may be cut into other pieces there; None when all elements are equal, nan to nan."""
-        mine, theirs = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
-        if mine is None or theirs is None:
-            return Difference(key, f"missing in {self.path if mine is None else other.path}")
-        if mine.shape != theirs.shape:
-            return Difference(key, f"shape {list(mine.shape)} and {list(theirs.shape)}")
-        if mine.dtype != theirs.dtype:
-            return Difference(key, f"type {mine.dtype} and {theirs.dtype}")
+        """Compares a tensor with that of another checkpoint, split in any way; None if equal (NaN equals NaN)."""
+        a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
+        if a is None or b is None:
+            return Difference(key, f"missing in {self.path if a is None else other.path}")
+        if a.shape != b.shape:
+            return Difference(key, f"shape {list(a.shape)} and {list(b.shape)}")
+        if a.dtype != b.dtype:
+            return Difference(key, f"type {a.dtype} and {b.dtype}")
         largest, squares, base, equal = 0.0, 0.0, 0.0, True
-        for piece in mine.pieces:
-            here, there = self._verified(key, mine, piece), other._block(key, theirs, piece)
-            for a, b in zip(_chunks(here), _chunks(there), strict=True):
-                same = (a == b) | (a.isnan() & b.isnan())
+        for piece in a.pieces:
+            values, other_values = self._read(key, a, piece), other._read_box(key, b, piece)
+            for x, y in zip(float64_chunks(values), float64_chunks(other_values), strict=True):
+                same = (x == y) | (x.isnan() & y.isnan())
                 equal = equal and bool(same.all())
-                apart = torch.where(same, 0.0, (a - b).abs())
-                largest = max(largest, float(apart.max())) if apart.numel() else largest
-                squares, base = squares + float(apart.square().sum()), base + float(a.square().sum())
+                error = torch.where(same, 0.0, (x - y).abs())
+                largest = max(largest, float(error.max())) if error.numel() else largest
+                squares, base = squares + float(error.square().sum()), base + float(x.square().sum())
         if equal:
             return None
         return Difference(key, "values", largest, math.sqrt(squares / base) if base else math.inf)
 
-    def _verified(self, key: str, entry: TensorEntry, piece: TensorPiece) -> Tensor:
+    def _read(self, key: str, entry: TensorEntry, piece: TensorPiece) -> Tensor:
         try:
             self._reader.check(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, key)
         except CorruptCheckpoint as problem:
             raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem
         return self._reader.mapped(entry, piece)
 
-    def _block(self, key: str, entry: TensorEntry, of: TensorPiece) -> Tensor:
-        """The elements that a piece of another checkpoint has, from the pieces of this one."""
-        same = next((p for p in entry.pieces if (p.offset, p.shape) == (of.offset, of.shape)), None)
+    def _read_box(self, key: str, entry: TensorEntry, box: TensorPiece) -> Tensor:
+        """Reads the elements of a box, which need not be one of this checkpoint's pieces."""
+        same = next((p for p in entry.pieces if (p.offset, p.shape) == (box.offset, box.shape)), None)
         if same is not None:
-            return self._verified(key, entry, same)
-        data = torch.empty(of.shape, dtype=TORCH_DTYPES[entry.dtype])
-        target = SavedTensor(entry.shape, (TensorBox(of.offset, data),))
-        fill(target, entry, lambda piece, place: self._verified(key, entry, piece))
+            return self._read(key, entry, same)
+        data = torch.empty(box.shape, dtype=TORCH_DTYPES[entry.dtype])
+        target = SavedTensor(entry.shape, (TensorBox(box.offset, data),))
+        fill(target, entry, lambda piece, out: self._read(key, entry, piece))
         return data
-
-
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in fp64, some million at a time."""
-    for chunk in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
-        yield chunk.double()

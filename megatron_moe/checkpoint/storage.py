@@ -1,19 +1,23 @@
-"""Every touch of the file system that saving makes, in one place, so that tests can make each of them fail."""
+"""File-system operations of checkpoints: `Storage` for saving, which tests replace to inject faults, and bounded reads
+of files that other programs may have written."""
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
 
 
 class Storage:
-    """A local or mounted file system. Every method raises OSError when it fails."""
+    """A local or mounted file system. Every method raises OSError on failure."""
 
     def make_dir(self, path: Path) -> None:
         path.mkdir()
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-        """Creates the file, writes the chunks and waits until they are on the device."""
+        """Creates the file, writes the chunks and calls fsync."""
         with open(path, "xb") as file:
             for chunk in chunks:
                 file.write(chunk)
@@ -21,11 +25,11 @@ class Storage:
             os.fsync(file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames in one step. A target that is a file is replaced, a directory with content is an error."""
+        """Renames atomically. Replaces a target file; raises for a non-empty target directory."""
         os.rename(source, target)
 
     def sync_dir(self, path: Path) -> None:
-        """Waits until the names in the directory are on the device."""
+        """Calls fsync on a directory, which makes renames in it durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -33,7 +37,7 @@ class Storage:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Removes a file or a directory with all it holds."""
+        """Removes a file or a directory tree."""
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -41,3 +45,24 @@ class Storage:
 
     def free_bytes(self, path: Path) -> int:
         return shutil.disk_usage(path).free
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Opens a regular file for reading, in binary mode.
+
+    A fifo, device or directory raises OSError. `O_NONBLOCK` keeps `open` from waiting for the writer of a fifo.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Reads a regular file. Raises OSError if it is larger than `max_bytes`."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
+            raise OSError(errno.EFBIG, f"{num_bytes} bytes, at most {max_bytes} are read", str(path))
+        return file.read(num_bytes)

@@ -1,7 +1,7 @@
-"""Tensors as boxes, and boxes as bytes of safetensors files.
+"""Shards of global tensors as n-d boxes, and their storage in safetensors files.
 
-What a rank holds of a tensor is one or more boxes of the global tensor. The same description serves both ways: saving
-reads the boxes, loading fills them from whatever boxes the checkpoint has.
+A rank's shard of a tensor is one or more boxes. Saving writes the boxes; loading fills them from the overlapping boxes
+of the checkpoint, whichever layout wrote it.
 """
 
 import errno
@@ -18,7 +18,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import open_regular
 from megatron_moe.checkpoint.manifest import (
     CorruptCheckpoint,
     FileEntry,
@@ -26,7 +25,7 @@ from megatron_moe.checkpoint.manifest import (
     TensorPiece,
     checksum,
 )
-from megatron_moe.checkpoint.storage import Storage
+from megatron_moe.checkpoint.storage import Storage, open_regular
 from megatron_moe.parallel import param_meta
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -48,34 +47,36 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 _HEADER_ALIGN = 8
 _CHUNK_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
+_CHUNK_ELEMENTS = 1 << 22
 _DIGEST_BYTES = 8
-_LEAST_BYTES = 1 << 27
-"""Fewer are not worth a thread."""
-_MOST_THREADS = 3
+_MIN_BYTES_PER_THREAD = 1 << 27
+_MAX_THREADS = 3
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A block of a tensor that this rank holds."""
+    """A box of a global tensor that this rank holds."""
 
     offset: tuple[int, ...]
-    """Where it begins in the global tensor."""
+    """Start index in the global tensor, per dim."""
     data: Tensor
-    """Its values; loading writes into it."""
+    """Values of the box; loading writes into them."""
 
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
     def values(self) -> Tensor:
-        """What saving writes."""
+        """Values to save."""
         return self.data
 
 
 @dataclass(frozen=True)
 class PendingBox(TensorBox):
-    """A block whose values are made when they are written, so that they need not fit in memory together. `data` stands
-    on the meta device and tells shape and element type alone."""
+    """A box whose values are computed when written, so that a model larger than memory can be saved.
+
+    `data` is on the meta device and gives shape and dtype only.
+    """
 
     make: Callable[[], Tensor]
 
@@ -87,26 +88,27 @@ class PendingBox(TensorBox):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What this rank holds of one tensor of a checkpoint."""
+    """This rank's shard of one checkpoint tensor."""
 
     shape: tuple[int, ...]
-    """Of the global tensor. Experts are stacked along dim 0 by global id."""
+    """Shape of the global tensor. Experts are stacked along dim 0 by global id."""
     boxes: tuple[TensorBox, ...]
 
     @classmethod
     def whole(cls, data: Tensor) -> "SavedTensor":
-        """A tensor that this rank holds completely."""
+        """Builds an unsharded tensor."""
         return cls(tuple(data.shape), (TensorBox((0,) * data.dim(), data),))
 
     @classmethod
     def part(
         cls, shape: tuple[int, ...], boxes: Sequence[param_meta.ParamBox], dim: int, flat: Tensor, start: int = 0
     ) -> "SavedTensor":
-        """Part of what this rank holds of a tensor of `shape`: elements of its local tensor, in row-major order.
+        """Builds a shard from a flat range of the local tensor, such as a distributed optimizer owns.
 
         Args:
-            boxes: of the whole tensor; the local tensor is their concatenation along `dim`.
-            flat: [n], the elements `start` to `start + n` of the local tensor. The boxes become views of it.
+            shape: of the global tensor.
+            boxes: of the global tensor; the local tensor is their concatenation along `dim`.
+            flat: [n], elements `start` to `start + n` of the local tensor in row-major order. The boxes are views.
         """
         size = list(boxes[0].size)
         if size:
@@ -129,18 +131,17 @@ class SavedTensor:
 
 
 def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the blocks, one after the other, that make up the elements `start` to `end` in row-major
-    order."""
+    """Splits the row-major elements `start` to `end` into blocks (offset, shape), in order."""
     if not shape:
         yield (), ()
         return
     row = prod(shape[1:])
     while start < end:
         first, begin = divmod(start, row)
-        whole_rows = 0 if begin else (end - start) // row
-        if whole_rows:
-            yield (first, *(0 for _ in shape[1:])), (whole_rows, *shape[1:])
-            start += whole_rows * row
+        num_rows = 0 if begin else (end - start) // row
+        if num_rows:
+            yield (first, *(0 for _ in shape[1:])), (num_rows, *shape[1:])
+            start += num_rows * row
         else:
             stop = min(row, begin + end - start)
             for offset, size in _blocks(shape[1:], begin, stop):
@@ -151,7 +152,7 @@ def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tupl
 def _placed(
     boxes: Sequence[param_meta.ParamBox], dim: int, offset: tuple[int, ...], data: Tensor
 ) -> Iterator[TensorBox]:
-    """A block at `offset` in the concatenation of `boxes` along `dim`, as boxes of the whole tensor."""
+    """Splits a block at `offset` of the concatenation of `boxes` along `dim` into boxes of the global tensor."""
     begin, end = offset[dim], offset[dim] + data.shape[dim]
     before = 0
     for box in boxes:
@@ -164,12 +165,11 @@ def _placed(
 
 
 def in_parts(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]:
-    """The tensors dealt out to threads that work at the same time, about the same number of bytes to each.
+    """Partitions the tensors by bytes over I/O threads.
 
-    A single part when there is little to do, or when values are yet to be made, which takes memory; none when there are
-    no tensors.
+    A single part if there are few bytes or any `PendingBox`, which needs memory when written; none without tensors.
     """
-    num_parts = min(_MOST_THREADS, total_bytes(tensors) // _LEAST_BYTES, len(tensors))
+    num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):
         return [dict(tensors)] if tensors else []
     parts: list[dict[str, SavedTensor]] = [{} for _ in range(num_parts)]
@@ -182,7 +182,7 @@ def in_parts(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]
 
 
 def digest(*facts: object) -> bytes:
-    """Eight bytes that stand for the facts, to be compared between ranks."""
+    """8-byte hash that ranks exchange to compare keys and boxes."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -191,7 +191,7 @@ def split_digests(joined: bytes) -> list[bytes]:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """The name of a tensor in a checkpoint: kind is "model" for weights and buffers, else a kind of optimizer state."""
+    """Key of a tensor in a checkpoint. `kind` is "model" for weights and buffers, else a kind of optimizer state."""
     return f"{kind}.{name}"
 
 
@@ -203,74 +203,57 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in TORCH_DTYPES.items() if known == dtype)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """One box on its way into a file."""
-
-    key: str
-    tensor: SavedTensor
-    box: TensorBox
-    label: str
-    """Name in the safetensors header."""
-
-
 def write_tensors(
-    storage: Storage, path: Path, tensors: Mapping[str, SavedTensor], given_up: Callable[[], bool] = lambda: False
+    storage: Storage, path: Path, tensors: Mapping[str, SavedTensor], cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Writes a safetensors file, one tensor at a time in host memory.
+    """Writes a safetensors file, one box at a time in host memory.
 
-    Returns the file's entry by its name, and those of its tensors, with the pieces in this file only.
+    Returns the manifest entries of the file and of its tensors, with the pieces in this file only.
 
     Raises:
-        OSError: it cannot be written, or was `given_up` before it was complete.
+        OSError: the file cannot be written, or `cancelled` returned True.
     """
-    stored = [
-        _Stored(key, tensor, box, _label(key, tensor, box)) for key, tensor in tensors.items() for box in tensor.boxes
-    ]
+    boxes = [(key, box) for key, tensor in tensors.items() for box in tensor.boxes]
     # Wide elements first, so that every tensor is aligned to its element size.
-    stored.sort(key=lambda item: -item.box.data.element_size())
-    header = _header(stored)
+    boxes.sort(key=lambda item: -item[1].data.element_size())
+    labels = [_label(key, tensors[key], box) for key, box in boxes]
+    assert len(set(labels)) == len(labels), f"duplicate names in one file: {sorted(labels)}"
+    header = safetensors_header({label: box.data for label, (_, box) in zip(labels, boxes, strict=True)})
     checksums: list[str] = []
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield header
-        for item in stored:
-            if given_up():
+        for _, box in boxes:
+            if cancelled():
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            data = bytes_of(item.box.values())
+            data = bytes_of(box.values())
             checksums.append(checksum(data))
             yield data
 
     storage.write_file(path, chunks())
     pieces: dict[str, list[TensorPiece]] = {}
     start = len(header)
-    for item, crc32 in zip(stored, checksums, strict=True):
-        piece = TensorPiece(path.name, start, item.box.offset, tuple(item.box.data.shape), crc32)
-        pieces.setdefault(item.key, []).append(piece)
-        start += item.box.num_bytes
+    for (key, box), crc32 in zip(boxes, checksums, strict=True):
+        piece = TensorPiece(path.name, start, box.offset, tuple(box.data.shape), crc32)
+        pieces.setdefault(key, []).append(piece)
+        start += box.num_bytes
     entries = {
-        key: TensorEntry(dtype_name(tensors[key].dtype), tensors[key].shape, tuple(boxes))
-        for key, boxes in pieces.items()
+        key: TensorEntry(dtype_name(tensors[key].dtype), tensors[key].shape, tuple(stored))
+        for key, stored in pieces.items()
     }
     return {path.name: FileEntry(size=start, head=len(header), crc32=checksum(header))}, entries
 
 
 def _label(key: str, tensor: SavedTensor, box: TensorBox) -> str:
-    """Weights carry their global name, so that any reader of safetensors finds them."""
+    """Name of a box in the safetensors header: an unsharded weight has its global name, for other readers."""
     name = key.removeprefix("model.")
     if tuple(box.data.shape) == tensor.shape:
         return name
     return f"{name}@{','.join(map(str, box.offset))}"
 
 
-def _header(stored: Sequence[_Stored]) -> bytes:
-    labels = [item.label for item in stored]
-    assert len(set(labels)) == len(labels), f"twice in one file: {sorted(labels)}"
-    return safetensors_header({item.label: item.box.data for item in stored})
-
-
 def safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """The head of a safetensors file whose data follow in this order. Of the tensors only shape and type are used."""
+    """Header of a safetensors file with the tensors in this order; uses their shapes and dtypes only."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for label, tensor in tensors.items():
@@ -287,22 +270,22 @@ def safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def bytes_of(data: Tensor) -> memoryview:
-    """The elements in row-major order, on the host."""
+    """Row-major bytes of a tensor, in host memory."""
     flat = data.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class FileReader:
-    """Reads ranges of the files of one checkpoint folder; of a damaged one it raises Corrupt."""
+    """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
         self._folder = folder
         self._files = files
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        """Memory that was used before is read into several times as fast."""
+        """Reused, since reading into memory that was touched before is several times as fast."""
 
     def check_sizes(self) -> None:
-        """Every file is there and as long as the manifest says."""
+        """Raises CorruptCheckpoint if a file is missing or its size differs from the manifest's."""
         for name, entry in self._files.items():
             try:
                 size = os.stat(self._folder / name).st_size
@@ -312,7 +295,7 @@ class FileReader:
                 raise CorruptCheckpoint(f"{name}: {size} bytes, the manifest says {entry.size}")
 
     def head(self, name: str) -> bytes:
-        """The verified head of a file: all of a text file."""
+        """Reads and verifies the safetensors header of a file, or a whole text file."""
         entry = self._files.get(name)
         if entry is None:
             raise CorruptCheckpoint(f"{name}: not in the manifest")
@@ -320,19 +303,23 @@ class FileReader:
         self._read(name, 0, memoryview(data), entry.crc32, "head")
         return bytes(data)
 
-    def piece(self, key: str, entry: TensorEntry, piece: TensorPiece, place: Tensor | None = None) -> Tensor:
-        """One box of a tensor in host memory.
+    def piece(self, key: str, entry: TensorEntry, piece: TensorPiece, out: Tensor | None = None) -> Tensor:
+        """Reads and verifies one piece into host memory.
 
-        `place`: where it is read to, contiguous and of its shape and type. None: into memory of the reader, which the
-        next piece overwrites. When the piece is damaged, what is there afterwards is undefined.
+        Args:
+            out: contiguous tensor of the piece's shape and dtype; its contents are undefined if the piece is corrupt.
+                None: the reader's scratch memory, which the next call overwrites.
         """
-        if place is None:
-            place = self._room(entry.num_bytes(piece)).view(TORCH_DTYPES[entry.dtype]).view(piece.shape)
-        self._read(piece.file, piece.start, bytes_of(place), piece.crc32, key)
-        return place
+        if out is None:
+            num_bytes = entry.num_bytes(piece)
+            if self._scratch.numel() < num_bytes:
+                self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+            out = self._scratch[:num_bytes].view(TORCH_DTYPES[entry.dtype]).view(piece.shape)
+        self._read(piece.file, piece.start, bytes_of(out), piece.crc32, key)
+        return out
 
     def check(self, name: str, start: int, size: int, crc32: str, what: str) -> None:
-        """Verifies a range of a file without holding more than some megabytes of it. Raises Corrupt."""
+        """Verifies a range of a file, reading it in chunks of 16 MiB. Raises CorruptCheckpoint."""
         found, left = 0, size
         try:
             with open_regular(self._folder / name) as file:
@@ -345,11 +332,11 @@ class FileReader:
             raise CorruptCheckpoint(f"{name}: {what}: only {size - left} of {size} bytes at byte {start}")
         if f"{found:08x}" != crc32:
             raise CorruptCheckpoint(
-                f"{name}: {what}: crc32 is {found:08x}, {crc32} was written (byte {start} on, {size} bytes)"
+                f"{name}: {what}: crc32 is {found:08x}, expected {crc32} ({size} bytes from byte {start})"
             )
 
     def mapped(self, entry: TensorEntry, piece: TensorPiece) -> Tensor:
-        """One box of a tensor as a view of the file, which must have been verified; only what is used is read."""
+        """Memory-maps one piece, which the caller has verified; pages are read on access."""
         dtype = TORCH_DTYPES[entry.dtype]
         if not prod(piece.shape):
             return torch.empty(piece.shape, dtype=dtype)
@@ -357,13 +344,8 @@ class FileReader:
         stored = torch.from_file(str(self._folder / piece.file), shared=False, size=size, dtype=torch.uint8)
         return stored[piece.start : piece.start + entry.num_bytes(piece)].view(dtype).view(piece.shape)
 
-    def _room(self, num_bytes: int) -> Tensor:
-        if self._scratch.numel() < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._scratch[:num_bytes]
-
     def _read(self, name: str, start: int, data: memoryview, crc32: str, what: str) -> None:
-        """Fills `data`; by parts, whose checksums are computed while they are in the cache."""
+        """Fills `data` in chunks of 1 MiB, whose checksums are computed while they are in the CPU cache."""
         num_read = found = 0
         try:
             with open_regular(self._folder / name) as file:
@@ -376,40 +358,43 @@ class FileReader:
         if num_read != len(data):
             raise CorruptCheckpoint(f"{name}: {what}: only {num_read} of {len(data)} bytes at byte {start}")
         if f"{found:08x}" != crc32:
-            raise CorruptCheckpoint(f"{name}: {what}: crc32 is {found:08x}, {crc32} was written")
+            raise CorruptCheckpoint(f"{name}: {what}: crc32 is {found:08x}, expected {crc32}")
 
 
 def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:
-    """Fills the boxes of `target` from the pieces of a saved tensor that overlap them, casting to their dtype.
+    """Fills the boxes of `target` from the overlapping pieces of a saved tensor, casting to their dtype.
 
-    `read` gets a piece, and the place where it belongs if it may be read straight to there. Returns the values.
+    `read(piece, out)` returns the values of a piece. `out` is the destination if the piece can be read directly into
+    it, else None.
     """
     for piece in entry.pieces:
         overlaps = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]
         if not overlaps:
             continue
-        parts = [(box.data[_slices(found, box.offset)], _slices(found, piece.offset)) for box, found in overlaps]
-        place = parts[0][0]
-        straight = len(parts) == 1 and _fits(place, piece.shape, entry.dtype)
-        data = read(piece, place if straight else None)
-        if data is not place:
-            for into, out_of in parts:
-                into.copy_(data[out_of])
+        copies = [
+            (box.data[block_slices(found, box.offset)], block_slices(found, piece.offset)) for box, found in overlaps
+        ]
+        out = copies[0][0]
+        direct = len(copies) == 1 and _reads_directly(out, piece.shape, entry.dtype)
+        data = read(piece, out if direct else None)
+        if data is not out:
+            for destination, source in copies:
+                destination.copy_(data[source])
 
 
-def _slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """A (begin, end) of the global tensor, inside of what begins at `offset`."""
+def block_slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """Converts (begin, end) in the global tensor to slices of a block that starts at `offset`."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
 
 
-def _fits(place: Tensor, shape: tuple[int, ...], dtype: str) -> bool:
-    """Bytes of a file may be read to here."""
-    same = tuple(place.shape) == shape and place.dtype == TORCH_DTYPES[dtype]
-    return same and place.device.type == "cpu" and place.is_contiguous()
+def _reads_directly(out: Tensor, shape: tuple[int, ...], dtype: str) -> bool:
+    """True if bytes of the file can be read into `out` without a copy."""
+    same = tuple(out.shape) == shape and out.dtype == TORCH_DTYPES[dtype]
+    return same and out.device.type == "cpu" and out.is_contiguous()
 
 
 def overlaps(tensor: SavedTensor, piece: TensorPiece) -> bool:
-    """Some element is in both."""
+    """True if any box of the tensor shares an element with the piece."""
     return any(_intersection(box, piece) for box in tensor.boxes)
 
 
@@ -420,11 +405,17 @@ def _intersection(box: TensorBox, piece: TensorPiece) -> tuple[tuple[int, ...], 
 def intersection(
     offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(begin, end) in the global tensor of what two blocks share; None when nothing."""
+    """Intersection of two blocks as (begin, end) in the global tensor; None if empty."""
     begin = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
     ends = zip(offset, shape, other_offset, other_shape, strict=True)
     end = tuple(min(a + n, b + m) for a, n, b, m in ends)
     return (begin, end) if all(b < e for b, e in zip(begin, end, strict=True)) else None
+
+
+def float64_chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Converts a tensor to fp64 in flat chunks of at most 32 MiB."""
+    for chunk in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
+        yield chunk.double()
 
 
 def total_bytes(tensors: Mapping[str, SavedTensor]) -> int:

@@ -14,7 +14,7 @@ from megatron_moe.checkpoint.directory import iteration_folder
 from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
-from megatron_moe.checkpoint.huggingface.weight_map import Counterpart
+from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
 from megatron_moe.checkpoint.tensor_shards import (
     SavedTensor,
     intersection,
@@ -86,8 +86,8 @@ class HuggingFaceExport:
         gatherer = _Gatherer(tensors, self._context)
         values = self._export.stream(gatherer.read)
         if not self._context.is_first:
-            for counterpart in self._export.counterparts:
-                gatherer.read(counterpart)
+            for mapping in self._export.mappings:
+                gatherer.read(mapping)
             return
         path = self._folder / iteration_folder(iteration)
         try:
@@ -100,7 +100,7 @@ class HuggingFaceExport:
 
 
 class _Gatherer:
-    """Gathers tensors to the first rank. Collective: all ranks read the same counterparts in the same order."""
+    """Gathers tensors to the first rank. Collective: all ranks read the same mappings in the same order."""
 
     def __init__(self, tensors: Mapping[str, SavedTensor], context: ParallelContext) -> None:
         self._tensors = tensors
@@ -120,20 +120,20 @@ class _Gatherer:
                 known = {(source.offset, source.shape) for source in sources}
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
-    def read(self, counterpart: Counterpart) -> Tensor:
+    def read(self, mapping: WeightMapping) -> Tensor:
         """The parameter, or its slice of one expert, in host memory of the first rank; a meta tensor elsewhere."""
-        key = tensor_key("model", counterpart.ours)
+        key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)
-        if counterpart.expert is not None:
-            shape, offset = (1, *shape[1:]), (counterpart.expert, *offset[1:])
+        if mapping.expert is not None:
+            shape, offset = (1, *shape[1:]), (mapping.expert, *offset[1:])
         first = self._context.is_first
         data = torch.empty(shape, dtype=dtype, device="cpu" if first else "meta")
         for source in self._sources[key]:
             part = intersection(offset, shape, source.offset, source.shape)
             if part is not None:
                 self._copy(key, source, part, data, offset)
-        return data if counterpart.expert is None else data[0]
+        return data if mapping.expert is None else data[0]
 
     def _copy(
         self,

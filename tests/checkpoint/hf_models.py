@@ -141,7 +141,7 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
     """V2 with and without a q latent, V3; groups, YaRN, both rope layouts."""
     return {
         # With both mscales their ratio multiplies cos and sin, not 0.1 ln(factor) + 1; and mscale_all_dim enters the
-        # softmax scale, which older versions of transformers forgot for V2 alone.
+        # softmax scale, which older versions of transformers omitted for V2 only.
         "deepseek_v2 lite, yarn": transformers.DeepseekV2Config(
             **{**_COMMON, **_MLA},
             q_lora_rank=None,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import save as save_module
-from megatron_moe.checkpoint.async_save import HostSnapshot, started
+from megatron_moe.checkpoint.async_save import HostBuffer, submit
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
@@ -51,12 +51,12 @@ def silent(line: str) -> None:
 
 
 def writers() -> set[threading.Thread]:
-    """Those of an earlier test may still be at their last lines."""
+    """Live writer threads, including those of earlier tests that have not exited yet."""
     return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
 
 
 def start_some(saver: CheckpointSaver, iteration: int) -> None:
-    """Begins a save and changes the originals at once, as training would."""
+    """Starts a save and immediately modifies the originals, as training would."""
     tensors = some_tensors(iteration)
     started = saver.start(iteration, whole(tensors), some_state(iteration), texts={"run.yaml": "a: 1\n"})
     assert started is None and saver.pending == iteration
@@ -167,7 +167,7 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
     start_some(saver, 20)
     threads = writers() - before
     assert threads and all(thread.daemon for thread in threads), "the process would wait for it"
-    monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", 0.1)
+    monkeypatch.setattr(save_module, "_CLOSE_TIMEOUT_S", 0.1)
     saver.close()
     said: list[str] = []
     again = CheckpointSaver(tmp_path, ONE, say=said.append)
@@ -181,8 +181,8 @@ def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for some seconds takes longer than the end of a run waits."""
-    monkeypatch.setattr(save_module, "_GOODBYE_SECONDS", PATIENCE)
+    """Raises the close timeout, which a stalled machine would exceed."""
+    monkeypatch.setattr(save_module, "_CLOSE_TIMEOUT_S", PATIENCE)
 
 
 class Slow(Storage):
@@ -273,10 +273,10 @@ def test_the_copy_takes_any_view_of_any_type_and_its_memory_is_used_again() -> N
         "e": SavedTensor.whole(torch.zeros(0, 3)),
         "f": SavedTensor.whole(torch.ones(5, dtype=torch.bfloat16)),
     }
-    copies = HostSnapshot()
+    buffer = HostBuffer()
     places = []
     for _ in range(2):
-        taken = copies.take(tensors)
+        taken = buffer.copy(tensors)
         for key, tensor in tensors.items():
             assert taken[key].shape == tensor.shape
             for copy, box in zip(taken[key].boxes, tensor.boxes, strict=True):
@@ -293,4 +293,4 @@ def test_what_a_thread_raises_its_caller_gets() -> None:
 
     for in_thread in (False, True):
         with pytest.raises(OSError, match="as told"):
-            started(fail, in_thread=in_thread).result()
+            submit(fail, in_thread=in_thread).result()

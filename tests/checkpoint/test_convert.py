@@ -1,4 +1,4 @@
-"""Hugging Face folders become checkpoints and checkpoints become folders, bit for bit and in little memory."""
+"""Conversion between Hugging Face folders and checkpoints: bitwise round trips and bounded memory."""
 
 import json
 import weakref
@@ -56,13 +56,13 @@ def skeleton(config: ModelConfig) -> GPT:
 
 
 def taken_in(folder: Path, save: Path, config: ModelConfig | None = None) -> tuple[ConversionReport, ModelConfig]:
-    """The folder as a checkpoint."""
+    """Converts the folder to a checkpoint."""
     config = config or model_config_from_hf(read_config(folder))
     return from_hf(folder, save, skeleton(config), config, STATE, {}, say=lambda line: None), config
 
 
 def given_out(checkpoint: Path, output: Path, config: ModelConfig, template: Path, **options) -> dict[str, Tensor]:
-    """The checkpoint as a folder; its tensors."""
+    """Converts the checkpoint to a folder and returns its tensors."""
     to_hf(checkpoint, output, skeleton(config), config, template, **options)
     return tensors_in(output)
 
@@ -77,7 +77,7 @@ def source(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory) -> tuple[Path, Path, ModelConfig]:
-    """A folder, the checkpoint made of it, and its spec."""
+    """A folder, the checkpoint converted from it, and its config."""
     folder = source(ROUTED, tmp_path_factory.mktemp("routed") / "hf")
     report, config = taken_in(folder, folder.parent / "ours")
     return folder, report.target, config
@@ -96,7 +96,7 @@ def test_a_folder_comes_back_bit_for_bit(name: str, shard_bytes: int, tmp_path: 
     assert verify(report.target) == [] and report.notes == []
     found = given_out(report.target, tmp_path / "back", config, folder, shard_bytes=shard_bytes)
     equal(found, tensors_in(folder))
-    assert sorted(row.theirs for row in report.rows) == sorted(found)
+    assert sorted(row.hf_name for row in report.rows) == sorted(found)
     hf_config = read_config(folder) | {"dtype": "bfloat16"}
     if "num_nextn_predict_layers" in hf_config:  # transformers writes no such layer, and says 1 all the same
         hf_config["num_nextn_predict_layers"] = 0
@@ -145,7 +145,7 @@ def test_a_copy_that_differs_from_what_it_repeats_is_refused(copy: str, tmp_path
 
 
 def test_layers_that_the_model_leaves_out_are_refused(tmp_path: Path):
-    """Training may pass them over; a conversion would lose them."""
+    """Training may ignore them; a conversion would lose them."""
     published_with_mtp(CONFIGS[ROUTED], tmp_path)
     with pytest.raises(CheckpointProblem, match="left over: model.layers.3.enorm.weight"):
         taken_in(tmp_path, tmp_path / "ours")
@@ -185,7 +185,7 @@ def test_another_element_type_leaves_the_biases_of_the_router(routed, tmp_path: 
 
 
 class Watched:
-    """Wraps a function that makes tensors; knows how many bytes of them were alive at once."""
+    """Wraps a function that returns tensors and tracks the peak of their live bytes."""
 
     def __init__(self, function) -> None:
         self._function, self._alive = function, 0
@@ -197,10 +197,10 @@ class Watched:
         self._alive += size
         self.most, self.largest = max(self.most, self._alive), max(self.largest, size)
         self.total += size
-        weakref.finalize(tensor, self._gone, size)
+        weakref.finalize(tensor, self._freed, size)
         return tensor
 
-    def _gone(self, size: int) -> None:
+    def _freed(self, size: int) -> None:
         self._alive -= size
 
 

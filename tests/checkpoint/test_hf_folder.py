@@ -48,5 +48,5 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["a.safetensors"]}, {"weight_map": {"a": 3, "b": "x"}}])
 def test_an_index_without_file_names_is_named(index: dict, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with ExitStack() as stack, pytest.raises(CheckpointProblem, match=r"index.json has no table weight_map"):
+    with ExitStack() as stack, pytest.raises(CheckpointProblem, match=r"index.json has no weight_map"):
         HFFolder(tmp_path, {}, stack)

@@ -21,7 +21,7 @@ from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.helpers.tolerances import EXACT
 
 BLOCK = (16, 8)
-"""Of rows and columns: smaller than 128 x 128, so that tiny matrices have several blocks and ragged edges."""
+"""Block size; smaller than 128 x 128, so that tiny matrices have several blocks and ragged edges."""
 QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
 MAX_E4M3 = 448.0
 
@@ -32,7 +32,7 @@ def is_quantised(name: str, tensor: Tensor) -> bool:
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 values, scales, and the bf16 values they stand for: block by block, by the definition."""
+    """FP8 values, scales, and the dequantised bf16 values, computed block by block."""
     rows, columns = (ceil(size / block) for size, block in zip(weight.shape, BLOCK, strict=True))
     scale, quantised, read = torch.empty(rows, columns), torch.empty_like(weight), torch.empty_like(weight)
     for row in range(rows):
@@ -48,7 +48,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def published(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Writes a DeepSeek-V3 in FP8, and another folder with what its weights stand for."""
+    """Writes a DeepSeek-V3 in FP8, and another folder with its dequantised weights."""
     saved(hf_model(configs()["deepseek_v3, yarn"]), folder)
     stored, read = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -107,7 +107,7 @@ def test_scales_that_do_not_fit_are_refused_by_name(scale: Tensor | None, said: 
     change(tmp_path, **{f"{NAME}_scale_inv": scale})
     with pytest.raises(CheckpointProblem) as caught:
         loaded(tmp_path, config)
-    assert said in str(caught.value) and "1 matrices in FP8" in str(caught.value)
+    assert said in str(caught.value) and "1 FP8 matrices do not match" in str(caught.value)
 
 
 def test_a_scale_without_an_fp8_matrix_is_left_over(tmp_path: Path):

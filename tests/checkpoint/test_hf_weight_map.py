@@ -1,4 +1,4 @@
-"""Names and layouts: every transform is undone exactly, and every name of a model has one counterpart."""
+"""Names and layouts: every transform is undone exactly, and every name of a model has one mapping."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface.config_map import FAMILIES, model_config_from_hf
 from megatron_moe.checkpoint.huggingface.weight_map import (
-    Alternating,
     CopyRule,
     GateUp,
+    InterleavedGateUp,
     PaddedRows,
     QueryKeyValue,
     Transform,
@@ -37,15 +37,15 @@ def numbers(*shape: int) -> Tensor:
         (QueryKeyValue(4, 1), [(8, 5), (8, 5), (8, 5)]),
         (QueryKeyValue(1, 4), [(8, 5), (2, 5), (2, 5)]),
         (Transposed(), [(3, 4, 5)]),
-        (Alternating(), [(3, 4, 10)]),
-        (Alternating(), [(3, 10)]),
+        (InterleavedGateUp(), [(3, 4, 10)]),
+        (InterleavedGateUp(), [(3, 10)]),
         (PaddedRows(5, 8), [(5, 3)]),
         (PaddedRows(5, 5), [(5, 3)]),
     ],
 )
 def test_every_transform_is_undone_exactly(transform: Transform, shapes: list[tuple[int, ...]]):
     theirs = [numbers(*shape) + 1000 * index for index, shape in enumerate(shapes)]
-    back = transform.to_theirs(transform.to_ours(theirs))
+    back = transform.to_hf(transform.from_hf(theirs))
     assert len(back) == len(theirs)
     for index, (actual, expected) in enumerate(zip(back, theirs, strict=True)):
         EXACT.check(actual, expected, f"part {index}")
@@ -54,21 +54,21 @@ def test_every_transform_is_undone_exactly(transform: Transform, shapes: list[tu
 def test_rows_of_q_k_and_v_stand_together_per_query_group():
     """Four q heads of width 1 in two groups: q0 q1 k0 v0 | q2 q3 k1 v1."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
-    EXACT.check(QueryKeyValue(2, 2).to_ours([q, k, v]), [0.0, 1, 10, 20, 2, 3, 11, 21])
+    EXACT.check(QueryKeyValue(2, 2).from_hf([q, k, v]), [0.0, 1, 10, 20, 2, 3, 11, 21])
 
 
 def test_gate_rows_come_before_up_rows():
-    EXACT.check(GateUp().to_ours([torch.zeros(2, 1), torch.ones(2, 1)]), [[0.0], [0.0], [1.0], [1.0]])
+    EXACT.check(GateUp().from_hf([torch.zeros(2, 1), torch.ones(2, 1)]), [[0.0], [0.0], [1.0], [1.0]])
 
 
 def test_alternating_columns_become_halves_of_rows():
     """One expert, one input, columns g0 u0 g1 u1."""
-    EXACT.check(Alternating().to_ours([torch.tensor([[[0.0, 10, 1, 11]]])]), [[[0.0], [1], [10], [11]]])
-    EXACT.check(Alternating().to_ours([torch.tensor([[0.0, 10, 1, 11]])]), [[0.0, 1, 10, 11]])
+    EXACT.check(InterleavedGateUp().from_hf([torch.tensor([[[0.0, 10, 1, 11]]])]), [[[0.0], [1], [10], [11]]])
+    EXACT.check(InterleavedGateUp().from_hf([torch.tensor([[0.0, 10, 1, 11]])]), [[0.0, 1, 10, 11]])
 
 
 def test_padding_rows_are_zero():
-    EXACT.check(PaddedRows(1, 3).to_ours([torch.ones(1, 2)]), [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    EXACT.check(PaddedRows(1, 3).from_hf([torch.ones(1, 2)]), [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
 
 
 def spec_and_names(name: str) -> tuple[ModelConfig, list[str]]:
@@ -81,10 +81,10 @@ def spec_and_names(name: str) -> tuple[ModelConfig, list[str]]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_name_has_counterparts_that_no_other_name_has(name: str):
     config, ours = spec_and_names(name)
-    counterparts, unknown = map_names(CONFIGS[name].model_type, ours, config, config)
-    theirs = [each for counterpart in counterparts for each in counterpart.theirs]
+    mappings, unknown = map_names(CONFIGS[name].model_type, ours, config, config)
+    theirs = [each for mapping in mappings for each in mapping.hf_names]
     assert unknown == []
-    assert {counterpart.ours for counterpart in counterparts} == set(ours)
+    assert {mapping.name for mapping in mappings} == set(ours)
     assert len(theirs) == len(set(theirs))
 
 
@@ -102,8 +102,8 @@ def test_a_name_that_the_family_does_not_have_is_reported():
 
 def test_names_of_published_files_by_example():
     config, ours = spec_and_names("deepseek_v3, yarn")
-    counterparts, _ = map_names("deepseek_v3", ours, config, config)
-    found = {(counterpart.ours, counterpart.expert): counterpart.theirs for counterpart in counterparts}
+    mappings, _ = map_names("deepseek_v3", ours, config, config)
+    found = {(mapping.name, mapping.expert): mapping.hf_names for mapping in mappings}
     assert found["decoder.layers.2.mlp.experts.linear_fc1.weight", 5] == (
         "model.layers.2.mlp.experts.5.gate_proj.weight",
         "model.layers.2.mlp.experts.5.up_proj.weight",
@@ -119,8 +119,8 @@ def test_names_of_published_files_by_example():
 def test_mtp_depth_d_is_the_layer_after_the_last_plus_d():
     config, _ = spec_and_names("glm4_moe")
     ours = ["mtp.layers.1.enorm.weight", "mtp.layers.1.transformer_layer.mlp.router.weight"]
-    counterparts, _ = map_names("glm4_moe", ours, config, config)
-    assert [counterpart.theirs for counterpart in counterparts] == [
+    mappings, _ = map_names("glm4_moe", ours, config, config)
+    assert [mapping.hf_names for mapping in mappings] == [
         ("model.layers.4.enorm.weight",),
         ("model.layers.4.mlp.gate.weight",),
     ]

@@ -15,7 +15,7 @@ from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.export import Export
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
-from megatron_moe.checkpoint.huggingface.weight_map import Counterpart
+from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -55,9 +55,9 @@ def hf_tensors(model: nn.Module, config: ModelConfig, hf_config: Mapping[str, An
     weights = {name: tensor.detach() for name, tensor in weight_tensors(model).items()}
     export = Export(weights, config, hf_config)
 
-    def read(counterpart: Counterpart) -> Tensor:
-        whole = weights[counterpart.ours]
-        return whole if counterpart.expert is None else whole[counterpart.expert]
+    def read(mapping: WeightMapping) -> Tensor:
+        whole = weights[mapping.name]
+        return whole if mapping.expert is None else whole[mapping.expert]
 
     names = [tensor.name for tensor in export.tensors()]
     return dict(zip(names, export.stream(read), strict=True))
@@ -155,7 +155,7 @@ def test_a_model_of_another_form_is_refused(field: str, sentence: str, tmp_path:
 
 def test_a_vocabulary_larger_than_the_table_is_refused(tmp_path: Path):
     config = written("mixtral", tmp_path)
-    assert "vocabulary: 61 words do not fit in the model's 48 rows" in refusal(tmp_path, replace(config, vocab_size=48))
+    assert "vocabulary: 61 tokens exceed the model's 48 rows" in refusal(tmp_path, replace(config, vocab_size=48))
 
 
 def test_pickled_weights_alone_are_refused(tmp_path: Path):
@@ -202,7 +202,7 @@ def test_an_index_that_names_a_file_not_beside_it_is_refused(named: str, tmp_pat
     index = json.loads(path.read_text())
     index["weight_map"]["model.norm.weight"] = named
     path.write_text(json.dumps(index))
-    assert f"names {named}, not found beside it" in refusal(tmp_path / "folder", config)
+    assert f"lists {named}, not found in the folder" in refusal(tmp_path / "folder", config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -237,7 +237,7 @@ def test_a_model_with_an_mtp_layer_is_refused_by_a_folder_without_one(tmp_path: 
     config = written("glm4_moe", tmp_path)
     message = refusal(tmp_path, replace(config, mtp=MTPConfig(num_layers=1)))
     assert "does not fit this model in 1 places" in message
-    assert "it has no layers of multi-token prediction: give --mtp-num-layers 0" in message
+    assert "it has no MTP layers: give --mtp-num-layers 0" in message
     rewrite(tmp_path, {"model.layers.3.enorm.weight": torch.ones(32)})
     message = refusal(tmp_path, replace(config, mtp=MTPConfig(num_layers=1)))
     assert "missing: model.layers.3.hnorm.weight" in message and "--mtp-num-layers" not in message
@@ -259,7 +259,7 @@ def test_a_model_that_the_family_cannot_hold_is_not_exported(tmp_path: Path):
     config = written("mixtral", tmp_path)
     hf_config = read_config(tmp_path)
     learned = replace(config, position_embedding="learned_absolute", max_positions=8)
-    with pytest.raises(CheckpointProblem, match="no place for embedding.position_embeddings.weight"):
+    with pytest.raises(CheckpointProblem, match="no tensor for embedding.position_embeddings.weight"):
         hf_tensors(new_model(learned), learned, hf_config)
 
 

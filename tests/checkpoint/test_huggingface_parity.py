@@ -42,7 +42,7 @@ def our_logits(model: GPT, tokens_BS: Tensor) -> Tensor:
 
 
 def mean_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
-    """Of predicting the next token."""
+    """Next-token cross-entropy."""
     return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 

@@ -103,7 +103,7 @@ def test_without_retention_all_checkpoints_stay(tmp_path: Path) -> None:
 
 
 def test_every_mth_checkpoint_and_the_last_one_stay(tmp_path: Path) -> None:
-    """Retention of `--save-retain-interval`, alone and beside the last two."""
+    """Retention of `--save-retain-interval`, alone and together with the last two."""
     assert iterations(saved_folder(tmp_path / "a", 10, 20, 30, 40, 50, retain_interval=20)) == [20, 40, 50]
     assert iterations(saved_folder(tmp_path / "b", 10, 20, 30, 40, 50, retain_interval=40, keep_last=2)) == [40, 50]
     assert leftovers(tmp_path / "a") == []
@@ -187,7 +187,7 @@ def test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row(tmp
     assert save_some(saver, 30) == tmp_path / "iter_0000030", "a success starts the count anew"
     broken = True
     assert save_some(saver, 40) is None and save_some(saver, 50) is None
-    assert len(said) == 4 and "iteration 10" in said[0] and "training goes on" in said[0]
+    assert len(said) == 4 and "iteration 10" in said[0] and "training continues" in said[0]
     with pytest.raises(SaveProblem, match="iteration 60 .* failure 3 in a row") as problem:
         save_some(saver, 60)
     assert problem.value.code == ExitCode.SAVE_FAILED
@@ -245,7 +245,7 @@ def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path: Path) -
     (tmp_path / "iter_0000020").rename(tmp_path / ".replaced-iter_0000020-abc")
     said: list[str] = []
     CheckpointSaver(tmp_path, ONE, say=said.append).close()
-    assert said == [f"put back iter_0000020 in {tmp_path}: a crash came before its replacement was complete"]
+    assert said == [f"restored iter_0000020 in {tmp_path}: a crash interrupted its replacement"]
     assert load_some(tmp_path)[0].iteration == 20
 
 
@@ -257,7 +257,7 @@ def test_a_torn_tracker_is_mended_at_start(tmp_path: Path, text: str) -> None:
     said: list[str] = []
     CheckpointSaver(tmp_path, ONE, say=said.append).close()
     assert tracker.read_text() == "10"
-    assert len(said) == 1 and "the file is mended" in said[0]
+    assert len(said) == 1 and "corrected the file" in said[0]
 
 
 def test_fresh_moves_earlier_checkpoints_aside_and_deletes_none(tmp_path: Path) -> None:
@@ -339,8 +339,8 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the small states of these tests were large."""
-    monkeypatch.setattr(tensor_shards, "_LEAST_BYTES", 100)
+    """Lowers the size threshold so that small states are split over several files."""
+    monkeypatch.setattr(tensor_shards, "_MIN_BYTES_PER_THREAD", 100)
 
 
 @pytest.mark.usefixtures("large")

@@ -59,4 +59,4 @@ def test_an_evaluation_alone_measures_what_the_run_measured(folder, trained, fla
 
 def test_an_evaluation_of_nothing_is_refused(flags, tmp_path, capfd):
     assert main([*flags, "--skip-train", "--load", str(tmp_path)], {}) == ExitCode.CHECKPOINT
-    assert "--skip-train cannot do without" in capfd.readouterr().err
+    assert "which is required by --skip-train" in capfd.readouterr().err

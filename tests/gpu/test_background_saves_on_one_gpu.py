@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_moe.checkpoint.async_save import HostSnapshot
+from megatron_moe.checkpoint.async_save import HostBuffer
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.parallel.context import ParallelContext
@@ -25,19 +25,19 @@ def tensors(num_bytes: int) -> dict[str, SavedTensor]:
 
 def test_the_copy_is_page_locked_fast_and_of_the_moment() -> None:
     state = tensors(1 << 30)
-    copies = HostSnapshot()
-    copies.take(state)
+    buffer = HostBuffer()
+    buffer.copy(state)
     expected = state["master.a"].boxes[0].data.cpu()
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    taken = copies.take(state)
+    taken = buffer.copy(state)
     seconds = time.perf_counter() - begin
     state["master.a"].boxes[0].data.zero_()
     assert taken["master.a"].boxes[0].data.is_pinned()
     EXACT.check(taken["master.a"].boxes[0].data, expected, "the copy")
     EXACT.check(taken["model.b"].boxes[1].data, state["model.b"].boxes[1].data.cpu(), "a box")
     print(f"copy to host: {(1 << 30) / 1e9 / seconds:.1f} GB/s")
-    copies.release()
+    buffer.release()
     assert not taken["master.a"].boxes[0].data.is_pinned()
 
 

@@ -1,4 +1,4 @@
-"""tools/inspect_checkpoint.py: what is in a checkpoint, and how two differ."""
+"""tools/inspect_checkpoint.py: contents of a checkpoint, and differences between two."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_the_table_has_every_tensor_with_its_norm(tmp_path: Path, capsys):
     assert main([str(tmp_path)]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert "iteration 7" in lines[0] and lines[1] == "layout: tp 1 cp 1 dp 1 pp 1 ep 1 etp 1 edp 1"
-    assert "settings that were given:" in lines and "  num-layers: 4" in lines
+    assert "settings given:" in lines and "  num-layers: 4" in lines
     assert not any("hidden-size" in line for line in lines)
     rows = {line.split()[0]: line.split()[1:] for line in lines[-2:]}
     assert rows["model.a"] == ["F32", "5x4", "2", f"{3 * 19**0.5:.6g}", f"{3 * (19 / 20) ** 0.5:.4g}", "3", "1"]
@@ -59,7 +59,7 @@ def test_names_can_be_chosen_and_norms_left_out(tmp_path: Path, capsys):
     assert main([str(tmp_path), "--only", r"^model\..*bias", "--no-norms"]) == ExitCode.OK
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [row.split() for row in table] == [
-        ["tensor", "type", "shape", "pieces"],
+        ["tensor", "dtype", "shape", "pieces"],
         ["model.decoder.layers.0.mlp.router.expert_bias", "F32", "3", "1"],
     ]
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_equals_itself_in_other_pieces(tmp_path: Path, capsys):
     assert capsys.readouterr().out.count("1 of 1 tensors are equal") == 2
 
 
-def test_differences_are_told_tensor_by_tensor(tmp_path: Path, capsys):
+def test_differences_are_listed_by_tensor(tmp_path: Path, capsys):
     weight = torch.full((5, 4), 2.0)
     changed = weight.clone()
     changed[4, 1] = 2.5
@@ -85,7 +85,7 @@ def test_differences_are_told_tensor_by_tensor(tmp_path: Path, capsys):
     save(tmp_path / "b", 2, {**other, **same, "model.d": SavedTensor.whole(weight[:3])}, RUN.replace("4 ", "8 "))
     assert main([str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == ExitCode.DRIFT
     said = capsys.readouterr().out
-    assert "num-layers: 4, there 8" in said and "1 of 5 tensors are equal" in said
+    assert "num-layers: 4 and 8" in said and "1 of 5 tensors are equal" in said
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith("model.")}
     assert rows["model.a"].split() == ["values", "0.5", f"{0.5 / 80**0.5:.4g}"]
     assert rows["model.b"].startswith("type F32 and F64") and rows["model.d"].startswith("shape [5, 4] and [3, 4]")
@@ -102,4 +102,4 @@ def test_a_damaged_tensor_is_not_shown(tmp_path: Path, capsys):
 def test_a_pattern_that_is_no_regular_expression_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--only", "("])
-    assert "is no regular expression" in capsys.readouterr().err
+    assert "is not a regular expression" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path
     run.checkpoints.save(run.state, run.loader, in_background=True)
     saver = run.checkpoints._saver
     assert saver is not None
-    while saver._job is not None and saver._job.committing is None:
+    while saver._pending is not None and saver._pending.committing is None:
         saver.poll()
     run.checkpoints.close()
     assert run.status.report.last_checkpoint == 1 and "was completed while the run ended" in run.notes[-1]

@@ -14,7 +14,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     SavedTensor,
     fill,
 )
-from megatron_moe.checkpoint.verify import verified
+from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
@@ -105,7 +105,7 @@ def run(plan: RunPlan, main) -> None:
 
 def whole(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, put together from their pieces."""
-    manifest, reader = verified(path)
+    manifest, reader = open_verified(path)
     tensors = {}
     for key, entry in manifest.tensors.items():
         tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])

@@ -1,4 +1,4 @@
-"""From the config.json of a Hugging Face model to our ModelConfig."""
+"""Converts the config.json of a Hugging Face model to a ModelConfig."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,27 +26,25 @@ FAMILIES = (
     ("deepseek_v3", deepseek.deepseek_v3),
     ("kimi_k2", deepseek.deepseek_v3),
 )
-"""By `model_type` of config.json. A new family is a function here, a table in checkpoint/huggingface/weight_map.py and
-a logit test."""
+"""Readers by `model_type` of config.json. A new family needs a reader here, name rules in `weight_map`, and a case in
+the logit parity test."""
 
-_MOST_LAYERS = 10_000
-"""More are a damaged file; their specs would fill the memory before anything else could notice."""
+_MAX_LAYERS = 10_000
+"""A larger number is a damaged file, whose layer configs could exhaust memory."""
 
 
 def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
-    """The architecture that a config.json describes.
+    """Builds the ModelConfig that a config.json describes; training options (balancing, dispatcher) keep defaults.
 
-    Training choices (balancing losses, dispatcher) are left at "none" and "local". `mtp` takes the multi-token
-    prediction layers of `num_nextn_predict_layers` along, whose weights many published folders leave out. Raises
-    CheckpointProblem for an unknown model type, for options that would compute something else here, and for values
-    that describe no model.
+    Args:
+        mtp: include the `num_nextn_predict_layers` MTP layers, whose weights many published folders omit.
+    Raises:
+        CheckpointProblem: unknown model type, unsupported options, or invalid values.
     """
     try:
         return _model_config(HFConfig(values), mtp)
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # such as a text for a list
-        raise CheckpointProblem(
-            f"config.json holds a value that describes no model: {error}; download the file again."
-        ) from error
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # e.g. a string for a list
+        raise CheckpointProblem(f"config.json holds an invalid value: {error}; download the file again.") from error
 
 
 def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
@@ -70,22 +68,22 @@ def _family(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
     read = dict(FAMILIES).get(hf_config.model_type)
     if read is None:
         known = ", ".join(name for name, _ in FAMILIES)
-        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; this program knows {known}.")
+        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
     num_layers = hf_config.get("num_hidden_layers", 0)
-    hf_config.refuse_if(num_layers > _MOST_LAYERS, f"has num_hidden_layers = {num_layers}")
+    hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
     return read(hf_config)
 
 
-def with_latent_norms_of(ours: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """`published` with the epsilon of `ours` in the norms of compressed q and kv, where that is `rms_norm_eps`.
+def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
+    """Copies the epsilon of the q and kv latent norms from `config` to `published` where it equals `rms_norm_eps`.
 
-    A config.json has one epsilon. Hugging Face norms the latents with 1e-6 whatever it says; Megatron-LM, vLLM and
-    SGLang norm them with it, so that weights trained that way are described by the same file.
+    A config.json has one epsilon. transformers uses 1e-6 for the latent norms regardless; Megatron-LM, vLLM and SGLang
+    use rms_norm_eps, so the same file also describes models trained with them.
     """
     layers = tuple(
-        replace(theirs, mixer=replace(theirs.mixer, norm=theirs.norm))
-        if isinstance(theirs.mixer, MLAConfig) and mine.mixer.norm == theirs.norm
-        else theirs
-        for mine, theirs in zip(ours.layers, published.layers, strict=False)
+        replace(layer, mixer=replace(layer.mixer, norm=layer.norm))
+        if isinstance(layer.mixer, MLAConfig) and own.mixer.norm == layer.norm
+        else layer
+        for own, layer in zip(config.layers, published.layers, strict=False)
     )
     return replace(published, layers=(*layers, *published.layers[len(layers) :]))

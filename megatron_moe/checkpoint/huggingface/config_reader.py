@@ -1,21 +1,31 @@
-"""Reading a Hugging Face config.json: typed access, refusals, and the parts that families share."""
+"""Typed access to a Hugging Face config.json, and readers for the parts that model families share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_moe.config.attention import (
+    AttentionConfig,
+    MLAConfig,
     NormConfig,
     RopeConfig,
     yarn_mscale,
 )
 from megatron_moe.config.exit_codes import CheckpointProblem
-from megatron_moe.config.moe import ActivationConfig, MLPConfig
+from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.moe import (
+    ActivationConfig,
+    ExpertsConfig,
+    MLPConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertsConfig,
+)
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A config.json. Keys that its writers leave out when they hold the family's default are read by `get`."""
+    """Contents of a config.json. transformers omits some keys that hold the family's default: read these with `get`."""
 
     values: Mapping[str, Any]
 
@@ -23,38 +33,36 @@ class HFConfig:
     def model_type(self) -> str:
         return str(self.values.get("model_type", "unknown"))
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         value = self.values.get(key)
         if value is None:
             raise CheckpointProblem(f"config.json of model type {self.model_type} has no {key}; add it to the file.")
         return value
 
     def get(self, key: str, default: Any) -> Any:
-        """The value, or `default` where the file has none or null."""
+        """Value of `key`, or `default` if it is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def integer(self, key: str) -> int:
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, int):
-            raise CheckpointProblem(
-                f"config.json has {key} = {value!r}, which is not a whole number; correct the file."
-            )
+            raise CheckpointProblem(f"config.json has {key} = {value!r}, which is not an integer; correct the file.")
         return value
 
     def number(self, key: str) -> float:
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, int | float):
             raise CheckpointProblem(f"config.json has {key} = {value!r}, which is not a number; correct the file.")
         return float(value)
 
     def refuse_if(self, condition: bool, what: str) -> None:
-        """Raises CheckpointProblem: this model computes something that ours does not."""
+        """Raises CheckpointProblem if `condition`, a feature that our model does not implement."""
         if condition:
             raise CheckpointProblem(f"config.json of model type {self.model_type} {what}, which is not supported here.")
 
     def refuse_other(self, key: str, *known: str) -> None:
-        """Raises CheckpointProblem for a value that is given and none of those."""
+        """Raises CheckpointProblem if the file has a value other than `known`."""
         value = self.get(key, known[0])
         self.refuse_if(value not in known, f"has {key} = {value!r}")
 
@@ -64,7 +72,7 @@ def read_norm(config: HFConfig, default_eps: float) -> NormConfig:
 
 
 def read_activation(config: HFConfig) -> ActivationConfig:
-    """The gated activation that all families use."""
+    """Reads the gated SiLU that all families but GPT-OSS use."""
     name = config.get("hidden_act", "silu")
     config.refuse_if(name != "silu", f"has the activation {name}")
     return ActivationConfig(kind="silu", gated=True)
@@ -77,15 +85,53 @@ def read_mlp(config: HFConfig, ffn_hidden_size: int) -> MLPConfig:
     )
 
 
+def read_moe(
+    config: HFConfig,
+    num_experts: int,
+    ffn_hidden_size: int,
+    *,
+    shared: SharedExpertsConfig | None = None,
+    activation: ActivationConfig | None = None,
+    bias: bool = False,
+    **router: Any,
+) -> MoEConfig:
+    """Builds an MoE layer; `router` are fields of RouterConfig."""
+    hidden, topk = config.integer("hidden_size"), config.integer("num_experts_per_tok")
+    return MoEConfig(
+        router=RouterConfig(hidden_size=hidden, num_experts=num_experts, topk=topk, **router),
+        experts=ExpertsConfig(
+            num_experts=num_experts,
+            hidden_size=hidden,
+            ffn_hidden_size=ffn_hidden_size,
+            activation=activation or read_activation(config),
+            bias=bias,
+        ),
+        shared=shared,
+    )
+
+
+def read_layers(
+    config: HFConfig,
+    norm: NormConfig,
+    mixer: AttentionConfig | MLAConfig,
+    moe: MoEConfig,
+    is_dense: Callable[[int], bool],
+) -> tuple[LayerConfig, ...]:
+    """Builds the layers; `is_dense` selects by layer index those with an MLP of `intermediate_size`."""
+    dense = [is_dense(index) for index in range(config.integer("num_hidden_layers"))]
+    mlp = read_mlp(config, config.integer("intermediate_size")) if any(dense) else None
+    return tuple(LayerConfig(mixer=mixer, feed_forward=mlp if mlp and d else moe, norm=norm) for d in dense)
+
+
 def read_rope(
-    config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_part: float = 1.0
+    config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_rotary_factor: float = 1.0
 ) -> RopeConfig:
-    """Rotation of the first `partial_rotary_factor` of a head."""
+    """Reads RoPE on the first `partial_rotary_factor` of each head."""
     rope = _rope_parameters(config)
     per_kind = [key for key, value in rope.values.items() if isinstance(value, Mapping)]
-    config.refuse_if(bool(per_kind), f"has a rotation for each of {', '.join(per_kind)} (rope_parameters)")
+    config.refuse_if(bool(per_kind), f"has separate RoPE parameters for {', '.join(per_kind)} (rope_parameters)")
     plain = RopeConfig(
-        dim=int(head_dim * rope.get("partial_rotary_factor", default_part)),
+        dim=int(head_dim * rope.get("partial_rotary_factor", default_rotary_factor)),
         base=float(rope.get("rope_theta", default_base)),
         interleaved=interleaved,
     )
@@ -108,14 +154,17 @@ def read_rope(
 
 
 def _rope_parameters(config: HFConfig) -> HFConfig:
-    """Today's `rope_parameters`, or the older `rope_scaling` beside `rope_theta` and `partial_rotary_factor`."""
-    beside = {key: config.values.get(key) for key in ("model_type", "rope_theta", "partial_rotary_factor")}
-    return HFConfig({**beside, **(config.get("rope_parameters", None) or config.get("rope_scaling", {}))})
+    """Merges `rope_parameters`, or the older `rope_scaling`, with the older top-level RoPE keys."""
+    top_level = {key: config.values.get(key) for key in ("model_type", "rope_theta", "partial_rotary_factor")}
+    return HFConfig({**top_level, **(config.get("rope_parameters", None) or config.get("rope_scaling", {}))})
 
 
 def _yarn(config: HFConfig, rope: HFConfig, plain: RopeConfig) -> RopeConfig:
-    """Hugging Face uses the two mscales for cos and sin only when both are given and not 0; otherwise the concentration
-    is 0.1 ln(factor) + 1. A given attention_factor wins over both."""
+    """Reads YaRN scaling.
+
+    transformers scales cos and sin by attention_factor if given, else by the ratio of the two mscales if both are
+    given and nonzero, else by 0.1 ln(factor) + 1.
+    """
     original = rope.integer("original_max_position_embeddings")
     factor = float(rope.get("factor", 0.0) or config.integer("max_position_embeddings") / original)
     mscale, all_dim = float(rope.get("mscale", 0.0)), float(rope.get("mscale_all_dim", 0.0))

@@ -1,14 +1,14 @@
-"""Between our checkpoints and Hugging Face folders, on a CPU, one parameter or one expert at a time.
+"""Converts between checkpoints and Hugging Face folders on CPU, holding one parameter or expert in memory at a time.
 
-Both ways everything is checked first: names, shapes and element types on both sides, and every byte of a checkpoint of
-ours against its checksum. Element types stay as they are, tensor by tensor.
+Names, shapes and dtypes, and the checksums of a source checkpoint, are verified before anything is written. Tensors
+keep their dtypes.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from megatron_moe.checkpoint.huggingface.export import (
 )
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
 from megatron_moe.checkpoint.huggingface.load import (
-    fitting,
-    notes,
+    load_notes,
+    match_weights,
     weight_tensors,
 )
 from megatron_moe.checkpoint.manifest import Manifest
@@ -42,7 +42,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     is_weight,
     tensor_key,
 )
-from megatron_moe.checkpoint.verify import verified
+from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.exit_codes import (
     CheckpointProblem,
     EnvironmentProblem,
@@ -54,17 +54,17 @@ from megatron_moe.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """One tensor of the Hugging Face side."""
+    """One converted Hugging Face tensor."""
 
-    theirs: str
+    hf_name: str
     dtype: str
     shape: tuple[int, ...]
-    ours: str
+    name: str
 
 
 @dataclass
 class ConversionReport:
-    """What a conversion did."""
+    """Result of a conversion."""
 
     source: Path
     target: Path
@@ -73,20 +73,19 @@ class ConversionReport:
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """Markdown: the notes, and a table of all tensors."""
-        head = [
+        """Formats the notes and a table of all tensors as Markdown."""
+        lines = [
             f"# {self.source} -> {self.target}",
             "",
             f"{len(self.rows)} tensors in {self.seconds:.1f} s.",
             "",
             *(f"- {note}" for note in self.notes),
             "",
-            "| Hugging Face | type | shape | here |",
+            "| Hugging Face | dtype | shape | checkpoint |",
             "|---|---|---|---|",
+            *(f"| {row.hf_name} | {row.dtype} | {list(row.shape)} | {row.name} |" for row in self.rows),
         ]
-        return (
-            "\n".join([*head, *(f"| {r.theirs} | {r.dtype} | {list(r.shape)} | {r.ours} |" for r in self.rows)]) + "\n"
-        )
+        return "\n".join(lines) + "\n"
 
 
 def to_hf(
@@ -99,22 +98,22 @@ def to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> ConversionReport:
-    """Writes the weights of a checkpoint `iter_NNNNNNN` of ours as a Hugging Face folder.
+    """Writes the weights of a checkpoint `iter_NNNNNNN` as a Hugging Face folder.
 
     Args:
         output: must not exist.
-        model: the whole model of `spec` on the meta device.
-        template: folder with the config.json that describes it; tokenizer files go along.
-        dtype: element type of the folder; None: every tensor keeps its own.
+        model: the unsharded model of `config` on the meta device.
+        template: folder with the config.json that describes the model; its tokenizer files are copied.
+        dtype: dtype of the written weights; None keeps the dtype of every tensor.
     Raises:
-        CheckpointProblem: the checkpoint is damaged, or its tensors are not those of the model or of the config.
+        CheckpointProblem: the checkpoint is damaged, or its tensors do not match the model or the config.json.
         EnvironmentProblem: the folder exists, or cannot be written.
     """
     started = time.monotonic()
     if output.exists():
-        raise EnvironmentProblem(f"{output} exists; give a folder that does not, or remove it")
+        raise EnvironmentProblem(f"{output} exists; remove it or give another folder")
     hf_config = read_config(template)
-    manifest, reader = verified(checkpoint)
+    manifest, reader = open_verified(checkpoint)
     weights = _stored_weights(checkpoint, manifest, model, dtype)
     export = Export(weights, config, hf_config)
     try:
@@ -122,13 +121,13 @@ def to_hf(
         write_folder(output, export, export.stream(read), template, shard_bytes=shard_bytes)
     except OSError as error:
         raise EnvironmentProblem(
-            f"{output} could not be written: {error.strerror}; make room or give another"
+            f"{output} could not be written: {error.strerror}; free disk space or give another folder"
         ) from error
-    rows = [ConversionRow(t.name, dtype_name(t.like.dtype), tuple(t.like.shape), t.ours) for t in export.tensors()]
+    rows = [ConversionRow(t.name, dtype_name(t.like.dtype), tuple(t.like.shape), t.source) for t in export.tensors()]
     padding = config.vocab_size - model_config_from_hf(hf_config).vocab_size
-    remarks = [f"{padding} padding rows of the vocabulary were left out"] if padding else []
-    remarks += export.notes
-    return ConversionReport(checkpoint, output, rows, time.monotonic() - started, remarks)
+    notes = [f"{padding} padding rows of the vocabulary were left out"] if padding else []
+    notes += export.notes
+    return ConversionReport(checkpoint, output, rows, time.monotonic() - started, notes)
 
 
 def from_hf(
@@ -144,11 +143,11 @@ def from_hf(
     """Writes the weights of a Hugging Face folder as the checkpoint of iteration 0 in the folder `save`.
 
     Args:
-        model: the whole model of `spec` on the meta device.
-        train_state: of a run that has not begun.
-        texts: further files of the checkpoint, such as run.yaml.
+        model: the unsharded model of `config` on the meta device.
+        train_state: initial training state.
+        texts: additional text files of the checkpoint, such as run.yaml.
     Raises:
-        CheckpointProblem: a tensor is missing, left over, or of another shape, or repeats another with other values.
+        CheckpointProblem: a tensor is missing, unexpected or misshapen, or a copy of a shared tensor differs from it.
         EnvironmentProblem: the checkpoint cannot be written.
     """
     started = time.monotonic()
@@ -159,47 +158,54 @@ def from_hf(
     targets = weight_tensors(model)
     with ExitStack() as stack:
         source = HFFolder(folder, hf_config, stack)
-        counterparts, ignored = fitting(folder, source, hf_config["model_type"], targets, config, published)
+        mappings, ignored = match_weights(folder, source, hf_config["model_type"], targets, config, published)
         _check_ignored(folder, source, ignored)
-        rows = [ConversionRow(n, source.dtype(n), source.shape(n), c.ours) for c in counterparts for n in c.theirs]
-        tensors = _later(counterparts, targets, source)
+        rows = [ConversionRow(n, source.dtype(n), source.shape(n), c.name) for c in mappings for n in c.hf_names]
+        tensors = _pending_tensors(mappings, targets, source)
         saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1, say=say)
         stack.callback(saver.close)
         path = saver.save(0, tensors, train_state, texts=texts)
-    assert path is not None, "a save that fails once raises"
-    return ConversionReport(folder, path, rows, time.monotonic() - started, notes(config, published, ignored))
+    assert path is not None, "stop_after=1: a failed save raises"
+    return ConversionReport(folder, path, rows, time.monotonic() - started, load_notes(config, published, ignored))
 
 
-def _later(
-    counterparts: list[weight_map.Counterpart], targets: Mapping[str, Tensor], source: HFFolder
+def _pending_tensors(
+    mappings: list[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
 ) -> dict[str, SavedTensor]:
-    """Every target as blocks that are read when they are written: one for each expert, or the whole."""
-    by_target: dict[str, list[weight_map.Counterpart]] = {}
-    for counterpart in counterparts:
-        by_target.setdefault(counterpart.ours, []).append(counterpart)
+    """Builds a `PendingBox` for every parameter or expert."""
+    by_target: dict[str, list[weight_map.WeightMapping]] = {}
+    for mapping in mappings:
+        by_target.setdefault(mapping.name, []).append(mapping)
     tensors = {}
-    for ours, parts in by_target.items():
-        shape = tuple(targets[ours].shape)
-        dtype = TORCH_DTYPES[source.dtype(parts[0].theirs[0])]
-        for name in (name for part in parts for name in part.theirs):
-            dtype = torch.promote_types(dtype, TORCH_DTYPES[source.dtype(name)])
-        boxes = tuple(_later_box(part, shape, dtype, source) for part in parts)
-        tensors[tensor_key("model", ours)] = SavedTensor(shape, boxes)
+    for target, parts in by_target.items():
+        shape = tuple(targets[target].shape)
+        dtypes = [TORCH_DTYPES[source.dtype(name)] for part in parts for name in part.hf_names]
+        dtype = reduce(torch.promote_types, dtypes)
+        boxes = tuple(_pending_box(part, shape, dtype, source) for part in parts)
+        tensors[tensor_key("model", target)] = SavedTensor(shape, boxes)
     return tensors
 
 
-def _later_box(part: weight_map.Counterpart, shape: tuple[int, ...], dtype: torch.dtype, source: HFFolder) -> TensorBox:
-    block = shape if part.expert is None else (1, *shape[1:])
-    offset = (0,) * len(shape) if part.expert is None else (part.expert, *(0 for _ in shape[1:]))
+def _pending_box(
+    part: weight_map.WeightMapping, shape: tuple[int, ...], dtype: torch.dtype, source: HFFolder
+) -> TensorBox:
+    offset, block = _extent(part, shape)
 
     def make() -> Tensor:
-        return part.transform.to_ours([source.tensor(name) for name in part.theirs]).to(dtype).reshape(block)
+        return part.transform.from_hf([source.tensor(name) for name in part.hf_names]).to(dtype).reshape(block)
 
     return PendingBox(offset, torch.empty(block, dtype=dtype, device="meta"), make)
 
 
+def _extent(part: weight_map.WeightMapping, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of the parameter, or of its expert's slice, in the stored tensor."""
+    if part.expert is None:
+        return (0,) * len(shape), shape
+    return (part.expert, *(0 for _ in shape[1:])), (1, *shape[1:])
+
+
 def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
-    """What is left out can be made again: copies that equal what they repeat, and rotation tables."""
+    """Raises CheckpointProblem unless all ignored tensors are RoPE tables or exact copies of shared tensors."""
     problems = []
     for name in ignored:
         if name.endswith("rotary_emb.inv_freq"):
@@ -210,20 +216,20 @@ def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
         if not name.endswith((weight_map.MTP_EMBEDDING, weight_map.MTP_HEAD, "lm_head.weight")):
             problems.append(f"left over: {name}")
         elif not torch.equal(source.tensor(name), source.tensor(original)):
-            problems.append(f"{name} is not equal to {original}, which it should repeat")
+            problems.append(f"{name} is not equal to {original}, of which it should be a copy")
     if problems:
         raise CheckpointProblem(
-            f"{folder}: {len(problems)} tensors would be lost; for layers of multi-token prediction give "
-            f"--mtp-num-layers:\n  {listed(problems)}"
+            f"{folder}: {len(problems)} tensors would be lost; for MTP layers give --mtp-num-layers:\n"
+            f"  {listed(problems)}"
         )
 
 
 def _stored_weights(
     checkpoint: Path, manifest: Manifest, model: nn.Module, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The weights of the model with the element types of the checkpoint, on the meta device.
+    """Meta tensors of the model's weights in the checkpoint's dtypes, or in `dtype`.
 
-    Raises CheckpointProblem when the tensors of the checkpoint are not those of the model.
+    Raises CheckpointProblem if the checkpoint's weights do not match the model.
     """
     state = {tensor_key("model", name): value for name, value in model.state_dict().items()}
     stored = {key: entry for key, entry in manifest.tensors.items() if is_weight(key)}
@@ -236,20 +242,18 @@ def _stored_weights(
     ]
     if problems:
         raise CheckpointProblem(
-            f"checkpoint {checkpoint} is not of this model, in {len(problems)} tensors:\n  {listed(problems)}"
+            f"checkpoint {checkpoint} does not match the model in {len(problems)} tensors:\n  {listed(problems)}"
         )
-    types = {name: TORCH_DTYPES[stored[tensor_key("model", name)].dtype] for name in weight_tensors(model)}
-    if dtype is not None:  # biases that steer the router stay as they are: their steps vanish in bf16
-        types |= {name: dtype for name, _ in model.named_parameters()}
-    return {name: torch.empty_like(value, dtype=types[name]) for name, value in weight_tensors(model).items()}
+    dtypes = {name: TORCH_DTYPES[stored[tensor_key("model", name)].dtype] for name in weight_tensors(model)}
+    if dtype is not None:  # expert biases keep fp32: their update step vanishes in bf16
+        dtypes |= {name: dtype for name, _ in model.named_parameters()}
+    return {name: torch.empty_like(value, dtype=dtypes[name]) for name, value in weight_tensors(model).items()}
 
 
-def _read(manifest: Manifest, reader: FileReader, counterpart: weight_map.Counterpart) -> Tensor:
-    """A parameter, or the slice of one expert, out of whatever pieces it is stored in."""
-    entry = manifest.tensors[tensor_key("model", counterpart.ours)]
-    shape, offset = entry.shape, (0,) * len(entry.shape)
-    if counterpart.expert is not None:
-        shape, offset = (1, *shape[1:]), (counterpart.expert, *offset[1:])
+def _read(manifest: Manifest, reader: FileReader, mapping: weight_map.WeightMapping) -> Tensor:
+    """Reads a parameter, or one expert's slice of it."""
+    entry = manifest.tensors[tensor_key("model", mapping.name)]
+    offset, shape = _extent(mapping, entry.shape)
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, place: reader.mapped(entry, piece))
-    return data if counterpart.expert is None else data[0]
+    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, out: reader.mapped(entry, piece))
+    return data if mapping.expert is None else data[0]

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder: config.json, tokenizer files, and weights in safetensors files with an index.
+"""Exports a model as a Hugging Face folder: config.json, tokenizer files, and safetensors files with an index.
 
-What is written, and in which order, is known before the first number is read. Then one parameter, or one expert of it,
-at a time passes through memory. The folder appears whole or not at all.
+Tensors and their order are determined before any value is read; then one parameter or expert at a time is held in
+memory. The folder is written under a temporary name and renamed.
 """
 
 import json
@@ -29,78 +29,77 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
 
 SHARD_BYTES = 5 * 10**9
-"""Of one file, unless asked otherwise; a single tensor may be larger."""
+"""Default maximum size of one weight file; a single larger tensor gets its own file."""
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.tiktoken", "preprocessor_config.json", "LICENSE*"),
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),
 )
-"""Files that go along as they are. Code is copied and not run."""
-_PREDICTION_LAYERS = "num_nextn_predict_layers"
+"""Files copied from the template. Code is copied, never executed."""
+_NUM_MTP_LAYERS = "num_nextn_predict_layers"
 
-Read = Callable[[weight_map.Counterpart], Tensor]
-"""One of our parameters, or the slice of one expert."""
+Read = Callable[[weight_map.WeightMapping], Tensor]
+"""Reads one parameter, or one expert's slice of it, in global shape."""
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of the folder."""
+    """One tensor of the exported folder."""
 
     name: str
     like: Tensor
-    """On the meta device: its shape and element type."""
-    ours: str
-    """Where it comes from."""
+    """Meta tensor with its shape and dtype."""
+    source: str
+    """Name of our parameter, with `[expert]` for a slice."""
 
 
 class Export:
-    """The tensors of a model by Hugging Face name.
+    """Plan of an export: `hf_config` to write, weight mappings in file order, and notes for the log.
 
     Args:
-        weights: every parameter and expert bias of the whole model by name; shapes and element types are used.
-        spec: of that model.
-        config: config.json of the folder to be; `config` then is the one to write, and `notes` what is worth showing.
+        weights: every parameter and expert bias of the unsharded model by name; only shapes and dtypes are used.
+        config: of that model.
+        hf_config: config.json that describes the model.
     Raises:
-        CheckpointProblem: the model type has no place for a parameter, or the model is not the one of the config.
+        CheckpointProblem: the model type has no tensor for a parameter, or the model differs from `hf_config`.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: ModelConfig, hf_config: Mapping[str, Any]) -> None:
         published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
-        counterparts, unknown = weight_map.map_names(hf_config["model_type"], weights, config, published)
+        mappings, unknown = weight_map.map_names(hf_config["model_type"], weights, config, published)
         self._weights = weights
-        self.counterparts = [*counterparts, *_copies(counterparts, config, published)]
+        self.mappings = [*mappings, *_copies(mappings, config, published)]
         self.hf_config = _config(hf_config, config, next(iter(weights.values())).dtype)
-        problems = [f"no place for {name}" for name in unknown]
-        against = with_latent_norms_of(config, published)
-        problems += [f"{line} (config.json)" for line in differences(config, against)]
+        problems = [f"no tensor for {name}" for name in unknown]
+        expected = with_latent_norms_of(config, published)
+        problems += [f"{line} (config.json)" for line in differences(config, expected)]
         self.notes = [
-            f"{line}: transformers norms compressed q and kv with the latter, other readers with rms_norm_eps"
-            for line in differences(against, published)
+            f"{line}: transformers uses the latter for the q and kv latent norms, other readers rms_norm_eps"
+            for line in differences(expected, published)
         ]
         if published.vocab_size > config.vocab_size:
             problems.append(f"vocabulary: {config.vocab_size} rows, config.json has {published.vocab_size}")
         if problems:
             raise CheckpointProblem(
-                f"the model cannot be written as {hf_config['model_type']} with this config.json, in {len(problems)} "
-                f"places; "
-                f"give the config.json that describes it:\n  {listed(problems)}"
+                f"the model cannot be written as {hf_config['model_type']}: {len(problems)} differences from "
+                f"config.json; give the config.json that describes it:\n  {listed(problems)}"
             )
 
     def tensors(self) -> list[HFTensor]:
-        """What is written, in order."""
-        return [tensor for counterpart in self.counterparts for tensor in self._tensors(counterpart)]
+        """Tensors of the folder, in file order."""
+        return [tensor for mapping in self.mappings for tensor in self._tensors(mapping)]
 
     def stream(self, read: Read) -> Iterator[Tensor]:
-        """The values of `tensors()`, one parameter or expert at a time."""
-        for counterpart in self.counterparts:
-            yield from counterpart.transform.to_theirs(read(counterpart))
+        """Yields the values of `tensors()`, reading one parameter or expert at a time."""
+        for mapping in self.mappings:
+            yield from mapping.transform.to_hf(read(mapping))
 
-    def _tensors(self, counterpart: weight_map.Counterpart) -> Iterator[HFTensor]:
-        whole = self._weights[counterpart.ours]
-        one = torch.empty_like(whole if counterpart.expert is None else whole[0], device="meta")
-        expert = "" if counterpart.expert is None else f"[{counterpart.expert}]"
-        for name, like in zip(counterpart.theirs, counterpart.transform.to_theirs(one), strict=True):
-            yield HFTensor(name, like, f"{counterpart.ours}{expert}")
+    def _tensors(self, mapping: weight_map.WeightMapping) -> Iterator[HFTensor]:
+        weight = self._weights[mapping.name]
+        value = torch.empty_like(weight if mapping.expert is None else weight[0], device="meta")
+        expert = "" if mapping.expert is None else f"[{mapping.expert}]"
+        for name, like in zip(mapping.hf_names, mapping.transform.to_hf(value), strict=True):
+            yield HFTensor(name, like, f"{mapping.name}{expert}")
 
 
 def write_folder(
@@ -113,51 +112,47 @@ def write_folder(
     replace: bool = False,
     storage: Storage | None = None,
 ) -> None:
-    """Writes `folder` aside and renames it. With `replace` it may exist.
+    """Writes `folder` under a temporary name and renames it. With `replace` it may exist.
 
     Args:
-        values: of `export.tensors()`, one after the other.
+        values: of `export.tensors()`, in order.
         template: folder whose tokenizer files and generation config are copied.
+        shard_bytes: maximum size of one weight file.
     Raises:
-        OSError: it cannot be written; nothing is left then.
+        OSError: the folder cannot be written; its files are removed.
     """
     storage = storage or Storage()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.parent / f".tmp-{folder.name}"
-    if aside.exists():
-        storage.remove(aside)
-    storage.make_dir(aside)
+    temporary = folder.parent / f".tmp-{folder.name}"
+    if temporary.exists():
+        storage.remove(temporary)
+    storage.make_dir(temporary)
     try:
-        _write_weights(aside, export.tensors(), values, shard_bytes, storage)
-        _write_json(aside / CONFIG, export.hf_config, storage)
-        for path in companions(template):
-            shutil.copyfile(path, aside / path.name)
-        storage.sync_dir(aside)
+        _write_weights(temporary, export.tensors(), values, shard_bytes, storage)
+        _write_json(temporary / CONFIG, export.hf_config, storage)
+        for path in sorted({path for pattern in _COPIED for path in template.glob(pattern) if path.is_file()}):
+            shutil.copyfile(path, temporary / path.name)
+        storage.sync_dir(temporary)
         if replace and folder.exists():
             storage.remove(folder)
-        storage.rename(aside, folder)
+        storage.rename(temporary, folder)
     except BaseException:
-        storage.remove(aside)
+        storage.remove(temporary)
         raise
     storage.sync_dir(folder.parent)
 
 
-def companions(folder: Path) -> list[Path]:
-    """Tokenizer files and their like."""
-    return sorted({path for pattern in _COPIED for path in folder.glob(pattern) if path.is_file()})
-
-
 def shards(tensors: Sequence[HFTensor], shard_bytes: int) -> list[list[HFTensor]]:
-    """The tensors in order, in files of at most so many bytes, or of one tensor."""
+    """Splits the tensors, in order, into files of at most `shard_bytes`; a larger tensor gets its own file."""
     files: list[list[HFTensor]] = []
-    room = 0
+    available = 0
     for tensor in tensors:
         size = tensor.like.numel() * tensor.like.element_size()
-        if size > room:
+        if size > available:
             files.append([])
-            room = shard_bytes
+            available = shard_bytes
         files[-1].append(tensor)
-        room -= size
+        available -= size
     return files
 
 
@@ -165,14 +160,14 @@ def _write_weights(
     folder: Path, tensors: Sequence[HFTensor], values: Iterator[Tensor], shard_bytes: int, storage: Storage
 ) -> None:
     files = shards(tensors, shard_bytes)
-    place: dict[str, str] = {}
-    for number, held in enumerate(files, 1):
+    weight_files: dict[str, str] = {}
+    for number, shard in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        storage.write_file(folder / name, _chunks(held, values))
-        place |= dict.fromkeys((tensor.name for tensor in held), name)
+        storage.write_file(folder / name, _chunks(shard, values))
+        weight_files |= dict.fromkeys((tensor.name for tensor in shard), name)
     if len(files) > 1:
         total = sum(tensor.like.numel() * tensor.like.element_size() for tensor in tensors)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": place}, storage)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_files}, storage)
 
 
 def _chunks(tensors: Sequence[HFTensor], values: Iterator[Tensor]) -> Iterator[bytes | memoryview]:
@@ -188,28 +183,27 @@ def _write_json(path: Path, content: Mapping[str, Any], storage: Storage) -> Non
 
 
 def _copies(
-    counterparts: Sequence[weight_map.Counterpart], config: ModelConfig, published: ModelConfig
-) -> list[weight_map.Counterpart]:
-    """Embedding and head once more for every layer of multi-token prediction: published folders repeat them."""
-    head = "embedding.word_embeddings.weight" if config.tied_embeddings else "output_layer.weight"
-    of_layer = {"embedding.word_embeddings.weight": weight_map.MTP_EMBEDDING, head: weight_map.MTP_HEAD}
-    if config.tied_embeddings:
-        of_layer = {head: weight_map.MTP_EMBEDDING}
-    known = {counterpart.ours: counterpart for counterpart in counterparts}
+    mappings: Sequence[weight_map.WeightMapping], config: ModelConfig, published: ModelConfig
+) -> list[weight_map.WeightMapping]:
+    """Maps embedding and output head once more for every MTP layer, as published folders repeat them."""
+    copies = {"embedding.word_embeddings.weight": weight_map.MTP_EMBEDDING}
+    if not config.tied_embeddings:
+        copies["output_layer.weight"] = weight_map.MTP_HEAD
+    by_name = {mapping.name: mapping for mapping in mappings}
     layers = range(len(published.layers), len(published.layers) + (config.mtp.num_layers if config.mtp else 0))
     return [
-        changed(known[ours], theirs=(f"model.layers.{layer}.{suffix}",))
+        changed(by_name[name], hf_names=(f"model.layers.{layer}.{suffix}",))
         for layer in layers
-        for ours, suffix in of_layer.items()
+        for name, suffix in copies.items()
     ]
 
 
 def _config(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The config of the folder, of weights in `dtype` that are not quantised."""
-    made = {name: value for name, value in hf_config.items() if name != "quantization_config"}
-    for name in [name for name in ("dtype", "torch_dtype") if name in made] or ["torch_dtype"]:
-        made[name] = str(dtype).removeprefix("torch.")
+    """Adapts config.json to unquantised weights of `dtype` and to the exported MTP layers."""
+    result = {name: value for name, value in hf_config.items() if name != "quantization_config"}
+    for name in [name for name in ("dtype", "torch_dtype") if name in result] or ["torch_dtype"]:
+        result[name] = str(dtype).removeprefix("torch.")
     num_layers = config.mtp.num_layers if config.mtp else 0
-    if num_layers or made.get(_PREDICTION_LAYERS):
-        made[_PREDICTION_LAYERS] = num_layers
-    return made
+    if num_layers or result.get(_NUM_MTP_LAYERS):
+        result[_NUM_MTP_LAYERS] = num_layers
+    return result

@@ -1,7 +1,7 @@
-"""A local Hugging Face folder: config.json, and the tensors of safetensors files, one or many with an index.
+"""Reads a local Hugging Face folder: config.json and safetensors files, with or without an index.
 
-Pickled files (.bin) are not read and no code of the folder is run. Matrices in block-scaled FP8, as DeepSeek publishes
-them, are read as bf16: each block of the matrix times its entry of `weight_scale_inv`.
+Pickled weights (.bin) are not read and code of the folder is not executed. Block-scaled FP8 weights, as published by
+DeepSeek, are dequantised to bf16 with `weight_scale_inv`.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import read_bounded
 from megatron_moe.checkpoint.manifest import MAX_HEADER_BYTES
+from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
 
 INDEX = "model.safetensors.index.json"
@@ -22,30 +22,27 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
 _SCALE = "_scale_inv"
-"""Behind the name of a matrix: fp32, how much one of its FP8 blocks is to be multiplied with."""
+"""Suffix of an FP8 matrix's fp32 scales, one factor per block."""
 _FP8 = "F8_E4M3"
 _DEQUANTISED = "BF16"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
-
-    Raises CheckpointProblem when it is missing or not JSON, and for weights that are quantised in another way than to
-    blocks of FP8.
-    """
+    """Reads config.json. Raises CheckpointProblem if it is missing or invalid, or for quantisation other than
+    block-scaled FP8."""
     config = read_json(folder / CONFIG)
     quantised = config.get("quantization_config")
     if quantised and fp8_block(config) is None:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointProblem(
-            f"{folder} holds weights quantised by {method}; convert them to bf16 first (save them dequantised). "
-            f"Only fp8 (e4m3) with a weight_block_size of two sizes is read as it is."
+            f"{folder} holds weights quantised by {method}; convert them to bf16 first. "
+            f"Supported is only fp8 (e4m3) with a 2-d weight_block_size."
         )
     return config
 
 
 def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(rows, columns) that share a scale, for weights in block-scaled FP8; else None."""
+    """Block size (rows, columns) of block-scaled FP8 weights; None for other weights."""
     quantised = config.get("quantization_config")
     if not isinstance(quantised, dict) or quantised.get("quant_method") != "fp8":
         return None
@@ -57,21 +54,21 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """The bf16 values of an e4m3 matrix [R, C] whose blocks have the scales [ceil(R / rows), ceil(C / columns)]."""
+def _dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Converts an e4m3 matrix [R, C] with scales [ceil(R / rows), ceil(C / columns)] to bf16."""
     rows, columns = weight.shape
     spread = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * spread).bfloat16()
 
 
 class HFFolder:
-    """The tensors of a folder by name, each read when asked for.
+    """Tensors of a folder by name, read on demand.
 
     Args:
-        config: of `read_config`.
+        config: from `read_config`.
         stack: closes the files.
     Raises:
-        CheckpointProblem: a file is missing or damaged, a tensor stands in two files, or FP8 scales do not fit.
+        CheckpointProblem: a file is missing or damaged, a tensor is in two files, or FP8 scales do not match.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], stack: ExitStack) -> None:
@@ -83,33 +80,33 @@ class HFFolder:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointProblem(f"{path} cannot be read ({error}); download it again.") from error
-            twice = sorted(name for name in handle.keys() if name in self._files)
-            if twice:
-                raise CheckpointProblem(f"{path} holds tensors that another file has too:\n  {listed(twice)}")
+            duplicates = sorted(name for name in handle.keys() if name in self._files)
+            if duplicates:
+                raise CheckpointProblem(f"{path} holds tensors that are also in another file:\n  {listed(duplicates)}")
             self._files.update((name, handle) for name in handle.keys())
             self._paths.update((name, path) for name in handle.keys())
         self._block = fp8_block(config)
         self._scaled = self._scaled_names()
         self.names = frozenset(self._files) - {name + _SCALE for name in self._scaled}
-        """Without the scales, which are part of their matrices."""
+        """Names of all tensors except FP8 scales."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Element type by its safetensors name: that of `tensor`."""
+        """Safetensors dtype name of the result of `tensor`."""
         return _DEQUANTISED if name in self._scaled else self._stored_dtype(name)
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor in host memory."""
+        """Reads a tensor into host memory, dequantised."""
         tensor = self._read(name)
         if name not in self._scaled:
             return tensor
         assert self._block is not None
-        return dequantised(tensor, self._read(name + _SCALE), self._block)
+        return _dequantise(tensor, self._read(name + _SCALE), self._block)
 
     def _read(self, name: str) -> Tensor:
-        # A map of its own, which goes with the tensor: pages of one that stays open would gather in memory.
+        # A new memory map, released with the tensor: the pages of a long-lived map would accumulate.
         with safe_open(self._paths[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -118,7 +115,7 @@ class HFFolder:
         return str(self._files[name].get_slice(name).get_dtype())
 
     def _scaled_names(self) -> frozenset[str]:
-        """Matrices with scales. Raises CheckpointProblem where the two do not belong together."""
+        """Names of FP8 matrices. Raises CheckpointProblem if scales are missing or have another shape."""
         if self._block is None:
             return frozenset()
         quantised = [name for name in self._files if self._stored_dtype(name) == _FP8]
@@ -132,14 +129,14 @@ class HFFolder:
                 problems.append(f"{name + _SCALE} is {list(found)}, blocks of {name} {list(shape)} are {wanted}")
         if problems:
             raise CheckpointProblem(
-                f"{self._folder}: {len(problems)} matrices in FP8 do not fit their scales (blocks of "
+                f"{self._folder}: {len(problems)} FP8 matrices do not match their scales (blocks of "
                 f"{self._block[0]} x {self._block[1]}); download it again:\n  {listed(problems)}"
             )
         return frozenset(quantised)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file. Raises CheckpointProblem."""
+    """Reads a file with a JSON object. Raises CheckpointProblem."""
     try:
         content = json.loads(read_bounded(path, MAX_HEADER_BYTES))
     except FileNotFoundError as error:
@@ -154,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
-    """Element type of the embedding, by its safetensors name. Raises CheckpointProblem."""
+    """Safetensors dtype name of the embedding. Raises CheckpointProblem."""
     with ExitStack() as stack:
         source = HFFolder(folder, config, stack)
         if EMBEDDING not in source.names:
@@ -162,27 +159,29 @@ def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
         return source.dtype(EMBEDDING)
 
 
-def prediction_layers(folder: Path, config: Mapping[str, Any]) -> bool:
-    """The folder has the weights of layers behind the last one, those of multi-token prediction."""
+def has_mtp_layers(folder: Path, config: Mapping[str, Any]) -> bool:
+    """True if the folder has weights of MTP layers, which are numbered after the last layer."""
     with ExitStack() as stack:
         prefix = f"model.layers.{config.get('num_hidden_layers')}."
         return any(name.startswith(prefix) for name in HFFolder(folder, config, stack).names)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that the index names, or the single file."""
+    """Weight files listed in the index, or the single file."""
     if (folder / INDEX).is_file():
-        places = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise CheckpointProblem(f"{folder / INDEX} has no table weight_map of file names; download it again.")
-        files = sorted(set(places.values()))
+        weight_files = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_files, dict) or not all(isinstance(name, str) for name in weight_files.values()):
+            raise CheckpointProblem(f"{folder / INDEX} has no weight_map of file names; download it again.")
+        files = sorted(set(weight_files.values()))
         absent = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
         if absent or not files:
-            named = ", ".join(absent) or "no file at all"
-            raise CheckpointProblem(f"{folder / INDEX} names {named}, not found beside it; download the folder again.")
+            named = ", ".join(absent) or "no files"
+            raise CheckpointProblem(f"{folder / INDEX} lists {named}, not found in the folder; download it again.")
         return [folder / name for name in files]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    remedy = "only pickled .bin weights, which are not read for safety; convert them to safetensors"
-    state = remedy if any(folder.glob("*.bin")) else f"neither {SINGLE} nor {INDEX}; download the folder again"
-    raise CheckpointProblem(f"{folder} has {state}.")
+    if any(folder.glob("*.bin")):
+        raise CheckpointProblem(
+            f"{folder} has only pickled .bin weights, which are not read for safety; convert them to safetensors."
+        )
+    raise CheckpointProblem(f"{folder} has neither {SINGLE} nor {INDEX}; download the folder again.")

@@ -1,8 +1,6 @@
-"""Our parameter names and layouts <-> those of Hugging Face, as data.
+"""Invertible mapping of parameter names and layouts to Hugging Face, as tables of rules by model family.
 
-A rule names one parameter of a layer (or of the model's ends), the tensors it consists of on the other side, and the
-transform between the two. Which rules apply follows from the parameters that a model has: nothing here knows families
-beyond their tables, and every rule works in both directions.
+A rule names one of our parameters, the Hugging Face tensors that it consists of, and the transform between them.
 """
 
 import re
@@ -19,33 +17,33 @@ from megatron_moe.config.moe import MoEConfig
 
 
 class Transform(Protocol):
-    """Between one tensor of ours and the tensors it consists of. `to_theirs` undoes `to_ours` exactly."""
+    """Bijection between one of our tensors and the Hugging Face tensors it consists of."""
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor: ...
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor: ...
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]: ...
+    def to_hf(self, tensor: Tensor) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
 class CopyRule:
-    """The same tensor under another name."""
+    """Renamed tensor."""
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return theirs[0]
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours]
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
 
 
 @dataclass(frozen=True)
 class GateUp:
     """gate [F, ...] and up [F, ...] <-> [2F, ...], gate rows first."""
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(theirs))
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return list(ours.chunk(2))
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return list(tensor.chunk(2))
 
 
 @dataclass(frozen=True)
@@ -55,84 +53,87 @@ class QueryKeyValue:
     num_groups: int
     heads_per_group: int
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        parts = [part.reshape(self.num_groups, -1, *part.shape[1:]) for part in theirs]
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        parts = [part.reshape(self.num_groups, -1, *part.shape[1:]) for part in tensors]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        groups = ours.reshape(self.num_groups, self.heads_per_group + 2, -1, *ours.shape[1:])
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        groups = tensor.reshape(self.num_groups, self.heads_per_group + 2, -1, *tensor.shape[1:])
         q, k, v = groups.split([self.heads_per_group, 1, 1], dim=1)
         return [part.flatten(0, 2) for part in (q, k, v)]
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """Stacks of matrices [E, I, O] <-> [E, O, I]."""
+    """Expert matrices [E, I, O] <-> [E, O, I]."""
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return theirs[0].transpose(1, 2)
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(1, 2)
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours.transpose(1, 2)]
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor.transpose(1, 2)]
 
 
 @dataclass(frozen=True)
-class Alternating:
-    """GPT-OSS: gate and up alternate along the last dim, and weights are transposed besides. Weights [E, H, 2F] <->
-    [E, 2F, H], biases [E, 2F] <-> [E, 2F], with the gate half first on our side."""
+class InterleavedGateUp:
+    """GPT-OSS: gate and up interleaved along the last dim <-> gate half first.
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        halves = torch.cat([theirs[0][..., 0::2], theirs[0][..., 1::2]], dim=-1)
+    Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
+    """
+
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        halves = torch.cat([tensors[0][..., 0::2], tensors[0][..., 1::2]], dim=-1)
         return halves.transpose(1, 2) if halves.dim() == 3 else halves
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        halves = ours.transpose(1, 2) if ours.dim() == 3 else ours
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        halves = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
         return [torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)]
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """The true vocabulary <-> our table with padding rows at its end, which are zero."""
+    """Vocabulary table [num_rows, ...] <-> [padded_rows, ...] with zero rows at the end."""
 
-    true_rows: int
+    num_rows: int
     padded_rows: int
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        table = theirs[0]
-        return torch.cat([table, table.new_zeros(self.padded_rows - self.true_rows, *table.shape[1:])])
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        table = tensors[0]
+        return torch.cat([table, table.new_zeros(self.padded_rows - self.num_rows, *table.shape[1:])])
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours[: self.true_rows]]
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor[: self.num_rows]]
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """One parameter of a layer. `{e}` in `theirs` is the expert: then the transform works on one expert's slice of our
-    stack. `transform` None stands for the interleaving of q, k and v, whose sizes come from the model."""
+    """Rule for one parameter, by the end of its name.
 
-    ours: str
-    theirs: tuple[str, ...]
+    With the expert number `{e}` in `hf_names`, the rule maps each expert's slice of our stacked tensor.
+    """
+
+    name: str
+    hf_names: tuple[str, ...]
     transform: Transform | None = CopyRule()
+    """None: `QueryKeyValue` with the sizes of the layer's attention."""
 
 
 @dataclass(frozen=True)
-class Counterpart:
-    """One parameter, or one expert's slice of it, and the tensors it consists of on the other side."""
+class WeightMapping:
+    """One parameter, or one expert's slice of it, and the Hugging Face tensors that it consists of."""
 
-    ours: str
+    name: str
     expert: int | None
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     transform: Transform
 
 
-def _same(
-    suffixes: Iterable[str], ours: str, *theirs: str, transform: Transform | None = CopyRule()
-) -> tuple[NameRule, ...]:
-    """The same rule for weight and bias."""
-    return tuple(NameRule(f"{ours}.{s}", tuple(f"{name}.{s}" for name in theirs), transform) for s in suffixes)
+def _weight_and_bias(name: str, *hf_names: str, transform: Transform | None = CopyRule()) -> tuple[NameRule, ...]:
+    return tuple(
+        NameRule(f"{name}.{kind}", tuple(f"{hf_name}.{kind}" for hf_name in hf_names), transform)
+        for kind in ("weight", "bias")
+    )
 
-
-_BOTH = ("weight", "bias")
 
 _NORMS = (
     NameRule("input_layernorm.weight", ("input_layernorm.weight",)),
@@ -140,8 +141,8 @@ _NORMS = (
 )
 
 _GROUPED_QUERY = (
-    *_same(_BOTH, "self_attention.linear_qkv", *(f"self_attn.{part}_proj" for part in "qkv"), transform=None),
-    *_same(_BOTH, "self_attention.linear_proj", "self_attn.o_proj"),
+    *_weight_and_bias("self_attention.linear_qkv", *(f"self_attn.{part}_proj" for part in "qkv"), transform=None),
+    *_weight_and_bias("self_attention.linear_proj", "self_attn.o_proj"),
     NameRule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
     NameRule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
     NameRule("self_attention.sinks", ("self_attn.sinks",)),
@@ -159,11 +160,11 @@ _LATENT = (
 )
 
 
-def _mlp(ours: str, theirs: str) -> tuple[NameRule, ...]:
-    gate, up, down = (f"{theirs}.{part}_proj.weight" for part in ("gate", "up", "down"))
+def _mlp(name: str, hf_name: str) -> tuple[NameRule, ...]:
+    gate, up, down = (f"{hf_name}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return (
-        NameRule(f"{ours}.linear_fc1.weight", (gate, up), GateUp()),
-        NameRule(f"{ours}.linear_fc2.weight", (down,)),
+        NameRule(f"{name}.linear_fc1.weight", (gate, up), GateUp()),
+        NameRule(f"{name}.linear_fc2.weight", (down,)),
     )
 
 
@@ -198,14 +199,14 @@ _DEEPSEEK = (*_NORMS, *_LATENT, *_DENSE, *_EXPERTS, *_SHARED_AND_BIAS)
 _GPT_OSS = (
     *_NORMS,
     *_GROUPED_QUERY,
-    *_same(_BOTH, "mlp.router", "mlp.router"),
-    NameRule("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",), Alternating()),
-    NameRule("mlp.experts.linear_fc1.bias", ("mlp.experts.gate_up_proj_bias",), Alternating()),
+    *_weight_and_bias("mlp.router", "mlp.router"),
+    NameRule("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",), InterleavedGateUp()),
+    NameRule("mlp.experts.linear_fc1.bias", ("mlp.experts.gate_up_proj_bias",), InterleavedGateUp()),
     NameRule("mlp.experts.linear_fc2.weight", ("mlp.experts.down_proj",), Transposed()),
     NameRule("mlp.experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",)),
 )
 
-_LAYERS = (
+_LAYER_RULES = (
     ("mixtral", _MIXTRAL),
     ("qwen2_moe", _QWEN_AND_OLMOE),
     ("qwen3_moe", _QWEN_AND_OLMOE),
@@ -216,9 +217,9 @@ _LAYERS = (
     ("deepseek_v3", _DEEPSEEK),
     ("kimi_k2", _DEEPSEEK),
 )
-"""Rules of one layer by `model_type` of config.json."""
+"""Rules of a layer's parameters by `model_type` of config.json."""
 
-_ENDS = (
+_MODEL_RULES = (
     NameRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     NameRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     NameRule("output_layer.weight", ("lm_head.weight",)),
@@ -231,53 +232,52 @@ _MTP = (
     NameRule("eh_proj.weight", ("eh_proj.weight",)),
     NameRule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
-"""Of one depth of multi-token prediction beside its layer (DeepSeek-V3, GLM-4.5): their layer `num_layers + depth`."""
+"""Rules of an MTP depth outside its transformer layer (DeepSeek-V3, GLM-4.5), layer `num_layers + depth` there."""
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
-"""Multi-token prediction layers repeat the embedding and the head, which are shared."""
+"""Copies of the shared embedding and output head in published MTP layers."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")
 _MTP_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
-_END_NAME = re.compile(r"(?P<rest>.+)")
+_MODEL_NAME = re.compile(r"(?P<rest>.+)")
 
 
 def map_names(
-    model_type: str, ours: Iterable[str], model: ModelConfig, published: ModelConfig
-) -> tuple[list[Counterpart], list[str]]:
-    """Where each of our parameters and buffers comes from, and the names that have no counterpart.
+    model_type: str, names: Iterable[str], model: ModelConfig, published: ModelConfig
+) -> tuple[list[WeightMapping], list[str]]:
+    """Maps parameter and buffer names of `model`. Returns the mappings and the names without a rule.
 
-    `model` is the spec of the model that has the names; `published` the spec of the folder, whose vocabulary is not
-    padded.
+    `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """
-    rules = _by_suffix(next(table for name, table in _LAYERS if name == model_type))
+    rules = _by_name(next(table for name, table in _LAYER_RULES if name == model_type))
     num_layers = len(published.layers)
     tables = (
         (_LAYER_NAME, rules, 0),
         (_MTP_LAYER_NAME, rules, num_layers),
-        (_MTP_NAME, _by_suffix(_MTP), num_layers),
-        (_END_NAME, _by_suffix(_ENDS), 0),
+        (_MTP_NAME, _by_name(_MTP), num_layers),
+        (_MODEL_NAME, _by_name(_MODEL_RULES), 0),
     )
-    counterparts: list[Counterpart] = []
+    mappings: list[WeightMapping] = []
     unknown: list[str] = []
-    for name in ours:
+    for name in names:
         found = _find(name, tables)
         if found is None:
             unknown.append(name)
         else:
-            counterparts += _expand(name, *found, model, published)
-    return counterparts, unknown
+            mappings += _expand(name, *found, model, published)
+    return mappings, unknown
 
 
-def _by_suffix(rules: Iterable[NameRule]) -> dict[str, NameRule]:
-    return {rule.ours: rule for rule in rules}
+def _by_name(rules: Iterable[NameRule]) -> dict[str, NameRule]:
+    return {rule.name: rule for rule in rules}
 
 
 def _find(
     name: str, tables: Iterable[tuple[re.Pattern[str], dict[str, NameRule], int]]
 ) -> tuple[NameRule, int | None] | None:
-    """The rule of a name, and the layer of the other side that it stands for."""
+    """Rule of a name and its Hugging Face layer number, if any."""
     for pattern, rules, offset in tables:
         match = pattern.fullmatch(name)
         if match and match["rest"] in rules:
@@ -288,24 +288,24 @@ def _find(
 
 def _expand(
     name: str, rule: NameRule, layer: int | None, model: ModelConfig, published: ModelConfig
-) -> list[Counterpart]:
+) -> list[WeightMapping]:
     if layer is None:
         if name not in _VOCABULARY:
-            return [Counterpart(name, None, rule.theirs, CopyRule())]
-        return [Counterpart(name, None, rule.theirs, PaddedRows(published.vocab_size, model.vocab_size))]
+            return [WeightMapping(name, None, rule.hf_names, CopyRule())]
+        return [WeightMapping(name, None, rule.hf_names, PaddedRows(published.vocab_size, model.vocab_size))]
     transform = rule.transform or _query_key_value(model, layer)
-    whole = Counterpart(name, None, tuple(f"model.layers.{layer}.{part}" for part in rule.theirs), transform)
-    if "{e}" not in rule.theirs[0]:
-        return [whole]
+    mapping = WeightMapping(name, None, tuple(f"model.layers.{layer}.{part}" for part in rule.hf_names), transform)
+    if "{e}" not in rule.hf_names[0]:
+        return [mapping]
     return [
-        replace(whole, expert=expert, theirs=tuple(part.replace("{e}", str(expert)) for part in whole.theirs))
+        replace(mapping, expert=expert, hf_names=tuple(part.replace("{e}", str(expert)) for part in mapping.hf_names))
         for expert in range(_num_experts(model, layer))
     ]
 
 
 def _query_key_value(model: ModelConfig, layer: int) -> QueryKeyValue:
     mixer = _layer(model, layer).mixer
-    assert isinstance(mixer, AttentionConfig), f"layer {layer} has no q, k and v: {mixer}"
+    assert isinstance(mixer, AttentionConfig), f"layer {layer} is not a q, k, v attention: {mixer}"
     return QueryKeyValue(mixer.num_query_groups, mixer.num_heads // mixer.num_query_groups)
 
 
@@ -316,5 +316,5 @@ def _num_experts(model: ModelConfig, layer: int) -> int:
 
 
 def _layer(model: ModelConfig, layer: int) -> LayerConfig:
-    """Layers past the last are those of multi-token prediction, which are like it."""
+    """Config of a layer; MTP layers, numbered after the last layer, have its config."""
     return model.layers[min(layer, len(model.layers) - 1)]

@@ -1,7 +1,7 @@
-"""Our parameter names and Megatron's, which differ in few places.
+"""Names of our parameters in Megatron checkpoints.
 
-Where Megatron's layers are all alike, it stacks them along a first dim and leaves their number out of the name. With
-Transformer Engine it keeps a norm inside the matrix that follows it.
+Megatron stacks identical layers along a new dim 0 and omits the layer number from the name. Transformer Engine fuses a
+norm into the linear layer that follows it.
 """
 
 import re
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_NUMBERED = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER = re.compile(r"(?P<depth>mtp\.layers\.\d+)\.transformer_layer\.(?P<rest>.+)")
 
-_ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
         "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
@@ -22,44 +22,43 @@ _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
     }
 )
-"""Other names of a layer's parameters."""
+"""Alternative names of a layer's parameters."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter of ours is."""
+class Location:
+    """Megatron tensor that holds one of our parameters."""
 
     name: str
     layer: int | None = None
-    """Index along the first dim of a stack of layers; None: the tensor is the parameter."""
+    """Index along dim 0 if the tensor stacks all layers; else None."""
 
 
-def places(ours: str) -> Iterator[Place]:
-    """Where Megatron may keep the parameter `ours`."""
-    decoder, prediction = _NUMBERED.fullmatch(ours), _MTP_LAYER.fullmatch(ours)
+def candidate_locations(name: str) -> Iterator[Location]:
+    """Yields the tensors in which Megatron may store a parameter."""
+    decoder, mtp = _LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
     if decoder is not None:
-        for rest in (decoder["rest"], *_ALSO.get(decoder["rest"], ())):
-            yield Place(f"decoder.layers.{decoder['layer']}.{rest}")
-            yield Place(f"decoder.layers.{rest}", int(decoder["layer"]))
-    elif prediction is not None:
-        for rest in (prediction["rest"], *_ALSO.get(prediction["rest"], ())):
+        for rest in (decoder["rest"], *_ALIASES.get(decoder["rest"], ())):
+            yield Location(f"decoder.layers.{decoder['layer']}.{rest}")
+            yield Location(f"decoder.layers.{rest}", int(decoder["layer"]))
+    elif mtp is not None:
+        for rest in (mtp["rest"], *_ALIASES.get(mtp["rest"], ())):
             for inner in ("transformer_layer", "mtp_model_layer"):
-                yield Place(f"{prediction['depth']}.{inner}.{rest}")
+                yield Location(f"{mtp['depth']}.{inner}.{rest}")
     else:
-        yield Place(ours)
+        yield Location(name)
 
 
 QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
-"""End of the name of a norm that Megatron-Core adds to multi-latent attention without a query latent. Models here have
-no such parameter."""
+"""Name suffix of a norm that Megatron-Core adds to multi-latent attention without a q latent, and our models lack."""
 
 STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
-"""Key of an optimizer's state of one parameter."""
+"""Key of per-parameter optimizer state."""
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
-"""Kinds of state, theirs to ours."""
+"""Our kind of optimizer state by Megatron's."""
 
-PASSED_OVER = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_freq|.*local_tokens_per_expert")
-"""What is no parameter: states of Transformer Engine and of random number generators, counters."""
+IGNORED = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_freq|.*local_tokens_per_expert")
+"""Tensors that are not parameters: Transformer Engine and RNG state, RoPE tables, counters."""

@@ -1,7 +1,7 @@
-"""Megatron's older checkpoints: a folder `mp_rank_TT[_PPP][_EEE]` for every rank of tensor, pipeline and expert
-parallelism, each with what `torch.save` wrote of its part of the model.
+"""Megatron's older checkpoint format: a `torch.save` file in a folder `mp_rank_TT[_PPP][_EEE]` for every tensor-,
+pipeline- and expert-parallel rank.
 
-Weights only: the optimizer's state lies there by bucket, whose order only the run that wrote it knew.
+Weights only: optimizer state is stored by bucket, whose layout the checkpoint does not describe.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.megatron.pickles import Stored, load_archive
+from megatron_moe.checkpoint.megatron.pickles import LazyTensor, load_archive
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 FILE = "model_optim_rng.pt"
@@ -23,26 +23,25 @@ _EXPERT = re.compile(
     r"(?P<head>.+\.mlp\.experts)\.(local_experts\.(?P<one>\d+)\.(?P<matrix>linear_fc[12])\.weight"
     r"|(?P<grouped>linear_fc[12])\.weight(?P<other>\d+))"
 )
-_BY_ROWS = re.compile(
+_SHARDED_ROWS = re.compile(
     r".*(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer|eh_proj)"
     r"\.(weight|bias)"
 )
-_BY_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+_SHARDED_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 
 
 @dataclass
-class Parts:
-    """One tensor: what each tensor-parallel rank has of it, by expert."""
+class ShardedTensor:
+    """Shards of one tensor."""
 
-    pieces: dict[tuple[int, int], dict[int, Stored]] = field(default_factory=dict)
-    """(expert-parallel rank, number of the expert there) -> tensor-parallel rank -> piece; (0, 0) where there are no
-    experts"""
+    shards: dict[tuple[int, int], dict[int, LazyTensor]] = field(default_factory=dict)
+    """(expert-parallel rank, local expert) -> tensor-parallel rank -> shard; (0, 0) for other tensors."""
     stacked: bool = False
-    """Experts along a first dim."""
+    """True for experts, which are stacked along dim 0."""
     dim: int | None = None
-    """Along which tensor parallelism cuts; None: every rank has all of it."""
-    halves: int = 1
-    """Gate and up are cut apart: 2."""
+    """Dim sharded by tensor parallelism; None: replicated."""
+    num_chunks: int = 1
+    """2 if gate and up are sharded separately."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,24 +52,24 @@ class Parts:
         shape = list(self._first[0].shape)
         if self.dim is not None:
             shape[self.dim] *= len(self._first)
-        return (len(self.pieces), *shape) if self.stacked else tuple(shape)
+        return (len(self.shards), *shape) if self.stacked else tuple(shape)
 
     def load(self, expert: int) -> Tensor:
-        """The whole matrix of one expert; they are numbered through the expert-parallel ranks."""
-        held = self.pieces[sorted(self.pieces)[expert]]
-        ranks = [held[rank].load() for rank in sorted(held)]
-        if self.dim is None or len(ranks) == 1:
-            return ranks[0]
-        chunks = [piece.chunk(self.halves, dim=self.dim) for piece in ranks]
-        return torch.cat([part for half in zip(*chunks, strict=True) for part in half], dim=self.dim)
+        """Loads the unsharded matrix of one expert, by global id; expert 0 for other tensors."""
+        by_rank = self.shards[sorted(self.shards)[expert]]
+        shards = [by_rank[rank].load() for rank in sorted(by_rank)]
+        if self.dim is None or len(shards) == 1:
+            return shards[0]
+        chunks = [shard.chunk(self.num_chunks, dim=self.dim) for shard in shards]
+        return torch.cat([chunk for same in zip(*chunks, strict=True) for chunk in same], dim=self.dim)
 
     @property
-    def _first(self) -> dict[int, Stored]:
-        return self.pieces[min(self.pieces)]
+    def _first(self) -> dict[int, LazyTensor]:
+        return self.shards[min(self.shards)]
 
 
 class PerRank:
-    """One checkpoint folder `iter_NNNNNNN`. Raises CheckpointProblem for what it cannot read."""
+    """Checkpoint folder `iter_NNNNNNN` with one folder per rank. Raises CheckpointProblem if it is malformed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,36 +77,36 @@ class PerRank:
         files = {name: load_archive(folder / name / FILE, f"{folder / name / FILE}") for name in names}
         for name, content in files.items():
             if not isinstance(content, dict):
-                raise CheckpointProblem(f"{folder / name / FILE} holds no table")
+                raise CheckpointProblem(f"{folder / name / FILE} does not contain a dict; copy the file again")
             for chunk in self._chunks(content):
                 if not isinstance(content[chunk], dict):
                     raise CheckpointProblem(
-                        f"{folder / name / FILE}: {chunk} is no table of tensors; copy the file again"
+                        f"{folder / name / FILE}: {chunk} is not a dict of tensors; copy the file again"
                     )
         self.common: dict[str, Any] = files[names[0]]
         args = self.common.get("args")
         self._pp = int(getattr(args, "pipeline_model_parallel_size", 1) or 1)
         self._gated = bool(getattr(args, "swiglu", False) or getattr(args, "gated_linear_unit", False))
-        self.tensors: dict[str, Parts] = {}
+        self.tensors: dict[str, ShardedTensor] = {}
         num_tp = 1 + max(self._rank(name)[0] for name in names)
-        # older programs tell no size for the experts, which then is that of the rest
+        # Older versions have no such argument: experts use the same size.
         if int(getattr(args, "expert_tensor_parallel_size", None) or num_tp) != num_tp:
             raise CheckpointProblem(
-                f"{folder}: experts are cut over other ranks than the rest of the model; convert it with Megatron's "
-                "own --ckpt-convert-format torch_dist"
+                f"{folder}: the tensor-parallel size of experts differs from that of other layers; convert it with "
+                "Megatron's --ckpt-convert-format torch_dist"
             )
         for name in names:
             tp, _, ep = self._rank(name)
-            for their_name, stored in self._model(name, files):
-                self._add(their_name, stored, tp, ep)
+            for key, shard in self._model(name, files):
+                self._add(key, shard, tp, ep)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A box of one tensor."""
-        parts = self.tensors[name]
+        """Reads a box of one tensor."""
+        tensor = self.tensors[name]
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        if not parts.stacked:
-            return parts.load(0)[box]
-        return torch.stack([parts.load(e)[box[1:]] for e in range(box[0].start, box[0].stop)])
+        if not tensor.stacked:
+            return tensor.load(0)[box]
+        return torch.stack([tensor.load(e)[box[1:]] for e in range(box[0].start, box[0].stop)])
 
     def _rank(self, name: str) -> tuple[int, int, int]:
         """(tp, pp, ep) of a folder."""
@@ -117,8 +116,8 @@ class PerRank:
         pp = rest.pop(0) if self._pp > 1 and rest else 0
         return int(match["tp"]), pp, rest[0] if rest else 0
 
-    def _model(self, name: str, files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Stored]]:
-        """The tensors of a rank, with the layers numbered over the whole model."""
+    def _model(self, name: str, files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, LazyTensor]]:
+        """Yields the tensors of a rank by name, with global layer numbers."""
         tp, pp, ep = self._rank(name)
         for chunk in self._chunks(files[name]):
             first = 0
@@ -128,33 +127,33 @@ class PerRank:
                 at = next((n for n in files if self._rank(n) == (tp, stage, ep)), None)
                 if at is None or other not in files[at]:
                     raise CheckpointProblem(
-                        f"{self.folder}: the part of stage {stage} that belongs to {name} is absent"
+                        f"{self.folder}: {name} needs the model of pipeline stage {stage}, which is missing"
                     )
                 first += _num_layers(files[at][other])
             for key, value in files[name][chunk].items():
-                if isinstance(value, Stored):
+                if isinstance(value, LazyTensor):
                     layer = _LAYER.fullmatch(key)
                     yield (f"decoder.layers.{int(layer['layer']) + first}.{layer['rest']}" if layer else key), value
 
     @staticmethod
     def _chunks(content: dict[str, Any]) -> list[str]:
-        """Where the parts of the model are: one, or one for every virtual stage."""
+        """Keys of the model's state dicts, one per virtual pipeline stage."""
         if "model" in content:
             return ["model"]
         return sorted((key for key in content if re.fullmatch(r"model\d{1,4}", str(key))), key=lambda key: int(key[5:]))
 
-    def _add(self, name: str, stored: Stored, tp: int, ep: int) -> None:
-        expert, place = _EXPERT.fullmatch(name), (0, 0)
-        if expert is not None:
-            name = f"{expert['head']}.{expert['matrix'] or expert['grouped']}.weight"
-            place = (ep, int(expert["one"] or expert["other"]))
-        parts = self.tensors.setdefault(name, Parts(stacked=expert is not None))
-        parts.pieces.setdefault(place, {})[tp] = stored
-        if _BY_ROWS.fullmatch(name):
-            parts.dim = 0
-            parts.halves = 2 if self._gated and "linear_fc1" in name else 1
-        elif _BY_COLUMNS.fullmatch(name):
-            parts.dim = 1
+    def _add(self, name: str, shard: LazyTensor, tp: int, ep: int) -> None:
+        match, key = _EXPERT.fullmatch(name), (0, 0)
+        if match is not None:
+            name = f"{match['head']}.{match['matrix'] or match['grouped']}.weight"
+            key = (ep, int(match["one"] or match["other"]))
+        tensor = self.tensors.setdefault(name, ShardedTensor(stacked=match is not None))
+        tensor.shards.setdefault(key, {})[tp] = shard
+        if _SHARDED_ROWS.fullmatch(name):
+            tensor.dim = 0
+            tensor.num_chunks = 2 if self._gated and "linear_fc1" in name else 1
+        elif _SHARDED_COLUMNS.fullmatch(name):
+            tensor.dim = 1
 
 
 def _num_layers(state: dict[str, Any]) -> int:

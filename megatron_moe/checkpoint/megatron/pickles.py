@@ -1,8 +1,7 @@
-"""Reads the pickled parts of Megatron checkpoints without running anything that they name.
+"""Safe reader for pickled parts of Megatron checkpoints.
 
-A pickle may name any function of Python and have it called. Here a name is looked up in a short list of harmless
-stand-ins; every other name becomes an inert object that does nothing. Tensors are left where they are, and read when
-they are asked for, inside the bounds of their file.
+Unpickling normally calls any function that the pickle references. Here a short list of names maps to harmless
+substitutes; every other name becomes an inert class. Tensors are read lazily, within the bounds of their storage.
 """
 
 import io
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import open_regular
+from megatron_moe.checkpoint.storage import open_regular
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 MAX_PICKLE_BYTES = 1 << 30
@@ -42,13 +41,13 @@ _FAILURES = (
     *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, LookupError, OverflowError),
     *(RecursionError, MemoryError, AssertionError),
 )
-"""How a damaged or hostile pickle can fail."""
-_NO_ARCHIVE = (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile)
-"""How a damaged or hostile archive can."""
+"""Exceptions that a damaged or malicious pickle can raise."""
+_ARCHIVE_FAILURES = (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile)
+"""Exceptions that a damaged or malicious zip archive can raise."""
 
 
 class Inert:
-    """What a name that nobody vouches for becomes: it takes anything and does nothing."""
+    """Substitute for classes and functions that are not allowed: accepts any arguments and does nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
         return super().__new__(cls)
@@ -73,7 +72,7 @@ class Inert:
 
 
 class Record(SimpleNamespace):
-    """Stands for a dataclass or a Namespace: its fields, and no behaviour."""
+    """Substitute for a dataclass or Namespace that holds only its fields."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(**fields)
@@ -87,7 +86,7 @@ class Record(SimpleNamespace):
 
 
 class Properties(Record):
-    """Stands for the properties of a tensor, which are pickled as a tuple: the element type first."""
+    """Substitute for TensorProperties, which is pickled as a tuple that starts with the dtype."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and state and isinstance(state[0], torch.dtype):
@@ -95,8 +94,8 @@ class Properties(Record):
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor that waits in its file."""
+class LazyTensor:
+    """A tensor in an archive, read by `load`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -105,13 +104,13 @@ class Stored:
     _read: Callable[[], bytes] = field(repr=False)
 
     def load(self) -> Tensor:
-        """Its values. Raises CheckpointProblem when they do not lie inside what is stored."""
-        flat = torch.frombuffer(bytearray(self._read()), dtype=self.dtype) if prod(self.shape) else torch.empty(0)
-        last = self._offset + sum((size - 1) * step for size, step in zip(self.shape, self._stride, strict=True))
+        """Reads the values. Raises CheckpointProblem if they are outside the storage."""
         if prod(self.shape) == 0:
             return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(bytearray(self._read()), dtype=self.dtype)
+        last = self._offset + sum((size - 1) * step for size, step in zip(self.shape, self._stride, strict=True))
         if min((self._offset, *self._stride, *self.shape)) < 0 or max(last + 1, prod(self.shape)) > len(flat):
-            raise CheckpointProblem(f"a tensor of shape {self.shape} reaches beyond the {len(flat)} stored elements")
+            raise CheckpointProblem(f"a tensor of shape {self.shape} exceeds its storage of {len(flat)} elements")
         return flat.as_strided(self.shape, self._stride, self._offset).clone()
 
 
@@ -124,14 +123,14 @@ class _Storage:
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
     if not isinstance(storage, _Storage):
         return Inert()
-    return Stored(storage.dtype, tuple(map(int, size)), tuple(map(int, stride)), int(offset), storage.read)
+    return LazyTensor(storage.dtype, tuple(map(int, size)), tuple(map(int, stride)), int(offset), storage.read)
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
-_KNOWN: Mapping[tuple[str, str], Any] = MappingProxyType(
+_ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
     {
         ("collections", "OrderedDict"): OrderedDict,
         ("torch", "Size"): tuple,
@@ -157,8 +156,8 @@ class _Unpickler(pickle.Unpickler):
         self._open_storage = open_storage
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -172,12 +171,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(data: bytes, what: str) -> Any:
-    """The content of a bare pickle, such as `.metadata`. Raises CheckpointProblem."""
+    """Loads a plain pickle, such as `.metadata`. Raises CheckpointProblem."""
     return _load(data, what, lambda key: lambda: b"")
 
 
 def load_archive(source: Path | bytes, what: str) -> Any:
-    """The content of what `torch.save` wrote; tensors are `Stored`. Raises CheckpointProblem."""
+    """Loads a `torch.save` archive with tensors as `LazyTensor`. Raises CheckpointProblem."""
 
     @contextmanager
     def open_it() -> Iterator[zipfile.ZipFile]:
@@ -188,18 +187,18 @@ def load_archive(source: Path | bytes, what: str) -> Any:
         try:
             with open_it() as archive:
                 return archive.read(name)
-        except _NO_ARCHIVE as error:
+        except _ARCHIVE_FAILURES as error:
             raise CheckpointProblem(f"{what}: {name} cannot be read: {error}") from error
 
     try:
         with open_it() as archive:
             names = archive.namelist()
             (pickled,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            packed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
-            orders = {archive.read(name) for name in names if name.endswith("/byteorder") and not packed}
-    except _NO_ARCHIVE as error:
-        raise CheckpointProblem(f"{what} is not a file that torch.save wrote: {error}") from error
-    if packed or not orders <= {b"little"} or pickled.file_size > MAX_PICKLE_BYTES:
+            compressed = any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist())
+            orders = {archive.read(name) for name in names if name.endswith("/byteorder") and not compressed}
+    except _ARCHIVE_FAILURES as error:
+        raise CheckpointProblem(f"{what} is not a torch.save archive: {error}") from error
+    if compressed or not orders <= {b"little"} or pickled.file_size > MAX_PICKLE_BYTES:
         raise CheckpointProblem(
             f"{what} is compressed, of another byte order, or its pickle exceeds {MAX_PICKLE_BYTES} bytes"
         )

@@ -1,4 +1,4 @@
-"""Megatron's `torch_dist` checkpoints: torch.distributed.checkpoint files, whose tables are pickles."""
+"""Reads Megatron's `torch_dist` checkpoints (torch.distributed.checkpoint files with pickled metadata)."""
 
 import json
 import os
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.bounded_read import open_regular, read_bounded
 from megatron_moe.checkpoint.megatron.pickles import (
     MAX_PICKLE_BYTES,
+    LazyTensor,
     Record,
-    Stored,
     load_archive,
     load_pickle,
 )
-from megatron_moe.checkpoint.tensor_shards import intersection
+from megatron_moe.checkpoint.storage import open_regular, read_bounded
+from megatron_moe.checkpoint.tensor_shards import block_slices, intersection
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where it is stored."""
+    """A box of a tensor and its byte range in a file."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,20 +36,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor."""
+    """One tensor and the chunks that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
 
-def _slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """A (begin, end) of the whole tensor, inside of what begins at `offset`."""
-    return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
-
-
 class TorchDist:
-    """One checkpoint folder `iter_NNNNNNN`. Raises CheckpointProblem for what it cannot read."""
+    """Checkpoint folder `iter_NNNNNNN` in the torch_dist format. Raises CheckpointProblem if it is malformed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,32 +55,32 @@ class TorchDist:
         backend = kind.get("sharded_backend") if isinstance(kind, dict) else kind
         if backend != "torch_dist":
             raise CheckpointProblem(
-                f"{folder} has the backend {backend!r:.80} of Megatron in its metadata.json; only torch_dist can be "
-                "read: convert it with Megatron's own --ckpt-convert-format torch_dist"
+                f"{folder}: metadata.json names the backend {backend!r:.80}, but only torch_dist can be read; convert "
+                "it with Megatron's --ckpt-convert-format torch_dist"
             )
         self.tensors, objects = self._entries()
         self.common = self._common(objects)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A box of one tensor."""
+        """Reads a box of one tensor."""
         entry = self.tensors[name]
         out = torch.empty(shape, dtype=entry.dtype)
         filled = 0
         for chunk in entry.chunks:
             found = intersection(offset, shape, chunk.offset, chunk.shape)
             if found is not None:
-                here = out[_slices(found, offset)]
-                here.copy_(self._chunk(name, entry, chunk)[_slices(found, chunk.offset)])
-                filled += here.numel()
+                part = out[block_slices(found, offset)]
+                part.copy_(self._chunk(name, entry, chunk)[block_slices(found, chunk.offset)])
+                filled += part.numel()
         if filled != out.numel():
-            raise CheckpointProblem(f"{self.folder}: {name} is stored for {filled} of {out.numel()} elements")
+            raise CheckpointProblem(f"{self.folder}: {name} has only {filled} of {out.numel()} elements")
         return out
 
     def _chunk(self, name: str, entry: Entry, chunk: Chunk) -> Tensor:
         stored = load_archive(self._stored(chunk), f"{self.folder / chunk.file}, {name}")
-        if not isinstance(stored, Stored) or (stored.dtype, stored.shape) != (entry.dtype, chunk.shape):
+        if not isinstance(stored, LazyTensor) or (stored.dtype, stored.shape) != (entry.dtype, chunk.shape):
             raise CheckpointProblem(
-                f"{self.folder / chunk.file}: {name} is {stored}, announced as {entry.dtype} {chunk.shape}"
+                f"{self.folder / chunk.file}: {name} is {stored}, .metadata says {entry.dtype} {chunk.shape}"
             )
         return stored.load()
 
@@ -94,13 +89,13 @@ class TorchDist:
         with open_regular(path) as file:
             if not 0 <= chunk.start <= chunk.start + chunk.size <= os.fstat(file.fileno()).st_size:
                 raise CheckpointProblem(
-                    f"{path} has no {chunk.size} bytes at byte {chunk.start}, where .metadata says; copy it again"
+                    f"{path} is too short for {chunk.size} bytes at byte {chunk.start} (.metadata); copy it again"
                 )
             file.seek(chunk.start)
             return file.read(chunk.size)
 
     def _common(self, objects: Mapping[str, Chunk]) -> dict[str, Any]:
-        """What is no tensor: a file of its own, or since Megatron-Core 0.17 an object among the others."""
+        """Reads the common state: common.pt, or since Megatron-Core 0.17 an object among the stored ones."""
         stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
         if (self.folder / "common.pt").is_file() or stored is None:
             content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")
@@ -108,37 +103,37 @@ class TorchDist:
             content = load_archive(self._stored(stored), f"{self.folder / stored.file}, common state")
             content = content[0] if isinstance(content, list) and content else content
         if not isinstance(content, dict):
-            raise CheckpointProblem(f"{self.folder}: its common state is no table")
+            raise CheckpointProblem(f"{self.folder}: the common state is not a dict")
         return content
 
     def _entries(self) -> tuple[dict[str, Entry], dict[str, Chunk]]:
-        """Tensors, and where other objects are stored."""
+        """Tensors and the locations of other objects, from .metadata."""
         metadata = load_pickle(self._bytes(".metadata"), f"{self.folder}/.metadata")
         try:
-            places = {
+            locations = {
                 (index.fqn, tuple(getattr(index, "offset", None) or ())): info
                 for index, info in metadata.storage_data.items()
             }
             described = {
-                str(name): described
-                for name, described in metadata.state_dict_metadata.items()
-                if isinstance(described, Record) and hasattr(described, "chunks")
+                str(name): item
+                for name, item in metadata.state_dict_metadata.items()
+                if isinstance(item, Record) and hasattr(item, "chunks")
             }
-            entries = {name: self._entry(name, described, places) for name, described in described.items()}
+            entries = {name: self._entry(name, item, locations) for name, item in described.items()}
             objects = {
                 name: Chunk((), (), self._known_file(info, name), int(info.offset), int(info.length))
-                for (name, _), info in places.items()
+                for (name, _), info in locations.items()
                 if name not in entries
             }
             return entries, objects
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointProblem(f"{self.folder}/.metadata has another form than expected: {error!r}") from error
+            raise CheckpointProblem(f"{self.folder}/.metadata is malformed: {error!r}") from error
 
-    def _entry(self, name: str, described: Record, places: dict[tuple[str, tuple[int, ...]], Any]) -> Entry:
+    def _entry(self, name: str, described: Record, locations: dict[tuple[str, tuple[int, ...]], Any]) -> Entry:
         shape = tuple(map(int, described.size))
         chunks = []
         for chunk in described.chunks:
-            offset, info = tuple(map(int, chunk.offsets)), places[name, tuple(chunk.offsets)]
+            offset, info = tuple(map(int, chunk.offsets)), locations[name, tuple(chunk.offsets)]
             file = self._known_file(info, name)
             size = tuple(map(int, chunk.sizes))
             if any(o < 0 or o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
@@ -146,13 +141,13 @@ class TorchDist:
             chunks.append(Chunk(offset, size, file, int(info.offset), int(info.length)))
         dtype = described.properties.dtype
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointProblem(f"{self.folder}: {name} has no element type in .metadata")
+            raise CheckpointProblem(f"{self.folder}: {name} has no dtype in .metadata")
         return Entry(dtype, shape, tuple(chunks))
 
     def _known_file(self, info: Record, name: str) -> str:
-        """The plain file name of a stored piece."""
+        """File name of a stored object, checked to be a file of the folder."""
         if info.relative_path not in self._files:
-            raise CheckpointProblem(f"{self.folder}: {name} lies in {info.relative_path!r}, which is not there")
+            raise CheckpointProblem(f"{self.folder}: {name} is stored in {info.relative_path!r}, which is missing")
         return str(info.relative_path)
 
     @cached_property
