@@ -10,7 +10,7 @@ from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     ActivationSizes,
-    KeptTensor,
+    SavedTensor,
     layer_tensors,
     num_bytes,
 )
@@ -59,13 +59,11 @@ class LayerWork:
     def __init__(self, plan: RunPlan, rates: Rates) -> None:
         self.plan = plan
         self.rates = rates
-        self.sizes = ActivationSizes.of(
-            plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length
-        )
+        self.sizes = ActivationSizes.of(plan)
         self._share = plan.batch.micro / (plan.parallel.tp * plan.parallel.cp)
         """Of the operations of one sequence: those of a rank for one microbatch."""
         self._plain: dict[LayerConfig, Work] = {}
-        self._tensors: dict[LayerConfig, list[KeptTensor]] = {}
+        self._tensors: dict[LayerConfig, list[SavedTensor]] = {}
         self._again: dict[tuple[LayerConfig, tuple[str, ...]], float] = {}
 
     def of_stages(self) -> list[Work]:
@@ -134,7 +132,7 @@ class LayerWork:
             bandwidth=LOGIT_PASSES * rank * self.sizes.activation / self.rates.memory,
         )
 
-    def tensors(self, layer: LayerConfig) -> list[KeptTensor]:
+    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
         """What a layer keeps when nothing is recomputed."""
         if layer not in self._tensors:
             self._tensors[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
@@ -161,7 +159,7 @@ class LayerWork:
     def _of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
         """Seconds to compute modules of a layer again: their matrices, and passes over what they had freed."""
         wanted = set(modules)
-        freed = sum(each.bytes for each in self.tensors(layer) if wanted & set(each.forgotten))
+        freed = sum(each.bytes for each in self.tensors(layer) if wanted & set(each.recomputed_by))
         if "moe" in wanted and isinstance(layer.feed_forward, MoEConfig):
             wanted -= {"moe_act", "shared_experts"}
         flops, share = self._forward_of(layer, wanted), self._share

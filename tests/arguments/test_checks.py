@@ -502,7 +502,7 @@ CASES = (
         "rope= is not a pair",
         "--kernel-per-op rms_norm=reference",
     ),
-    Case("faults_are_known", "--inject a@0:3", "there is no fault 'a'", "--inject kill@0:3", environ=FAULTS_ALLOWED),
+    Case("faults_are_known", "--inject a@0:3", "unknown fault 'a'", "--inject kill@0:3", environ=FAULTS_ALLOWED),
     Case("faults_are_known", "--inject kill@1:3", "for rank 1 of 1", "--inject kill@0:3", environ=FAULTS_ALLOWED),
 )
 
