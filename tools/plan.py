@@ -66,12 +66,12 @@ def _fit(asked: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _question(asked, words)
     _refuse(plan_search.forbidden(settings, num_gpus))
     planner, plan = plan_search.planner_of(settings, gpu, asked.imbalance), plan_search.as_given(settings, num_gpus)
-    now = planner.as_it_is(plan)
+    now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
     print(
         f"as it is: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB"
     )
-    found = planner.fit_at_any_price(plan)
+    found = planner.fit_with_optimizer(plan)
     if found is None:
         print("no set of switches is enough: use a smaller --micro-batch-size, more GPUs, or search without --fit")
         return ExitCode.MEMORY

@@ -187,7 +187,7 @@ class RankMemory:
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
 
-    def with_switches(self, memory: MemoryConfig) -> "RankMemory":
+    def with_options(self, memory: MemoryConfig) -> "RankMemory":
         """Memory of the same plan with other memory options, reusing cached results."""
         return self.on_another_plan(replace(self.plan, memory=memory))
 
