@@ -81,7 +81,7 @@ class RankBytes:
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
-    """Offloaded optimizer state that is on the device during the update, when there are no activations."""
+    """Offloaded optimizer state on the device during the update, after all activations are freed."""
     on_host: float
     """Activations offloaded to the host; not part of the total."""
 

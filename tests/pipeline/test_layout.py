@@ -63,8 +63,8 @@ def test_a_layout_written_out_reads_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ettx|tL", r"has 'x' where none is understood"),
-        ("E(t(t|))*2tL", r"has '\(' where none is understood.*do not nest"),
+        ("Ettx|tL", r"has 'x', which is not understood"),
+        ("E(t(t|))*2tL", r"has '\(', which is not understood.*do not nest"),
         ("E(tt)tL", r"has '\('"),
         ("Ett|tttL", r"has 5 decoder layers \(t\); the model has 4"),
         ("EEtt|ttL", r"has 2 embeddings \(E\); the model has 1"),
@@ -181,7 +181,7 @@ def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
             {"num_layers": 7, "pp": 3, "vpp": 2, "first": 3, "last": 2},
             "3 layers of pipeline rank 0 cannot be divided into 2",
         ),
-        ({"num_layers": 7, "pp": 2, "first": 3, "account_for_loss": True}, "exclude each other"),
+        ({"num_layers": 7, "pp": 2, "first": 3, "account_for_loss": True}, "cannot be combined"),
     ],
 )
 def test_numbers_that_do_not_divide_are_refused(sizes, message):
