@@ -85,7 +85,7 @@ def test_what_breaks_a_rule_of_the_language_is_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Et|tmm|t|tL", "t behind an m"),
+        ("Et|tmm|t|tL", "t after an m"),
         ("Ett|tt|m|mL", r"has m in stages \[2, 3\]"),
         ("Ett|ttmm||L", "has m in stage 1, chunk 0 of rank 1.*stages 3 to 3"),
         ("Ett|tt|mm|L", "has m in stage 2, chunk 1 of rank 0.*a rank other than 0"),
@@ -176,7 +176,7 @@ def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
         ),
         ({"num_layers": 61, "pp": 8, "first": 4, "last": 4}, "61 layers less 4 and 4 leave 53.*the other 6"),
         ({"num_layers": 4, "pp": 2, "first": 3, "last": 2}, "leave -1"),
-        ({"num_layers": 4, "pp": 1, "first": 2, "last": 2}, "no first and last rank apart"),
+        ({"num_layers": 4, "pp": 1, "first": 2, "last": 2}, "first and the last rank are the same"),
         (
             {"num_layers": 7, "pp": 3, "vpp": 2, "first": 3, "last": 2},
             "3 layers of pipeline rank 0 cannot be divided into 2",
