@@ -62,12 +62,12 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _inputs(options, words)
     _refuse(plan_search.forbidden(settings, num_gpus))
     planner, plan = plan_search.planner_of(settings, gpu, options.imbalance), plan_search.as_given(settings, num_gpus)
-    now = planner.as_it_is(plan)
+    now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
     print(
         f"as it is: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB"
     )
-    found = planner.fit_at_any_price(plan)
+    found = planner.fit_with_optimizer(plan)
     if found is None:
         print("no memory options suffice: use a smaller --micro-batch-size, more GPUs, or search without --fit")
         return ExitCode.MEMORY

@@ -6,37 +6,46 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is saved and loaded, and from where."""
+    """Locations, contents and retention of checkpoints."""
 
     save: Path | None = None
+    """Directory of the run's checkpoints; None: nothing is saved."""
     save_interval: int | None = None
+    """Iterations between saves."""
     load: str | None = None
-    """A directory of ours, or `hf:DIR` for a local Hugging Face folder."""
+    """Checkpoint directory, or `hf:DIR` for a local Hugging Face folder."""
     pretrained: str | None = None
-    """Loaded with `finetune` when `load` holds nothing."""
+    """Loaded like `load` with `finetune` if `load` has no checkpoint (`--pretrained-checkpoint`)."""
     ckpt_step: int | None = None
+    """Iteration to load; None: the newest verified checkpoint."""
     finetune: bool = False
+    """Loads weights only and starts at iteration 0."""
     weights_only: bool = False
-    """The run only evaluates: the optimizer's state is not needed, and weights are cast to the run's type."""
+    """Evaluation only (`--skip-train`): skips the optimizer state and casts weights to the run's format."""
     load_optim: bool = True
     save_optim: bool = True
     exit_on_missing: bool = False
+    """Exits if `load` has no checkpoint."""
     override_iteration: int | None = None
-    """What the iteration of a checkpoint counts as that is not of this run's own folder; None: itself."""
+    """Iteration assigned to a checkpoint from `load`; the run's own checkpoints keep theirs
+    (`--override-ckpt-iteration`)."""
     fresh: bool = False
-    """Start at iteration 0 although the save folder holds checkpoints."""
+    """Starts at iteration 0 even if `save` has checkpoints."""
     keep_last: int | None = None
+    """Number of newest checkpoints to keep (`--keep-last-checkpoints`); None: all."""
     retain_interval: int | None = None
-    """Checkpoints of multiples of it are kept besides the last ones."""
+    """Also keeps checkpoints at multiples of this iteration (`--save-retain-interval`)."""
     keep_best: bool = False
-    """So is the one with the lowest validation loss."""
+    """Also keeps the checkpoint with the lowest validation loss (`--keep-best-checkpoint`)."""
     in_background: bool = False
-    """Training goes on while a checkpoint is written."""
+    """Writes checkpoints alongside training (`--async-save`)."""
     most_failures: int = 3
-    """So many failed saves in a row end the run."""
+    """Consecutive failed saves that end the run (`--on-save-failure`)."""
     upcycle: bool = False
+    """Loads a dense checkpoint into an MoE model (`--moe-use-upcycling`)."""
     upcycle_granularity: int = 1
+    """Experts that each dense MLP is divided into (`--moe-upcycling-granularity`)."""
     hf_interval: int | None = None
     """Iterations between exports as Hugging Face folders; None: no exports."""
     hf_config: Path | None = None
-    """Folder whose config.json and tokenizer files the exports carry."""
+    """Folder whose config.json and tokenizer files are copied into exports."""

@@ -1,4 +1,4 @@
-"""Tokenizer and data sets."""
+"""Tokenizer and datasets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import Literal
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )
-"""Megatron's other names -> the kind of a `TokenizerConfig`."""
+"""Megatron's aliases of `TokenizerConfig.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer turns text into ids. Kinds have Megatron's names."""
+    """Tokenizer (`--tokenizer-*`)."""
 
     kind: Literal[
         "SentencePieceTokenizer",
@@ -26,48 +26,65 @@ class TokenizerConfig:
     ]
     model: Path | None = None
     vocab_file: Path | None = None
-    """Of GPT2BPETokenizer, with `merge_file`."""
+    """GPT2BPETokenizer only."""
     merge_file: Path | None = None
+    """GPT2BPETokenizer only."""
     eod: int | None = None
-    """Of NullTokenizer; None: the last id."""
+    """NullTokenizer: id of the end-of-document token; None: the last id."""
     pad: int = -1
-    """Of NullTokenizer; -1: none."""
+    """NullTokenizer: id of the padding token; -1: none."""
     vocab_size: int | None = None
-    """Of NullTokenizer; TikTokenizer keeps no more ids than this. The other kinds know their own."""
+    """NullTokenizer: size of the vocabulary; TikTokenizer: upper limit of it. Other kinds read theirs from files."""
     tiktoken_pattern: str | None = None
+    """TikTokenizer: pre-tokenization pattern, v1 or v2; None: v2."""
     num_special_tokens: int = 1000
+    """TikTokenizer only."""
     special_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where sequences come from and how they are masked."""
+    """Datasets, batch contents and data loader."""
 
     train: tuple[str, ...] = ()
-    """Prefixes, or weight prefix pairs, of this split alone; empty: take `blend` with `split`."""
+    """Prefixes of the training datasets, or alternating weights and prefixes (`--train-data-path`); empty: the
+    training part of `blend`."""
     valid: tuple[str, ...] = ()
+    """Same as `train`, for validation (`--valid-data-path`)."""
     test: tuple[str, ...] = ()
+    """Same as `train`, for testing (`--test-data-path`)."""
     blend: tuple[str, ...] = ()
-    """`--data-path`."""
+    """Prefixes, or alternating weights and prefixes, divided by `split` (`--data-path`)."""
     split: str = "969, 30, 1"
+    """Proportions of training, validation and test data in `blend`."""
     mock: bool = False
+    """Synthetic data (`--mock-data`)."""
     mock_documents: int = 100_000
-    """As many as Megatron's mock data has: 205 million tokens, too many to index where sequences have a few tokens."""
+    """Documents of the synthetic data: 205 million tokens, as in Megatron. Tests with short sequences use fewer."""
     cache_dir: Path | None = None
+    """Directory of index caches (`--data-cache-path`)."""
     seq_length: int
     seed: int = 1234
     tokenizer: TokenizerConfig
     vocab_size: int
-    """True (unpadded) vocabulary: larger ids in the data are an error."""
+    """Vocabulary without padding: larger ids in the data are an error."""
     eod_mask_loss: bool = False
+    """Excludes end-of-document tokens from the loss."""
     reset_position_ids: bool = False
+    """Restarts position ids at each document."""
     reset_attention_mask: bool = False
+    """Limits attention to tokens of the same document."""
     mmap: bool = True
+    """Memory-maps .bin files instead of reading them."""
     num_workers: int = 0
+    """Above 0: one thread per rank reads the next batches ahead; 0: the training thread reads them."""
     drop_last_partial_validation: bool = True
+    """Drops the last sample of a validation dataset if it is shorter than `seq_length`."""
     multiple_validation_sets: bool = False
+    """Reports a loss for each validation dataset instead of blending them."""
     full_validation: bool = False
-    """An evaluation reads every validation set once, whatever `LoopConfig.eval_iters` says."""
+    """An evaluation covers each validation dataset once, regardless of `LoopConfig.eval_iters`."""
     surplus: float = 0.005
-    """Share by which every data set of a weighted blend is built larger than its part."""
+    """Extra samples built per dataset of a weighted blend, as a share (`--mid-level-dataset-surplus`)."""
     dataloader: Literal["single", "cyclic"] = "single"
+    """single: samples in index order; cyclic: shuffled anew in each epoch (`--dataloader-type`)."""

@@ -1,4 +1,4 @@
-"""A rank of a cluster that is not there (`--fake-init-process-group`): which, and what is assumed of the others."""
+"""Memory emulation (`--fake-init-process-group`): emulated ranks and the expert load assumed on them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,49 +6,46 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationConfig:
-    """What is asked of an emulation."""
+    """Options of a memory emulation."""
 
     ranks: tuple[int, ...] = ()
-    """Ranks of the world that are played, one after the other; none given: the first rank of every pipeline stage."""
+    """Global ranks to emulate, one after the other; empty: the first rank of every pipeline stage."""
     imbalance: float = 1.0
-    """Rows that the played rank's experts get, as a multiple of an even share."""
+    """Rows of the emulated rank's experts, as a multiple of the even share."""
     gpu: str = "h100"
-    """Kind of the device that is meant, where none is there."""
+    """Kind of GPU to emulate (`cost_model.hardware.GPUS`)."""
     json: Path | None = None
-    """Where the figures are written."""
+    """Output file of the results."""
     plot: Path | None = None
-    """Where the timeline is drawn, as PNG."""
+    """Output file of the memory timeline, a PNG."""
 
 
 @dataclass(frozen=True)
 class RoutedLoad:
-    """How many rows every expert gets, assumed alike for all ranks: they all send as this one does.
+    """Assumed distribution of rows over experts, the same for the tokens of every rank.
 
-    The experts of expert-parallel rank `hot` get `imbalance` times an even share, the others share the rest evenly.
+    The experts of expert-parallel rank `hot` receive `imbalance` times the even share, all others the rest in equal
+    parts.
     """
 
     num_ranks: int
-    """Expert-parallel ranks."""
+    """Expert-parallel size."""
     hot: int
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        most = float(self.num_ranks)
-        assert 0.0 <= self.imbalance <= most, f"imbalance {self.imbalance} over {self.num_ranks} ranks"
+        assert 0.0 <= self.imbalance <= self.num_ranks, f"imbalance {self.imbalance} over {self.num_ranks} ranks"
 
     def counts(self, num_experts: int, num_choices: int) -> tuple[int, ...]:
-        """Choices of every expert, of `num_choices` that one rank's tokens make."""
+        """Rows per expert when the tokens of one rank select `num_choices` experts in total."""
         num_local = num_experts // self.num_ranks
         first = self.hot * num_local
-        wanted = num_choices if self.num_ranks == 1 else round(num_choices * self.imbalance / self.num_ranks)
-        mine = _shared_out(wanted, num_local)
-        others = _shared_out(num_choices - wanted, num_experts - num_local)
-        return (*others[:first], *mine, *others[first:])
+        num_hot = num_choices if self.num_ranks == 1 else round(num_choices * self.imbalance / self.num_ranks)
+        hot = _divide_evenly(num_hot, num_local)
+        rest = _divide_evenly(num_choices - num_hot, num_experts - num_local)
+        return (*rest[:first], *hot, *rest[first:])
 
 
-def _shared_out(total: int, parts: int) -> list[int]:
-    """As evenly as whole numbers allow, the larger ones first."""
-    if parts == 0:
-        return []
-    share, rest = divmod(total, parts)
-    return [share + (place < rest) for place in range(parts)]
+def _divide_evenly(total: int, parts: int) -> list[int]:
+    """Integer parts that differ by at most 1, larger ones first."""
+    return [total // parts + (index < total % parts) for index in range(parts)]

@@ -1,6 +1,6 @@
-"""How a run ends: the table of process exit codes.
+"""Process exit codes and the exceptions that carry them.
 
-Job scripts must read `status.json` as well, because torchrun turns every non-zero code into 1.
+Job scripts should read `status.json` too, because torchrun replaces every non-zero exit code by 1.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
     RENDEZVOUS = 13
     LAUNCHER = 14
     NOT_READY = 15
-    """Of a dry run: the plan is legal but would not start, for lack of an input or of a feature."""
+    """A dry run found a valid plan that cannot start: an input or a feature is missing."""
     RERUN_DISAMBIGUATE = 16
     RERUN_FAILED = 17
     PREEMPTED_SAVED = 75
@@ -36,29 +36,29 @@ class ExitCode(IntEnum):
 
 
 class RunError(Exception):
-    """A run that cannot go on, for a reason the user can act on.
+    """An error that ends the run and that the user can resolve.
 
-    The message is one sentence: what is wrong, the numbers, where, and the remedy. `pretrain_moe.py` and the tools
-    print it without a traceback and exit with `code`.
+    The message is one sentence with the problem, its numbers, its origin and the remedy. `pretrain_moe.py` and the
+    tools print it without a traceback and exit with `code`.
     """
 
     code: ExitCode = ExitCode.BUG
 
 
 class EnvironmentProblem(RunError):
-    """World size, package, port, directory or lock."""
+    """Problem with the world size, a package, a port, a directory or a lock."""
 
     code = ExitCode.ENVIRONMENT
 
 
 class DataProblem(RunError):
-    """Data files or tokenizer."""
+    """Problem with data files or the tokenizer."""
 
     code = ExitCode.DATA
 
 
 class CheckpointProblem(RunError):
-    """Nothing loadable, incompatible or corrupt."""
+    """A checkpoint is missing, incompatible or corrupt."""
 
     code = ExitCode.CHECKPOINT
 
@@ -82,37 +82,37 @@ class SaveProblem(RunError):
 
 
 class OtherRankProblem(RunError):
-    """Another rank ended first, and this one can only follow."""
+    """Another rank failed, so this rank cannot continue."""
 
     code = ExitCode.OTHER_RANK
 
-    def __init__(self, sentence: str, rank: int | None = None, code: ExitCode = ExitCode.OTHER_RANK) -> None:
-        """`rank`: the one that ended first, if it is known."""
-        super().__init__(sentence)
+    def __init__(self, message: str, rank: int | None = None, code: ExitCode = ExitCode.OTHER_RANK) -> None:
+        """`rank`: the rank that failed first, if known."""
+        super().__init__(message)
         self.rank = rank
         self.code = code
 
 
 class DriftProblem(RunError):
-    """Copies of the same weights differ."""
+    """Data-parallel replicas of the same weights differ."""
 
     code = ExitCode.DRIFT
 
 
 class Preempted(RunError):
-    """A run that leaves because it was told to, by a signal. Not a failure: another start goes on from here."""
+    """The run exits because of a signal. This is not a failure; the next start resumes from the last checkpoint."""
 
-    def __init__(self, sentence: str, *, saved: bool) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, *, saved: bool) -> None:
+        super().__init__(message)
         self.code = ExitCode.PREEMPTED_SAVED if saved else ExitCode.PREEMPTED_UNSAVED
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Lines for the end of a sentence, each on its own; of many the first, and how many more there are."""
+    """Joins lines for the end of a message, indented; after 20 lines only the number of the rest."""
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "\n  ".join([*lines[:_MAX_LISTED], *more])
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in messages: `1 rank`, `8 ranks`."""
+    """Number and noun, in the plural unless 1: `1 rank`, `8 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,33 +1,33 @@
-"""Faults that a run is told to suffer, so that tests see what follows: `--inject kind@rank:iteration[:phase]`."""
+"""Fault injection for tests: `--inject kind@rank:iteration[:phase]`."""
 
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
 ALLOWED = "MEGATRON_MOE_ALLOW_FAULTS"
-"""The variable that must be 1 in the environment of a run with `--inject`."""
+"""Environment variable that must be 1 for `--inject`."""
 
 KINDS = MappingProxyType(
     {
-        "kill": "the process gets SIGKILL",
-        "terminate": "the process gets SIGTERM",
-        "stop": "the process gets SIGSTOP",
-        "exit": "the process leaves without a word",
-        "abort": "the process aborts, as C++ does at an uncaught exception",
-        "segfault": "the process reads at address 0",
-        "exception": "an exception that nobody expects",
-        "out-of-memory": "the exception of a full device",
-        "hang": "Python code that waits for ever",
-        "locked": "C code that waits for ever and holds the interpreter",
-        "slow": "a pause of 0.2 s in every forward of one layer from now on",
-        "nan-loss": "activations that are not a number, whenever the iteration is computed",
-        "nan-once": "the same, but not when the iteration is computed again",
-        "nan-grad": "gradients that are not a number, whenever the iteration is computed",
-        "bit-flip": "one bit of one weight",
-        "disk-full": "files cannot grow any more, during a save",
+        "kill": "SIGKILL to the process",
+        "terminate": "SIGTERM to the process",
+        "stop": "SIGSTOP to the process",
+        "exit": "process exit without a message",
+        "abort": "abort, like an uncaught C++ exception",
+        "segfault": "read from address 0",
+        "exception": "unexpected Python exception",
+        "out-of-memory": "CUDA out-of-memory exception",
+        "hang": "endless sleep in Python",
+        "locked": "endless sleep in C with the GIL held",
+        "slow": "0.2 s sleep in every forward of one layer from this iteration on",
+        "nan-loss": "NaN activations whenever the iteration is computed",
+        "nan-once": "NaN activations, but not when the iteration is recomputed",
+        "nan-grad": "NaN gradients whenever the iteration is computed",
+        "bit-flip": "one flipped bit in one weight",
+        "disk-full": "no space left on the device during a save",
     }
 )
-"""kind -> what happens."""
+"""Description of each kind of fault."""
 
 PHASES = ("step", "forward", "backward", "evaluation", "save", "exit")
 _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<phase>[a-z]+))?")
@@ -35,13 +35,13 @@ _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<pha
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """One fault: on one rank, once, unless the iteration comes again after a restart."""
+    """One fault, injected on one rank each time it reaches the iteration (again after a restart from before it)."""
 
     kind: str
     rank: int
     iteration: int
     phase: str
-    """Where in the iteration: as it begins ("step"), within its forward or backward, or in what follows it."""
+    """Part of the iteration: its start ("step"), its forward or backward, or an evaluation, save or exit after it."""
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, iteration {self.iteration}, {self.phase}"
@@ -49,16 +49,16 @@ class FaultConfig:
 
 
 def parse_fault(text: str) -> FaultConfig:
-    """Reads `kill@1:7` or `kill@1:7:save`. Raises ValueError with what is wrong with it."""
+    """Parses `kill@1:7` or `kill@1:7:save`. Raises ValueError if the text is invalid."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form kind@rank:iteration or kind@rank:iteration:phase")
     kind = match["kind"]
     if kind not in KINDS:
-        raise ValueError(f"{text!r}: there is no fault {kind!r}, but {', '.join(KINDS)}")
+        raise ValueError(f"{text!r}: unknown fault {kind!r}; use {', '.join(KINDS)}")
     phase = match["phase"] or ("save" if kind == "disk-full" else "step")
     if phase not in PHASES:
-        raise ValueError(f"{text!r}: there is no phase {phase!r}, but {', '.join(PHASES)}")
+        raise ValueError(f"{text!r}: unknown phase {phase!r}; use {', '.join(PHASES)}")
     if kind == "disk-full" and phase != "save":
-        raise ValueError(f"{text!r}: a disk is full during a save only")
+        raise ValueError(f"{text!r}: disk-full is injected during a save only; use phase save")
     return FaultConfig(kind, int(match["rank"]), int(match["iteration"]), phase)

@@ -7,13 +7,14 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is reported, how often and where to."""
+    """Contents, intervals and destinations of logs."""
 
     run_dir: Path | None = None
+    """Run directory with log, metrics, status and plots; None: no such directory."""
     log_interval: int = 100
     style: Literal["megatron", "short"] = "megatron"
     progress_bar: bool = True
-    """One live line, only on a terminal, instead of the step lines."""
+    """Replaces step lines by one live line if the output is a terminal."""
     tensorboard_dir: Path | None = None
     tensorboard_interval: int = 1
     wandb_project: str = ""
@@ -25,37 +26,43 @@ class LoggingConfig:
     log_num_zeros: bool = False
     log_memory: bool = False
     memory_interval: int | None = None
-    """Iterations between memory lines; None: one line, after the first report."""
+    """Iterations between memory lines; None: one line, after the first log line."""
     log_device_memory: bool = False
+    """Includes the driver's count of all processes in memory lines (`--log-device-memory-used`)."""
     log_timers: bool = False
     log_validation_ppl: bool = False
     log_world_size: bool = False
     log_straggler: bool = False
     stragglers_named: int = 1
+    """Slowest ranks to report (`--straggler-minmax-count`)."""
     log_progress: bool = False
-    """progress.txt beside the checkpoints."""
+    """Appends starts and checkpoints to progress.txt in the checkpoint directory."""
     timing_level: Literal[0, 1, 2] = 0
     timing_option: Literal["max", "minmax", "all"] = "minmax"
     per_layer_moe: bool = False
+    """Logs MoE metrics of each layer (`--moe-per-layer-logging`)."""
     plots: bool = True
-    """Draw plots/*.png at the end of the run when there is a run folder."""
+    """Draws plots/*.png in the run directory when the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Traces of some steps, marks for the parts of a step, the history of the device's memory."""
+    """Profiler traces, NVTX ranges and the history of device memory."""
 
     tool: Literal["none", "cuda", "torch"] = "none"
-    """cuda: mark the stretch for an external profiler; torch: write a trace."""
+    """cuda: delimits the steps for an external profiler (cudaProfilerStart and Stop); torch: writes a trace."""
     after: int = 10
-    """Iterations before the first profiled one."""
+    """Iterations before the first profiled one (`--profile-step-start`)."""
     last: int = 12
-    """The last profiled iteration."""
+    """Last profiled iteration (`--profile-step-end`)."""
     ranks: tuple[int, ...] = ()
-    """Empty: all."""
+    """Profiled ranks; empty: all."""
     shapes: bool = False
+    """Tensor shapes in the trace."""
     stacks: bool = False
+    """Python stacks in the trace."""
     marks: bool = False
-    """The parts of the model have names in profiles."""
+    """NVTX ranges around the forward of each module (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None
-    """File for the history of allocations, the rank's number added to its name; None: none is recorded."""
+    """File of the allocation history (`--memory-snapshot-path`), with the rank appended to its name; None: not
+    recorded."""

@@ -1,4 +1,4 @@
-"""What a run keeps on the device between forward and backward, and what it keeps elsewhere or computes again."""
+"""Activation memory: recompute, offload and paged stash; CUDA graphs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,57 +6,60 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What the forward forgets and the backward computes again (Megatron's `--recompute-*`)."""
+    """Activation recompute (`--recompute-*`)."""
 
     granularity: Literal["none", "full", "selective"] = "none"
     method: Literal["uniform", "block"] = "uniform"
-    """Of "full": whole stages in chunks of `num_layers`, or the first `num_layers` of every stage one by one."""
+    """Full recompute of all layers in chunks of `num_layers` (uniform), or of the first `num_layers` of each stage
+    one by one (block)."""
     num_layers: int = 1
     modules: tuple[str, ...] = ()
-    """Of "selective"."""
+    """Modules of selective recompute."""
     distribute: bool = False
-    """Of "full": tensor parallel ranks without sequence parallelism share out the inputs of layers."""
+    """Full recompute without sequence parallelism: shards the saved layer inputs over tensor-parallel ranks
+    (`--distribute-saved-activations`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffloadConfig:
-    """What waits in host memory."""
+    """Offload of saved activations to host memory between forward and backward."""
 
     modules: tuple[str, ...] = ()
-    """Whose saved tensors move between forward and backward (`--offload-modules`)."""
+    """Modules whose saved tensors are offloaded (`--offload-modules`)."""
     fraction: float = 1.0
-    """Share of those tensors."""
+    """Share of their bytes that is offloaded (`--activation-offload-fraction`)."""
     min_elements: int = 1 << 20
-    """Smaller tensors stay."""
+    """Smaller tensors are not offloaded (`--min-offloaded-tensor-size`)."""
     stay_bytes_per_stage: int = 0
-    """A pipeline rank keeps so many bytes of every microbatch more than the rank before it."""
+    """Bytes per microbatch that pipeline rank r does not offload are r times this
+    (`--delta-offload-bytes-across-pp-ranks`)."""
     max_inflight: int | None = None
-    """Copies of one module under way at a time; None: any number."""
+    """Most concurrent copies of one module; None: unlimited."""
     optimizer_fraction: float = 0.0
-    """Share of master weights and moments that is not on the device during forward and backward."""
+    """Share of master weights and moments that is in host memory during forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStashConfig:
-    """Rows of experts wait for the backward in pages, as far as they are used."""
+    """Paged stash: saves the used expert rows for backward in pages instead of buffers of the worst-case size."""
 
     page_size: int = 64
-    """Rows of a page."""
+    """Rows per page."""
     factor: float = 1.1
-    """Rows that the pages have room for, as a multiple of the fair share of all that wait at the same time."""
+    """Capacity of the stash as a multiple of the even share of all in-flight rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Trades of memory against time. None of them changes a number, but for the last."""
+    """Options that trade time for memory; only `expert_wgrad_interval` affects numerics."""
 
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
     stash: PagedStashConfig | None = None
-    """None: rows are kept with the rows behind them that are not used."""
+    """None: saves whole row buffers, unused rows included."""
     expert_wgrad_interval: int = 1
-    """Weight gradients of experts are computed once for so many microbatches, whose rows wait for that. Rows of several
-    microbatches are summed before the buffer, so last digits change."""
+    """Microbatches per computation of the expert weight gradients (`--moe-expert-wgrad-interval`). Their rows are kept
+    until then and summed in one GEMM, which changes the rounding."""
 
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
@@ -64,11 +67,11 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """Parts of layers, or whole steps, or nothing."""
+    """CUDA graphs of layer modules or of the full iteration."""
 
     modules: tuple[GraphModule, ...] = ()
-    """Parts of the decoder's layers."""
+    """Modules of decoder layers that are captured; empty: none."""
     full_iteration: bool = False
-    """Forward and backward of all microbatches of a step, as one recording."""
+    """Captures forward and backward of all microbatches of a step as one graph."""
     warmup_steps: int = 3
-    """Steps that are computed before anything is recorded."""
+    """Steps before capture."""

@@ -1,4 +1,4 @@
-"""Differences between two models in what their weights mean, and the form in which a checkpoint records a model."""
+"""Differences between two models in the meaning of their weights, and the record of a model in a checkpoint."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _WITHOUT_EFFECT = frozenset(
         *("init", "max_positions", "vocab_size"),
     )
 )
-"""Fields that change no number of a trained model. The vocabulary may be padded; shapes are compared elsewhere."""
+"""Fields that do not affect a trained model's output. Vocabularies may be padded; shapes are compared elsewhere."""
 _TRAINING = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "mtp", "capacity", "dtype"),
@@ -23,22 +23,23 @@ _TRAINING = frozenset(
         *("force_balancing", "force_biased"),
     )
 )
-"""Fields that change how a model is trained, and not what its weights mean."""
+"""Fields that affect training but not the meaning of the weights."""
 _SELECTIONS = frozenset(("sinkhorn", "quantile_balancing", "expert_choice"))
-"""Entries of `RouterConfig.balancing` that choose the experts themselves."""
+"""Entries of `RouterConfig.balancing` that replace the top-k selection."""
 
 
 class Difference(NamedTuple):
-    """One field that differs, and where."""
+    """One field that differs."""
 
     line: str
-    """Place and both values."""
+    """Layers, field and both values."""
     training: bool
-    """Changes how the model is trained, and not what its weights mean."""
+    """The field affects training but not the meaning of the weights."""
 
 
 def recorded(config: Any) -> Any:
-    """A spec as JSON values: a dataclass is a table with its name as "type". Equal models have equal tables."""
+    """Converts a config to JSON values: a dataclass becomes a dict with its class name as "type". Equivalent models
+    have equal records. Checkpoints contain them, so the names of model fields are part of the checkpoint format."""
     if is_dataclass(config) and not isinstance(config, type):
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
@@ -48,59 +49,61 @@ def recorded(config: Any) -> Any:
 
 
 def recorded_model(model: ModelConfig) -> dict[str, Any]:
-    """A model for a checkpoint: "kinds" are its different layers, "layers" the kind of each."""
+    """Record of a model: "kinds" lists its distinct layers, "layers" the index into it for each layer."""
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(model.layers))}
     rest = recorded(replace(model, layers=()))
     return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}
 
 
-def model_differences(ours: ModelConfig, theirs: Mapping[str, Any], whose: str) -> list[Difference]:
-    """Fields in which a model differs from one of `recorded_model`, equal layers in one line. Fields that only one of
-    them has are passed over: `theirs` may be of an older program.
+def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[Difference]:
+    """Fields in which a model differs from a record made by `recorded_model`, with equal lines of layers merged. Fields
+    that only one of them has are skipped: an older version may have written the record.
 
     Args:
-        whose: names `theirs` in the lines.
+        name: name of the other model in the lines.
     """
-    mine = recorded_model(ours)
-    if len(mine["layers"]) != len(theirs["layers"]):
-        return [Difference(f"number of layers: {len(mine['layers'])}, {whose} {len(theirs['layers'])}", training=False)]
-    apart = ("layers", "kinds")
-    my_top, their_top = ({key: each[key] for key in each if key not in apart} for each in (mine, theirs))
-    found = list(_compare((), my_top, their_top, whose))
-    of_kinds: dict[tuple[int, int], list[int]] = {}
-    for index, kinds in enumerate(zip(mine["layers"], theirs["layers"], strict=True)):
-        of_kinds.setdefault(kinds, []).append(index)
-    of_layers: dict[Difference, list[int]] = {}
-    for (my_kind, their_kind), layers in of_kinds.items():
-        for difference in _compare((), mine["kinds"][my_kind], theirs["kinds"][their_kind], whose):
-            of_layers.setdefault(difference, []).extend(layers)
-    return found + [Difference(f"{_span(sorted(at))} {line}", training) for (line, training), at in of_layers.items()]
+    record = recorded_model(model)
+    if len(record["layers"]) != len(other["layers"]):
+        line = f"number of layers: {len(record['layers'])}, {name} {len(other['layers'])}"
+        return [Difference(line, training=False)]
+    top, other_top = ({k: v for k, v in each.items() if k not in ("layers", "kinds")} for each in (record, other))
+    layers_of: dict[tuple[int, int], list[int]] = {}
+    for index, kinds in enumerate(zip(record["layers"], other["layers"], strict=True)):
+        layers_of.setdefault(kinds, []).append(index)
+    by_line: dict[Difference, list[int]] = {}
+    for (kind, other_kind), layers in layers_of.items():
+        for difference in _compare((), record["kinds"][kind], other["kinds"][other_kind], name):
+            by_line.setdefault(difference, []).extend(layers)
+    merged = [Difference(f"{_span(sorted(at))} {line}", training) for (line, training), at in by_line.items()]
+    return [*_compare((), top, other_top, name), *merged]
 
 
-def differences(ours: ModelConfig, published: ModelConfig) -> list[str]:
-    """One line per field in which `ours` would read the weights of `published` differently: layers and both values.
-
-    What a silent mistake costs most: rope base, norm epsilon, softmax scale, top-k, score function.
-    """
-    found = model_differences(ours, recorded_model(published), "published")
+def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
+    """One line per field in which `model` interprets the weights of `published` differently, with layers and both
+    values: rope base, norm epsilon, softmax scale, top-k, score function and so on."""
+    found = model_differences(model, recorded_model(published), "published")
     return [difference.line for difference in found if not difference.training]
 
 
-def _compare(where: tuple[str, ...], mine: Any, theirs: Any, whose: str) -> Iterator[Difference]:
-    tables = isinstance(mine, Mapping) and isinstance(theirs, Mapping)
-    if tables and mine["type"] == theirs["type"]:
-        for name, value in mine.items():
-            if name in theirs:
-                yield from _compare((*where, name), value, theirs[name], whose)
+def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[Difference]:
+    if isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value) == _kind(other):
+        for key in value:
+            if key in other and key != "type":
+                yield from _compare((*path, key), value[key], other[key], name)
         return
-    close = isinstance(mine, float) and isinstance(theirs, float) and math.isclose(mine, theirs)
-    if not close and mine != theirs:
-        line = f"{' '.join(where)}: {_short(mine)}, {whose} {_short(theirs)}"
-        yield Difference(line, training=not _TRAINING.isdisjoint(where))
+    close = isinstance(value, float) and isinstance(other, float) and math.isclose(value, other)
+    if not close and value != other:
+        line = f"{' '.join(path)}: {_short(value)}, {name} {_short(other)}"
+        yield Difference(line, training=not _TRAINING.isdisjoint(path))
+
+
+def _kind(table: Mapping[str, Any]) -> str:
+    """Class name without its suffix, which was Spec in older checkpoints."""
+    return str(table["type"]).removesuffix("Config").removesuffix("Spec")
 
 
 def _canonical(config: Any) -> Any:
-    """One way to say what can be said in several: a single group, a factor of 1, options that are not used."""
+    """Maps equivalent settings to one form: a single group, a factor of 1, unused options."""
     if isinstance(config, RouterConfig):
         grouped = (config.num_groups or 1) > 1
         return replace(
@@ -113,16 +116,15 @@ def _canonical(config: Any) -> Any:
     if isinstance(config, RopeConfig) and (config.scaling == "none" or config.scaling_factor == 1.0):
         return RopeConfig(dim=config.dim, base=config.base, interleaved=config.interleaved)
     if isinstance(config, RopeConfig) and config.scaling == "yarn":
-        ratio = yarn_mscale(config.scaling_factor, config.mscale) / yarn_mscale(
-            config.scaling_factor, config.mscale_all_dim
-        )
+        factor = config.scaling_factor
+        ratio = yarn_mscale(factor, config.mscale) / yarn_mscale(factor, config.mscale_all_dim)
         concentration = ratio if config.concentration is None else config.concentration
         return replace(config, concentration=concentration, mscale=1.0, mscale_all_dim=0.0)
     return config
 
 
 def _span(layers: list[int]) -> str:
-    """layer 3, layers 3-7, or layers 1, 3, 5."""
+    """Formats layer indices: `layer 3`, `layers 3-7` or `layers 1, 3, 5`."""
     if len(layers) == 1:
         return f"layer {layers[0]}"
     contiguous = layers[-1] - layers[0] == len(layers) - 1

@@ -1,7 +1,9 @@
-"""What a feed-forward block is, dense or Mixture-of-Experts: narrow frozen specs, no torch."""
+"""Feed-forward blocks: dense MLP, and Mixture of Experts with router, experts and shared experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from megatron_moe.config.parallel import ParallelConfig
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -12,108 +14,150 @@ Balancing = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
-    """act(gate) * (up + offset) when gated, act(x) when not."""
+    """Activation function: act(gate) * (up + linear_offset) if gated, else act(x)."""
 
     kind: ActivationKind = "gelu"
     gated: bool = False
     clamp: float | None = None
-    """gate clamped to at most c, up to [-c, c], before the activation."""
+    """Clamps gate to at most c and up to [-c, c] before the activation (`--activation-func-clamp-value`)."""
     linear_offset: float = 0.0
-    """Added to up (GPT-OSS: 1)."""
+    """Offset on up (GPT-OSS: 1; `--glu-linear-offset`)."""
 
     @property
     def fan(self) -> int:
-        """Width of the first matrix in units of the ffn width."""
+        """Output width of fc1 as a multiple of the ffn width."""
         return 2 if self.gated else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """A dense feed-forward block, also a shared expert."""
+    """A dense feed-forward block, or the shared experts of an MoE layer."""
 
     hidden_size: int
     ffn_hidden_size: int
     activation: ActivationConfig
     bias: bool = False
 
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of fc1 and fc2."""
+        return (self.activation.fan + 1) * self.ffn_hidden_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """Elements of fc1 and fc2, biases included."""
+        biases = self.activation.fan * self.ffn_hidden_size + self.hidden_size
+        return self.matrix_elements + (biases if self.bias else 0)
+
+    def shard(self, parallel: ParallelConfig) -> "MLPConfig":
+        """The channels of one tensor-parallel rank."""
+        return replace(self, ffn_hidden_size=self.ffn_hidden_size // parallel.tp)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Given tokens, choose k experts each and with what weight."""
+    """Top-k router: selection of the experts of each token and their probabilities."""
 
     hidden_size: int
     num_experts: int
     topk: int
     score_function: ScoreFunction = "softmax"
     pre_softmax: bool = False
+    """Applies the softmax to all logits before the top-k instead of to the selected ones after it."""
     num_groups: int | None = None
+    """Expert groups of group-limited routing (arXiv 2412.19437 section 2.1.2); None: no group limit."""
     group_topk: int | None = None
+    """Groups that a token may select from."""
     scaling_factor: float | None = None
+    """Factor on the probabilities of the selected experts (`--moe-router-topk-scaling-factor`)."""
     expert_bias: bool = False
-    """Aux-loss-free balancing (arXiv 2408.15664): a bias on the selection scores, moved once per global batch."""
+    """Auxiliary-loss-free balancing (arXiv 2408.15664): a per-expert bias on the selection scores, updated once per
+    global batch."""
     bias_update_rate: float = 1e-3
     balancing: tuple[Balancing, ...] = ("none",)
     aux_loss_coeffs: tuple[float, ...] = (0.0,)
-    """One per entry of `balancing`."""
+    """Coefficients of the balancing losses, one per entry of `balancing`."""
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None
     dtype: Literal["fp32", "fp64"] | None = None
-    """Of the gate matrix product; None: the activation dtype."""
+    """Number format of the gating linear (`--moe-router-dtype`); None: that of the activations."""
     force_balancing: bool = False
+    """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
+    """Replaces the logits by random ones with a random bias of this standard deviation per expert, to benchmark uneven
+    load; negative: the bias is drawn once per layer (`--moe-router-force-biased`)."""
     linear_bias: bool = False
-    """A learned bias on the gate matrix (GPT-OSS)."""
+    """Adds a learned bias to the gating linear (GPT-OSS)."""
     quantile_ema: float = 0.0
-    """Weight of the old value in the update of the quantile thresholds."""
+    """Decay of the moving average of the quantile thresholds (`--moe-router-quantile-balancing-ema`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """How many tokens one expert takes at most from one rank's microbatch. The spec is absent when dropless."""
+    """Expert capacity: most tokens that one expert accepts of one rank's microbatch."""
 
     factor: float
+    """Capacity as a multiple of the even share (`--moe-expert-capacity-factor`)."""
     policy: Literal["probs", "position"] = "probs"
+    """Tokens kept by an expert over capacity: the most probable, or the first (`--moe-token-drop-policy`)."""
     pad: bool = False
-    """Every expert gets exactly its capacity (`--moe-pad-expert-input-to-capacity`)."""
+    """Pads every expert's input to its capacity (`--moe-pad-expert-input-to-capacity`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """The routed experts: one MLP each."""
+class ExpertsConfig(MLPConfig):
+    """Routed experts, each an MLP of these sizes. `hidden_size` is the latent width if there is a latent space."""
 
     num_experts: int
-    hidden_size: int
-    """Input and output width: the latent width when the experts run in a latent space."""
-    ffn_hidden_size: int
-    activation: ActivationConfig
-    bias: bool = False
     grouped: bool = True
-    """One grouped matrix product over all experts (`--moe-grouped-gemm`), or a loop over them."""
+    """Computes all experts in one grouped GEMM (`--moe-grouped-gemm`) instead of one GEMM per expert."""
     probs_on_input: bool = False
-    """Multiply the rows by their probability before the first matrix instead of before the second (k = 1 only)."""
+    """Multiplies rows by their probability before fc1 (`--moe-apply-probs-on-input`, top-1 only) instead of fc2."""
     probs_on_output: bool = False
-    """Multiply the rows by their probability after the second matrix, whose results are then kept for the backward: the
-    standard permutation."""
+    """Multiplies rows by their probability after fc2, whose output is then saved for backward
+    (`--no-moe-memory-efficient-permutation`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsConfig:
-    """An ordinary MLP that every token visits, with an optional sigmoid gate per token."""
+    """Shared experts: one MLP that processes every token, with an optional sigmoid gate per token."""
 
     mlp: MLPConfig
     gate: bool = False
 
+    @property
+    def num_params(self) -> int:
+        """Elements of the MLP and the gate."""
+        return self.mlp.num_params + (self.mlp.hidden_size if self.gate else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The MoE layer: route -> dispatch -> experts -> combine (+ shared experts)."""
+    """An MoE layer: router, token dispatch, experts, combine, and optional shared experts."""
 
     router: RouterConfig
     experts: ExpertsConfig
     capacity: CapacityConfig | None = None
+    """None: dropless."""
     shared: SharedExpertsConfig | None = None
     latent_size: int | None = None
+    """Width of the latent space of the routed experts (`--moe-latent-size`); None: they work on the hidden state."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
-    """How rows reach experts on other ranks. Without other ranks every kind is the local one."""
+    """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
     shared_overlap: bool = False
-    """Shared experts work while rows travel; not with a latent space. The numbers are the same."""
+    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); not with a latent space."""
+
+    @property
+    def latent_elements(self) -> int:
+        """Elements of the projections into and out of the latent space."""
+        return 2 * self.router.hidden_size * self.latent_size if self.latent_size else 0
+
+    def shard(self, parallel: ParallelConfig) -> "MoEConfig":
+        """The part of one rank: its experts, their channels over etp, and the shared experts' channels over tp."""
+        experts = replace(
+            self.experts,
+            num_experts=self.experts.num_experts // parallel.ep,
+            ffn_hidden_size=self.experts.ffn_hidden_size // parallel.etp,
+        )
+        shared = self.shared and replace(self.shared, mlp=self.shared.mlp.shard(parallel))
+        return replace(self, experts=experts, shared=shared)

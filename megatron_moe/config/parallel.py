@@ -1,4 +1,4 @@
-"""How many ranks stand on each axis, and who this process is."""
+"""Parallel sizes, rank of this process, and data-parallel communication."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Who this process is, as the launcher told it."""
+    """Rank and rendezvous of this process, as set by its launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -16,12 +16,13 @@ class Launch:
     master_port: int = 29500
     launcher: Literal["none", "torchrun", "slurm", "openmpi", "dry run"] = "none"
     supervised: bool = False
-    """The parent process is a launcher that waits for this rank: not a shell in which the variables were set."""
+    """The parent process is a launcher (torchrun, srun) rather than a shell in which the variables were set by hand;
+    the rank then watches for the launcher's death."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the two grids over the same ranks: attention (pp, dp, cp, tp) and experts (pp, edp, ep, etp)."""
+    """Sizes of the attention grid (pp, dp, cp, tp) and the expert grid (pp, edp, ep, etp) over the same ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -31,20 +32,24 @@ class ParallelConfig:
     world_size: int = 1
     sequence_parallel: bool = False
     virtual_stages: int = 1
+    """Virtual pipeline stages (model chunks) per pipeline rank."""
     embedding_ranks: tuple[int, ...] | None = None
-    """Pipeline ranks with a copy of the embedding, the first one first; None: the first and the last."""
+    """Pipeline ranks with a copy of the embedding, the owner first; None: the first and the last."""
     cp_split: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which places of a sequence a context-parallel rank holds; see `parallel/context_parallel.py`."""
+    """Assignment of sequence positions to context-parallel ranks (`parallel/context_parallel.py`)."""
     cp_sub_axes: tuple[int, int] | None = None
-    """(a2a, p2p) sizes of the two levels of "a2a+p2p", whose product is cp; neighbours exchange heads."""
+    """Sizes (a2a, p2p) of hierarchical context parallelism, with product cp. Adjacent ranks form an all-to-all group
+    (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_rank: int | None = None
-    """Dynamic context parallelism: a microbatch is split over as few of the cp ranks as keep a rank's share of its
-    longest document within so many tokens. None: over all of them."""
+    """Dynamic context parallelism (`--hybrid-context-parallel`): each microbatch uses the smallest number of cp ranks
+    that keeps a rank's share of its longest document within this many tokens. None: all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
-    """Axes from the fastest varying rank to the slowest."""
+    """Order of the axes, fastest varying first."""
     timeout_minutes: float = 10.0
+    """Timeout of collectives (`--distributed-timeout-minutes`)."""
     debug_collectives: bool = False
-    """Ranks tell each other what they are about to do together before they do it."""
+    """Verifies before each collective that all its ranks call it with the same shapes (torch.distributed's debug level
+    DETAIL)."""
 
     @property
     def dp(self) -> int:
@@ -59,20 +64,22 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """How gradients and weights travel between the ranks that hold copies of a parameter. Sizes are in elements."""
+    """Gradient reduction and weight gathering over data-parallel ranks (`--ddp-*`)."""
 
     sharded_optimizer: bool = False
-    """ZeRO-1: each rank keeps and steps its share of the optimizer's state."""
+    """ZeRO-1: each rank keeps and steps a shard of the optimizer state (`--use-distributed-optimizer`)."""
     overlap_grad_reduce: bool = False
-    """A bucket's reduction starts when its last gradient of the step has arrived, while the backward goes on."""
+    """Starts a bucket's reduction as soon as its last gradient of the step is computed, alongside the backward."""
     overlap_param_gather: bool = False
-    """New weights are waited for where the forward first needs them."""
+    """Gathers updated weights alongside the next forward, bucket by bucket."""
     bucket_size: int | None = None
+    """Elements per bucket; None, without `num_buckets`: Megatron's rule."""
     num_buckets: int | None = None
-    """Of all parameters of a rank together, about; instead of `bucket_size`. Neither: Megatron's rule."""
+    """Approximate number of buckets of a rank, as an alternative to `bucket_size`."""
     pad_buckets: bool = False
-    """Buckets end at multiples of 2^16, at which NCCL reaches its full bandwidth."""
+    """Pads buckets to multiples of 2^16 elements, for full NCCL bus bandwidth."""
     average_in_collective: bool = False
-    """The collective takes the mean, instead of a sum that is divided afterwards."""
+    """Averages gradients inside the collective instead of scaling their sum."""
     fp32_sums: bool = False
-    """Gradients of a narrower format travel in it, but are summed in fp32."""
+    """Communicates gradients in their own format but accumulates them in fp32
+    (`--ddp-reduce-scatter-with-fp32-accumulation`)."""

@@ -1,4 +1,4 @@
-"""What a run asks of its pipeline."""
+"""Pipeline parallelism: layer placement and schedule."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,20 @@ from megatron_moe.pipeline.schedule import ScheduleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Where layers stand and in which order microbatches pass them."""
+    """Placement of layers on pipeline stages, and the schedule."""
 
     layout: PipelineLayout | None = None
     """None: the same number of layers on every stage."""
     group_size: int | None = None
-    """Microbatches that a virtual stage takes in a row; None: the number of pipeline ranks."""
+    """Consecutive microbatches per virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`); None: pp."""
     overlap: bool = False
-    """Forward and backward of different microbatches interleave, node by node."""
+    """Interleaves the forward of one microbatch with the backward of another to hide expert communication
+    (`--overlap-moe-expert-parallel-comm`)."""
     split_backward: bool = False
-    """Weight gradients are computed apart from those of inputs."""
+    """Computes weight gradients after input gradients, as separate actions (`--delay-wgrad-compute`)."""
     early_attention_backward: bool = False
-    """In a pair the backward of attention comes before the forward of the experts (`pair_slots`)."""
+    """With `overlap`, runs the backward of attention before the other microbatch's experts
+    (`--ep-overlap-early-attn-memory-release`)."""
 
     def schedule(self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
         """Schedule of one step, or of an evaluation, of a model with this layout."""

@@ -1,4 +1,4 @@
-"""In what number formats a run computes and stores."""
+"""Number formats of parameters, gradients, optimizer state and matrix products."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,23 +10,24 @@ LowPrecision = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Formats of parameters, gradients and optimizer state."""
+    """Number formats of a run."""
 
     params: FloatName = "fp32"
-    """Parameters and activations. Internals (softmax, norms, losses) run in promote(fp32, params)."""
+    """Parameters and activations. Softmax, norms and losses compute in promote(fp32, params)."""
     grads: FloatName = "fp32"
     """Gradient accumulation and reduction."""
     master: FloatName = "fp32"
-    """Weights the optimizer keeps. No copy is kept where it equals `params`."""
+    """Master weights of the optimizer; not stored separately if equal to `params` (`--main-params-dtype`)."""
     deterministic: bool = False
+    """Selects bitwise reproducible kernels (`--deterministic-mode`)."""
     exp_avg: StateName = "fp32"
-    """Adam's first moment. In a run whose master weights are fp64, so are both moments."""
+    """Adam's first moment (`--exp-avg-dtype`); fp64 if `master` is."""
     exp_avg_sq: StateName = "fp32"
-    """Adam's second moment."""
+    """Adam's second moment (`--exp-avg-sq-dtype`); fp64 if `master` is."""
     remainders: bool = False
-    """Of fp32 master weights of bf16 parameters only the 16 bits are kept that the parameter does not have: 2 bytes
-    instead of 4, and the same numbers."""
+    """Stores only the low 16 bits of fp32 master weights, next to the bf16 parameter that has the high ones: 2 bytes
+    instead of 4, without loss (`--store-param-remainders`)."""
     low: LowPrecision | None = None
-    """Scaling recipe of matrix products in FP8 or FP4; None: all are in the parameters' format."""
+    """Scaling recipe of FP8 or FP4 matrix products (`--fp8-recipe`, `--fp4-recipe`); None: all use `params`."""
     low_params: bool = False
-    """Weights of those products are kept and gathered in the low format."""
+    """Stores and gathers the weights of these products in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`)."""

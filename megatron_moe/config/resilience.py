@@ -1,4 +1,4 @@
-"""Watchdog, numerics checks, signals, injected faults."""
+"""Watchdog, numerics checks, signals and fault injection."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,25 +8,30 @@ from megatron_moe.config.faults import FaultConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    """What a run does about signals and about things that go wrong."""
+    """Reactions of a run to signals, hangs, numerical problems and failures."""
 
     exit_signals: tuple[str, ...] = ()
-    """Names of signals on which all ranks save and leave; none: signals do to the process what they always do."""
+    """Names of signals on which all ranks save a checkpoint and exit; empty: default signal handling."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a loss or gradient that is not finite. The weights never see it."""
+    """Reaction to a non-finite loss or gradient: end the run, or skip the update. Weights are never updated by it."""
     watchdog: tuple[tuple[str, float], ...] = ()
-    """(phase, seconds): start, step, evaluation, save, exit; a phase that is not listed may take for ever."""
+    """Pairs (phase, timeout in seconds) of start, step, evaluation, save and exit; unlisted phases have no timeout."""
     compare_replicas_interval: int | None = None
-    """Iterations between comparisons of the weights over data-parallel ranks; None: none."""
+    """Iterations between comparisons of weights over data-parallel ranks; None: never
+    (`--check-weight-hash-across-dp-replicas-interval`)."""
     most_skips: int = 3
-    """So many steps skipped in a row end the run."""
+    """Consecutive skipped steps that end the run (`--max-skipped-iterations`)."""
     report_spiky_loss: bool = False
+    """Detects loss spikes (`--check-for-spiky-loss`)."""
     report_large_grads: bool = False
+    """Detects gradient spikes (`--check-for-large-grads`)."""
     timeout_after_start: float | None = None
-    """Seconds that a collective may wait after the first step; None: as long as in it."""
+    """Timeout of collectives after the first step, in seconds; None: the same as in it
+    (`--distributed-timeout-seconds-after-init`)."""
     on_spike: Literal["report", "skip", "stop"] = "report"
-    """What follows one of these. Unless it is reported alone, the weights never see it."""
+    """Reaction to a loss or gradient spike; skip and stop discard the update."""
     rerun: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    """Whether a step that ends the run is computed again to judge the hardware; or every step is, for statistics."""
+    """validate_results: recomputes a step that ends the run, to detect faulty hardware; report_stats: recomputes every
+    step, for statistics (`--rerun-mode`)."""
     faults: tuple[FaultConfig, ...] = ()
-    """What tests let happen to the run."""
+    """Injected faults (`--inject`)."""

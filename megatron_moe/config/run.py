@@ -1,4 +1,4 @@
-"""The RunPlan: everything a run was asked to do, resolved and frozen. Made only in `arguments/resolve.py`."""
+"""The RunPlan: the complete, resolved configuration of a run, built by `arguments/resolve.py`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +26,21 @@ from megatron_moe.pipeline.schedule import ScheduleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Which backend computes each op."""
+    """Kernel backends and compilation."""
 
     backend: str = "auto"
+    """Backend of all ops (`--kernel-backend`)."""
     per_op: tuple[tuple[str, str], ...] = ()
-    """(op, backend) wishes that override `backend`."""
+    """Pairs (op, backend) that override `backend` (`--kernel-per-op`)."""
     cache_dir: Path | None = None
-    """Where compiled kernels are kept, a folder per node in it; None: in the user's cache."""
+    """Directory of compiled kernels, with a subdirectory per node; None: the user's cache directory."""
     compile_first: bool = False
-    """Before the run begins, on a GPU."""
+    """Compiles all kernels before the first step (GPU only)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """One command line, resolved. `arguments` keeps the flags; this keeps what they mean."""
+    """Configuration of a run, resolved from its flags."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -61,34 +62,35 @@ class RunPlan:
     resilience: ResilienceConfig = ResilienceConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     environment: tuple[tuple[str, str], ...] = ()
-    """Environment variables to set before torch is imported: asked for by files, or needed by flags."""
+    """Environment variables to set before torch is imported, as (name, value)."""
     environment_reasons: tuple[str, ...] = ()
-    """Why, one for each of them."""
+    """Reason for each entry of `environment`."""
     resolved_yaml: str = ""
     """Text of run.yaml: every value with its origin."""
     command_line: str = ""
     notes: tuple[str, ...] = ()
-    """One line each: flags accepted without effect, aliases, flags given twice."""
+    """Notes about the flags, one line each: no effect, aliases, duplicates."""
     emulation: EmulationConfig | None = None
-    """Not a run, but one rank of it whose memory is watched; None: a run."""
+    """Memory emulation instead of training; None: training."""
     missing_inputs: tuple[str, ...] = ()
-    """Inputs that are missing or wrong, so that the plan would not start. Only the plan of a dry run has any."""
+    """Dry run only: missing or invalid inputs, without which the run cannot start."""
     blockers: tuple[str, ...] = ()
-    """Features that this program lacks to train the plan. Only the plan of a dry run has any."""
+    """Dry run only: unavailable features that training would need."""
     unknown_layers: tuple[str, ...] = ()
-    """Flags of layers that cannot be built: `model` lacks them. Only the plan of a dry run has any."""
+    """Dry run only: flags of layers that cannot be built and are missing in `model`."""
 
     @property
     def layout(self) -> PipelineLayout:
-        """Which layers every pipeline stage holds."""
+        """Layers of every pipeline stage."""
         if self.pipeline.layout is not None:
             return self.pipeline.layout
-        return even_layout(
-            len(self.model.layers),
-            pp=self.parallel.pp,
-            vpp=self.parallel.virtual_stages,
-            num_mtp=self.model.mtp.num_layers if self.model.mtp else 0,
-        )
+        vpp = self.parallel.virtual_stages
+        return even_layout(len(self.model.layers), pp=self.parallel.pp, vpp=vpp, num_mtp=self.model.num_mtp)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step at the full global batch size."""
+        return self.batch.global_size // (self.batch.micro * self.parallel.dp)
 
     def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
         """See `PipelineConfig.schedule`."""

@@ -1,20 +1,19 @@
-"""What one rank keeps of a microbatch between forward and backward: every saved tensor, by name.
+"""Tensors that one rank saves for backward, per layer and stage and for one microbatch.
 
-The list is that of our own modules, with kernels that keep what their backward needs and nothing else: a norm keeps its
-input, an activation its input, attention q, k, v, its output and one number per query; rotation, permutation and sums
-keep nothing. Sizes are those of one rank. Shapes are written with these letters, the alphabet of docs/shapes.md:
+Our kernels save the minimum: norms and activations save their input; attention saves q, k, v, its output and the
+log-sum-exp; RoPE, permutation and sums save nothing. Attention dropout runs in plain torch, which saves values per
+query-key pair. Sizes are per rank, with the letters of docs/shapes.md:
 
-  T tokens of the residual stream on this rank: S / (cp * tp) * B under sequence parallelism, else S / cp * B
-  U tokens that heads and dense channels see: S / cp * B
-  R rows that this rank's experts take       N, G heads and query groups on this rank, D, E their widths
-  H hidden, F ffn channels on this rank      V rows of the vocabulary on this rank
-
-Dropout of attention is the exception: its kernel is plain torch, which keeps a number per pair of query and key.
+  T tokens of the residual stream: S / (cp * tp) * B with sequence parallelism, else S / cp * B
+  U tokens inside attention and MLP: S / cp * B
+  R rows of the local experts     N, G local heads and query groups     D, E q and v head dims
+  H hidden size                   F local ffn channels                  V local vocabulary
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from types import MappingProxyType
 
 from megatron_moe.config.attention import (
     AttentionConfig,
@@ -29,156 +28,139 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.precision import FloatName, PrecisionConfig
-from megatron_moe.cost_model.shards import share_of_layer
+from megatron_moe.config.run import RunPlan
 from megatron_moe.pipeline.layout import StageLayout
 
-_BYTES = (("fp64", 8), ("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 1))
+_BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
-"""What frees a tensor of a layer that looks ahead where all whole layers are computed again."""
+"""Marks tensors of an MTP layer that full recompute with method uniform frees."""
 _INDEX = 8
-"""Bytes of an id."""
+"""Bytes of an index."""
 
 
 def num_bytes(name: str) -> int:
-    """Bytes of one number of a format."""
-    return dict(_BYTES)[name]
+    """Bytes per element of a number format."""
+    return _BYTES[name]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptTensor:
-    """One saved tensor."""
+class SavedTensor:
+    """One tensor saved for backward."""
 
     module: str
-    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding, positions."""
+    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
     name: str
     shape: str
     bytes: int
     elements: int
     low: bool = False
-    """The input of a matrix and of nothing else: with FP8 products it is kept in FP8."""
-    forgotten: tuple[str, ...] = ()
+    """Only a matrix product reads it, so FP8 and FP4 recipes save it in their format."""
+    recomputed_by: tuple[str, ...] = ()
     """Modules of selective recompute that free it."""
-    moves: str = ""
-    """Module of activation offloading that moves it."""
-    fair_bytes: int = 0
-    """Of rows that can wait in pages: with the fair share of rows in place of those that it has."""
+    offloaded_by: str = ""
+    """Module of activation offload that moves it to the host."""
+    even_bytes: int = 0
+    """Expert rows in the paged stash: bytes at an even load. 0: never stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSizes:
-    """How much a rank sees of a microbatch, and in what formats."""
+    """Tokens of one microbatch on a rank, and bytes per element."""
 
     residual: int
-    """T."""
+    """Tokens of the residual stream, T."""
     inner: int
-    """U."""
+    """Tokens inside attention and MLP, U."""
     activation: int
-    """Bytes of an activation."""
+    """Bytes per activation element."""
     internal: int
-    """Bytes of promote(fp32, activation)."""
+    """Bytes per element of promote(fp32, activation)."""
     length: int
-    """S: tokens of a sequence, over all ranks."""
-    sequences: int = 1
-    """Of a microbatch."""
+    """Tokens of a sequence over all ranks, S."""
     imbalance: float = 1.0
-    """Rows of the fullest rank's experts, as a multiple of the mean."""
+    """Expert rows of the most loaded rank as a multiple of the mean."""
 
     @classmethod
-    def of(
-        cls,
-        parallel: ParallelConfig,
-        precision: PrecisionConfig,
-        *,
-        micro: int,
-        seq_length: int,
-        imbalance: float = 1.0,
-    ) -> "ActivationSizes":
-        """Of one microbatch of `micro` sequences."""
-        inner = seq_length // parallel.cp * micro
-        wide: FloatName = "fp64" if precision.params == "fp64" else "fp32"
+    def of(cls, plan: RunPlan, imbalance: float = 1.0) -> "ActivationSizes":
+        """Sizes for one microbatch of a plan."""
+        parallel, activation = plan.parallel, num_bytes(plan.precision.params)
+        inner = plan.data.seq_length // parallel.cp * plan.batch.micro
         return cls(
             residual=inner // parallel.tp if parallel.sequence_parallel else inner,
             inner=inner,
-            activation=num_bytes(precision.params),
-            internal=num_bytes(wide),
-            length=seq_length,
-            sequences=micro,
+            activation=activation,
+            internal=max(activation, num_bytes("fp32")),
+            length=plan.data.seq_length,
             imbalance=imbalance,
         )
 
 
 def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
-    """R: rows that a rank's experts take of a microbatch with `num_tokens` tokens on every rank.
+    """Rows R of a rank's experts for a microbatch with `num_tokens` tokens per rank.
 
-    `imbalance`: as a multiple of the fair share; one rank takes all rows whatever the routing is. Experts with a padded
-    capacity take neither more nor less, and the all-gather dispatcher sizes its buffers by the bound that no routing
-    exceeds.
+    Rows are `imbalance` times the even share if there are several expert-parallel ranks. Exceptions: padded capacity
+    fixes the number of rows, and the all-gather dispatcher allocates the upper bound.
     """
     ranks, router = parallel.ep * parallel.etp, config.router
     local = router.num_experts // parallel.ep
     if config.capacity is not None and config.capacity.pad:
-        fair = num_tokens * router.topk / router.num_experts * config.capacity.factor
-        return ranks * local * min(num_tokens, ceil(fair))
+        even = num_tokens * router.topk / router.num_experts * config.capacity.factor
+        return ranks * local * min(num_tokens, ceil(even))
     if ranks > 1 and config.dispatcher == "allgather":
         return ranks * num_tokens * min(router.topk, local)
     return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
 
 
-def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[KeptTensor]:
-    """What one layer keeps of a microbatch."""
-    share = share_of_layer(layer, parallel)
-    hidden = share.mixer.hidden_size
-    feed_forward = share.feed_forward
-    moe = isinstance(feed_forward, MoEConfig)
-    kept = list(_norm("input_norm", layer.norm, hidden, sizes, low=True, input_moves="attn_norm", moves="qkv_linear"))
-    mixer = share.mixer
-    kept += _mla(mixer, sizes) if isinstance(mixer, MLAConfig) else _attention(mixer, layer, sizes)
-    if keeps_pairs(mixer.core, parallel):
-        kept += _pairs(mixer, sizes)
-    # the router reads the same tensor in the activations' format, so that FP8 products free nothing of it
-    kept += _norm("mlp_norm", layer.norm, hidden, sizes, low=not moe, input_moves="mlp_norm", moves="")
+def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedTensor]:
+    """Saved tensors of one layer."""
+    shard = layer.shard(parallel)
+    mixer, feed_forward, hidden = shard.mixer, shard.feed_forward, shard.mixer.hidden_size
+    saved = list(_norm("input_norm", layer.norm, hidden, sizes, low=True, input_by="attn_norm", output_by="qkv_linear"))
+    saved += _mla(mixer, sizes) if isinstance(mixer, MLAConfig) else _attention(mixer, layer, sizes)
+    if saves_pairs(mixer.core, parallel):
+        saved += _pairs(mixer, sizes)
+    # the router reads the norm's output in the activation format, so an MoE layer does not save it in FP8
+    saved += _norm("mlp_norm", layer.norm, hidden, sizes, low=not layer.is_moe, input_by="mlp_norm")
     if isinstance(feed_forward, MoEConfig):
-        kept += _moe(feed_forward, parallel, sizes)
+        saved += _moe(feed_forward, parallel, sizes)
     else:
-        kept += _mlp("mlp", feed_forward, sizes, "mlp")
+        saved += _mlp("mlp", feed_forward, sizes, "mlp")
     if layer.hidden_dropout:
-        at = ("attention", "mlp")
-        kept += [_tensor(module, "dropout mask", "T H", sizes.residual * hidden, sizes.activation) for module in at]
-    return kept
+        count = sizes.residual * hidden
+        saved += [_tensor(name, "dropout mask", "T H", count, sizes.activation) for name in ("attention", "mlp")]
+    return saved
 
 
 def stage_tensors(
     model: ModelConfig, stage: StageLayout, parallel: ParallelConfig, sizes: ActivationSizes
-) -> list[KeptTensor]:
-    """What a stage keeps besides its layers: ids, the final norm, logits, and multi-token prediction."""
-    kept: list[KeptTensor] = list(_rotations(model, stage, sizes))
+) -> list[SavedTensor]:
+    """Saved tensors of a stage outside its decoder layers: token ids, RoPE tables, final norm, head and MTP."""
+    saved: list[SavedTensor] = list(_rotations(model, stage, sizes))
     if stage.embedding:
-        kept.append(_tensor("embedding", "tokens", "U", sizes.inner, _INDEX))
+        saved.append(_tensor("embedding", "tokens", "U", sizes.inner, _INDEX))
     if stage.final_norm:
-        kept += _norm("final_norm", model.norm, model.hidden_size, sizes)
+        saved += _norm("final_norm", model.norm, model.hidden_size, sizes)
     if stage.loss:
-        kept += _head(model, parallel, sizes)
-    depths = model.mtp.num_layers if model.mtp else 0
+        saved += _head(model, parallel, sizes)
     if stage.num_mtp:
-        for _ in range(depths):
-            kept += _look_ahead(model, parallel, sizes)
+        for _ in range(model.num_mtp):
+            saved += _mtp_layer(model, parallel, sizes)
     if stage.loss:
-        kept += [replace(each, module="mtp") for _ in range(depths) for each in _head(model, parallel, sizes)]
-    return kept
+        saved += [replace(each, module="mtp") for _ in range(model.num_mtp) for each in _head(model, parallel, sizes)]
+    return saved
 
 
-def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """cos and sin, made once per microbatch for all layers of a stage that rotate alike."""
+def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """cos and sin, shared by all layers of a stage with the same RoPE configuration."""
     layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
     for rope in dict.fromkeys(layer.mixer.rope for layer in layers):
         if rope is not None:
             yield _tensor("positions", "cos and sin", "2 U D", 2 * sizes.inner * rope.dim, sizes.internal)
 
 
-def _tensor(module: str, name: str, shape: str, elements: float, size: int, **marks: object) -> KeptTensor:
+def _tensor(module: str, name: str, shape: str, elements: float, size: int, **marks: object) -> SavedTensor:
     count = int(elements)
-    return KeptTensor(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)  # type: ignore[arg-type]
+    return SavedTensor(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)  # type: ignore[arg-type]
 
 
 def _norm(
@@ -188,119 +170,105 @@ def _norm(
     sizes: ActivationSizes,
     *,
     low: bool = False,
-    input_moves: str = "",
-    moves: str = "",
-) -> Iterator[KeptTensor]:
-    """A norm of the residual stream: its input, and its output, which is the input of what follows."""
-    tokens = sizes.residual
+    input_by: str = "",
+    output_by: str = "",
+) -> Iterator[SavedTensor]:
+    """Input, statistics and output of a norm of the residual stream; the output is the next module's input."""
+    count, size = sizes.residual * width, sizes.activation
     numbers = 2 if config.kind == "LayerNorm" else 1
-    yield _tensor(module, "input", "T H", tokens * width, sizes.activation, moves=input_moves)
-    yield _tensor(module, "statistics", "T", tokens * numbers, sizes.internal)
-    forgotten = ("layernorm",) if module in ("input_norm", "mlp_norm") else ()
-    yield _tensor(module, "output", "T H", tokens * width, sizes.activation, low=low, forgotten=forgotten, moves=moves)
+    yield _tensor(module, "input", "T H", count, size, offloaded_by=input_by)
+    yield _tensor(module, "statistics", "T", sizes.residual * numbers, sizes.internal)
+    recomputed = ("layernorm",) if module in ("input_norm", "mlp_norm") else ()
+    yield _tensor(module, "output", "T H", count, size, low=low, recomputed_by=recomputed, offloaded_by=output_by)
 
 
-def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """v is a view of the qkv product, which therefore stays whole, and so is k where nothing changes it. q is gathered
-    from the query groups, so it is one only if there is a single group."""
-    tokens, size = sizes.inner, sizes.activation
-    moved = {"moves": "core_attn"}
-    gathered = config.num_query_groups > 1
-    # one kernel norms, rotates and splits the product, and reads it again in its backward
-    in_one = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm" and config.rope is not None
-    in_one = in_one and not config.output_gate
-    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * config.qkv_width, size, **moved)
+def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """v is a view of the qkv product, so the product is saved; so is k, without norm and RoPE. q is copied out of the
+    query groups unless there is only one."""
+    tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
+    several_groups = config.num_query_groups > 1
+    # a fused kernel normalises, rotates and splits the product and reads it again in backward
+    fused = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm" and config.rope is not None
+    fused = fused and not config.output_gate
+    yield _tensor("attention", "qkv", "U (N+2G) D", tokens * config.qkv_width, size, **marks)
     if config.qk_norm == "full":
-        whole = (layer.mixer.num_heads + _groups(layer)) * config.head_dim
-        yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * whole, size)
-    elif config.qk_norm in ("per_head", "l2") and gathered and not in_one:
+        assert isinstance(layer.mixer, AttentionConfig), f"{layer.mixer} has no query groups"
+        all_heads = layer.mixer.q_width + layer.mixer.kv_width
+        yield _tensor("attention", "q and k before their norm", "U (N+G) D", tokens * all_heads, size)
+    elif config.qk_norm in ("per_head", "l2") and several_groups and not fused:
         yield _tensor("attention", "q before its norm", "U N D", tokens * config.q_width, size)
-    if config.qk_norm != "none" and not in_one:
+    if config.qk_norm != "none" and not fused:
         rows = 2 if config.qk_norm == "full" else config.num_heads + config.num_query_groups
         yield _tensor("attention", "statistics of q and k", "U (N+G)", tokens * rows, sizes.internal)
     changed = config.qk_norm != "none" or config.rope is not None
-    if changed or gathered:
-        yield _tensor("attention", "q", "U N D", tokens * config.q_width, size, **moved)
+    if changed or several_groups:
+        yield _tensor("attention", "q", "U N D", tokens * config.q_width, size, **marks)
     if changed:
-        yield _tensor("attention", "k", "U G D", tokens * config.kv_width, size, **moved)
-    yield from _core(config.num_heads, config.q_width, sizes)
+        yield _tensor("attention", "k", "U G D", tokens * config.kv_width, size, **marks)
+    yield from _core(config, sizes)
     if config.output_gate:
-        # both factors in the internal format, of which the output is one already where the formats are the same
+        # both factors in the internal format; the attention output is one of them if the formats are equal
         factors = 1 if sizes.activation == sizes.internal else 2
         yield _tensor("attention", "gate and output", "U N D", factors * tokens * config.q_width, sizes.internal)
         yield _tensor("attention", "gated output", "U N D", tokens * config.q_width, size, low=True)
 
 
-def _groups(layer: LayerConfig) -> int:
-    assert isinstance(layer.mixer, AttentionConfig), f"{layer.mixer} has no query groups"
-    return layer.mixer.num_query_groups
+def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """The output, which is also the input of the output projection, and the log-sum-exp."""
+    rows = sizes.inner * config.num_heads
+    count = sizes.inner * config.out_width
+    yield _tensor("attention", "output", "U N E", count, sizes.activation, offloaded_by="attn_proj")
+    yield _tensor("attention", "log-sum-exp", "U N", rows, sizes.internal, recomputed_by=("core_attn",))
 
 
-def _core(num_heads: int, width: int, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """The output, which is the last matrix's input too, and one log-sum-exp per query."""
-    yield _tensor("attention", "output", "U N E", sizes.inner * width, sizes.activation, moves="attn_proj")
-    yield _tensor("attention", "log-sum-exp", "U N", sizes.inner * num_heads, sizes.internal, forgotten=("core_attn",))
-
-
-def keeps_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Is there a number per pair of query and key between forward and backward? Attention in parts, to keys of other
-    ranks, makes them again."""
+def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
+    """Whether attention saves values per query-key pair: with dropout, unless it is computed in blocks over the keys of
+    other ranks, which recompute them."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
-def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """Softmax, the mask and their product; and what was multiplied, by head and in the internal format."""
-    marks = {"forgotten": ("core_attn",), "moves": "core_attn"}
-    rows, query, value = sizes.inner * mixer.num_heads, *_widths(mixer)
-    yield _tensor(
-        "attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, sizes.internal, **marks
-    )
-    copied = (1 if sizes.activation == sizes.internal else 2) * query + value
-    yield _tensor("attention", "q, k and v by head", "U N (2D+E)", rows * copied, sizes.internal, **marks)
+def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """Softmax, dropout mask and their product [U, N, S]; q, k and v per head in the internal format."""
+    marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
+    rows, size = sizes.inner * mixer.num_heads, sizes.internal
+    yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)
+    width = (1 if sizes.activation == size else 2) * mixer.q_head_dim + mixer.v_head_dim
+    yield _tensor("attention", "q, k and v by head", "U N (2D+E)", rows * width, size, **marks)
 
 
-def _widths(mixer: AttentionConfig | MLAConfig) -> tuple[int, int]:
-    """Of a query's and of a value's head."""
-    if isinstance(mixer, MLAConfig):
-        return mixer.q_head_dim, mixer.v_head_dim
-    return mixer.head_dim, mixer.head_dim
-
-
-def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """Latents are made of a rank's own positions and gathered for the way up, which keeps the rank's own ones."""
-    tokens, own, size = sizes.inner, sizes.residual, sizes.activation
-    width = config.num_heads * config.q_head_dim
-    up = {"forgotten": ("mla_up_proj",), "moves": "core_attn"}
+def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """Latents are saved for the rank's tokens and gathered again for the up-projection."""
+    tokens, local, size = sizes.inner, sizes.residual, sizes.activation
+    marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
     if config.q_lora_rank is not None:
-        yield _tensor("attention", "q latent", "T Q", own * config.q_lora_rank, size)
+        yield _tensor("attention", "q latent", "T Q", local * config.q_lora_rank, size)
         if config.qk_norm:
-            yield _tensor("attention", "q latent, normed", "T Q", own * config.q_lora_rank, size, low=True)
-    yield _tensor("attention", "kv latent", "T (L+P)", own * (config.kv_lora_rank + config.qk_rope_dim), size)
+            yield _tensor("attention", "q latent, normed", "T Q", local * config.q_lora_rank, size, low=True)
+    yield _tensor("attention", "kv latent", "T (L+P)", local * (config.kv_lora_rank + config.qk_rope_dim), size)
     if config.qk_norm:
-        yield _tensor("attention", "kv latent, normed", "T L", own * config.kv_lora_rank, size, low=True)
+        yield _tensor("attention", "kv latent, normed", "T L", local * config.kv_lora_rank, size, low=True)
         statistics = 2 if config.q_lora_rank is not None else 1
-        yield _tensor("attention", "statistics of latents", "T", own * statistics, sizes.internal)
-    yield _tensor("attention", "q", "U N D", tokens * width, size, **up)
-    yield _tensor("attention", "k", "U N D", tokens * width, size, **up)
-    kv = config.num_heads * (config.qk_head_dim + config.v_head_dim)
-    yield _tensor("attention", "kv, of which v is a view", "U N (D-P+E)", tokens * kv, size, **up)
-    yield from _core(config.num_heads, config.num_heads * config.v_head_dim, sizes)
+        yield _tensor("attention", "statistics of latents", "T", local * statistics, sizes.internal)
+    yield _tensor("attention", "q", "U N D", tokens * config.q_width, size, **marks)
+    yield _tensor("attention", "k", "U N D", tokens * config.q_width, size, **marks)
+    yield _tensor("attention", "kv, of which v is a view", "U N (D-P+E)", tokens * config.kv_up_width, size, **marks)
+    yield from _core(config, sizes)
 
 
-def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, forgotten: str) -> Iterator[KeptTensor]:
+def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, recomputed_by: str) -> Iterator[SavedTensor]:
     tokens, ffn = sizes.inner, config.ffn_hidden_size
-    fan, mark = config.activation.fan, {"forgotten": (forgotten,)}
+    fan, mark = config.activation.fan, {"recomputed_by": (recomputed_by,)}
     yield _tensor(module, "first product", "U 2F" if fan == 2 else "U F", tokens * fan * ffn, sizes.activation, **mark)
     yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=True, **mark)
 
 
-def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
+def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
     for each in (*_router(config, sizes), *_experts(config, parallel, sizes), *_shared(config.shared, sizes)):
-        yield replace(each, forgotten=(*each.forgotten, "moe"))
+        yield replace(each, recomputed_by=(*each.recomputed_by, "moe"))
 
 
-def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """Its input is the norm's output. Logits, or the scores made of them, once for the choice and once for losses."""
+def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """Logits or scores, for the selection and again for the balancing losses. The input is the norm's output."""
     router, tokens = config.router, sizes.residual
     losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
     number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
@@ -311,25 +279,25 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
     yield _tensor("router", "choices", "T K", tokens * router.topk, _INDEX + number)
 
 
-def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """The first matrix's rows are copies of tokens; the result of the second is kept only where it is weighed."""
+def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """The input rows of fc1 are copies of tokens; the output of fc2 is saved only if it is multiplied by the probs."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
     number = size if config.router.dtype is None else num_bytes(config.router.dtype)
     yield _tensor("experts", "row index", "R", rows * 2, _INDEX)
     yield _tensor("experts", "probabilities", "R", rows, number)
-    fair = parallel.etp * sizes.residual * config.router.topk * size
-    moved = {"moves": "expert_fc1", "fair_bytes": fair * experts.hidden_size}
-    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, **moved)
-    product, moved = rows * fan * ffn, {"moves": "moe_act", "fair_bytes": fair * fan * ffn}
-    yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", product, size, **moved)
-    forgotten = {"forgotten": ("moe_act",), "fair_bytes": fair * ffn}
-    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, **forgotten)
+    even = parallel.etp * sizes.residual * config.router.topk * size
+    marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
+    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, **marks)
+    marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
+    yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
+    marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
+    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, **marks)
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:
-        # the second bias is multiplied by the probability of each row
+        # each row's fc2 bias is multiplied by its probability
         yield _tensor("experts", "bias of rows", "R H", rows * experts.hidden_size, sizes.internal)
     if experts.probs_on_input:
         yield _tensor("experts", "rows before their probability", "R H", rows * experts.hidden_size, sizes.internal)
@@ -337,32 +305,32 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
         yield _tensor("experts", "latent sum", "T L", sizes.residual * config.latent_size, size, low=True)
 
 
-def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Iterator[KeptTensor]:
+def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Iterator[SavedTensor]:
     if config is None:
         return
     yield from _mlp("shared", config.mlp, sizes, "shared_experts")
     if config.gate:
         hidden = config.mlp.hidden_size
-        mark = {"forgotten": ("shared_experts",)}
+        mark = {"recomputed_by": ("shared_experts",)}
         yield _tensor("shared", "output", "T H", sizes.residual * hidden, sizes.activation, **mark)
         yield _tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal, **mark)
 
 
-def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """The head's input is the final norm's output. With a chunked loss no logits wait for the backward."""
+def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """The input is the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)
 
 
-def _look_ahead(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[KeptTensor]:
-    """One depth of multi-token prediction. The state it starts from is kept already, by the final norm's reader."""
+def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+    """One depth of multi-token prediction. Its input hidden state is already saved as the final norm's output."""
     hidden, tokens = model.hidden_size, sizes.residual
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
     yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)
     yield _tensor("mtp", "joined", "T 2H", 2 * tokens * hidden, sizes.activation, low=True)
     for each in layer_tensors(model.layers[-1], parallel, sizes):
-        its_input = (each.module, each.name) == ("input_norm", "input")
-        forgotten = each.forgotten if its_input else (*each.forgotten, WHOLE_LAYER)
-        yield replace(each, module="mtp", forgotten=forgotten)
+        is_input = (each.module, each.name) == ("input_norm", "input")
+        recomputed = each.recomputed_by if is_input else (*each.recomputed_by, WHOLE_LAYER)
+        yield replace(each, module="mtp", recomputed_by=recomputed)
     yield from _norm("mtp", model.norm, hidden, sizes)

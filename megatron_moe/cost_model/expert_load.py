@@ -1,7 +1,7 @@
-"""How many ranks the experts of a token stand on, and how unevenly rows fall on ranks, when routing is even and random.
+"""Ranks per token and rows per rank under uniformly random routing.
 
-A token chooses K of E experts, every set of K alike (with group limits: first g of G groups, every set alike, then K of
-their experts). Counts are then hypergeometric. Derivations are in docs/communication-volume.md.
+Each token selects K of E experts, all sets equally likely; with group limits, g of G groups and then K of their
+experts. Counts are hypergeometric; docs/communication-volume.md has the derivations.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from math import comb, log, sqrt
 from megatron_moe.config.moe import RouterConfig
 
 _ROUNDING = 1e-12
-"""A variance smaller than this times the mean's square is the rounding of its terms."""
+"""A variance below this multiple of the squared mean is a rounding error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class LoadSpread:
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """K of E experts, from g of G groups of neighbours."""
+    """Selection of `topk` experts from `group_topk` of `num_groups` groups of consecutive experts."""
 
     num_experts: int
     topk: int
@@ -33,18 +33,18 @@ class LoadChoice:
 
     @classmethod
     def of(cls, router: RouterConfig) -> "LoadChoice":
-        """What a router does when all experts are equally likely."""
+        """Selection of a router with equally likely experts."""
         if not router.num_groups or not router.group_topk:
             return cls(router.num_experts, router.topk)
         return cls(router.num_experts, router.topk, router.num_groups, router.group_topk)
 
     def destinations(self, num_parts: int) -> LoadSpread:
-        """Parts (ranks, nodes) on which a token has experts; each part holds E / num_parts neighbouring experts."""
-        alike = self._alike(num_parts)
-        hit = [1 - self._missed([part], num_parts) for part in range(1 if alike else num_parts)]
+        """Number of parts (ranks or domains, each with E / num_parts consecutive experts) that a token is sent to."""
+        equal = self._parts_are_equal(num_parts)
+        hit = [1 - self._missed([part], num_parts) for part in range(1 if equal else num_parts)]
         hit *= num_parts // len(hit)
         mean, both = sum(hit), 0.0
-        firsts = [0] if alike else range(num_parts)
+        firsts = [0] if equal else range(num_parts)
         for first in firsts:
             for second in range(num_parts):
                 if first != second:
@@ -54,65 +54,65 @@ class LoadChoice:
         return LoadSpread(mean=mean, std=sqrt(variance) if variance > _ROUNDING * mean * mean else 0.0)
 
     def rows(self, num_parts: int, num_tokens: int) -> LoadSpread:
-        """Rows that one part gets of `num_tokens` tokens that choose independently."""
+        """Rows that one part receives of `num_tokens` independent tokens."""
         mean = self.topk / num_parts
         variance = max(0.0, self._mean_square(num_parts) - mean * mean)
         return LoadSpread(mean=num_tokens * mean, std=sqrt(num_tokens * variance))
 
-    def _alike(self, num_parts: int) -> bool:
-        """Do all parts meet the borders of groups in the same way?"""
+    def _parts_are_equal(self, num_parts: int) -> bool:
+        """Whether all parts are aligned with the groups in the same way."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         return max(per_group, per_part) % min(per_group, per_part) == 0
 
     def _missed(self, parts: Sequence[int], num_parts: int) -> float:
         """Probability that a token has no expert on any of the parts."""
-        return sum(weight * _none(self._open, held, self.topk) for held, weight in self._held(parts, num_parts))
+        return sum(weight * _none(self._candidates, held, self.topk) for held, weight in self._held(parts, num_parts))
 
     def _mean_square(self, num_parts: int) -> float:
-        """Of a token's experts on one part."""
-        total = 0.0
+        """Mean square of the number of a token's experts on one part."""
+        total, candidates = 0.0, self._candidates
         for held, weight in self._held([0], num_parts):
-            mean = self.topk * held / self._open
-            variance = mean * (1 - held / self._open) * (self._open - self.topk) / max(1, self._open - 1)
+            mean = self.topk * held / candidates
+            variance = mean * (1 - held / candidates) * (candidates - self.topk) / max(1, candidates - 1)
             total += weight * (variance + mean * mean)
         return total
 
     @property
-    def _open(self) -> int:
-        """Experts among which a token chooses when its groups are chosen."""
+    def _candidates(self) -> int:
+        """Experts in the selected groups."""
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """(experts of the parts that are in the chosen groups, probability)."""
+        """(experts of these parts in the selected groups, probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
-        of_groups: dict[int, int] = {}
+        by_group: dict[int, int] = {}
         for part in parts:
             for expert in range(part * per_part, (part + 1) * per_part):
                 group = expert // per_group
-                of_groups[group] = of_groups.get(group, 0) + 1
-        # distribution over (groups chosen, experts held), one group after the other
-        found = {(0, 0): 1}
-        for experts in of_groups.values():
+                by_group[group] = by_group.get(group, 0) + 1
+        # (selected groups, experts in them) -> number of subsets of the groups seen
+        ways = {(0, 0): 1}
+        for experts in by_group.values():
             following: dict[tuple[int, int], int] = {}
-            for (chosen, held), ways in found.items():
+            for (selected, held), count in ways.items():
                 for take in (0, 1):
-                    at = (chosen + take, held + take * experts)
-                    following[at] = following.get(at, 0) + ways
-            found = following
-        others, all_ways = self.num_groups - len(of_groups), comb(self.num_groups, self.group_topk)
-        spread: dict[int, float] = {}
-        for (chosen, held), ways in found.items():
-            if 0 <= self.group_topk - chosen <= others:
-                weight = ways * comb(others, self.group_topk - chosen) / all_ways
-                spread[held] = spread.get(held, 0.0) + weight
-        return list(spread.items())
+                    key = (selected + take, held + take * experts)
+                    following[key] = following.get(key, 0) + count
+            ways = following
+        num_rest, all_ways = self.num_groups - len(by_group), comb(self.num_groups, self.group_topk)
+        distribution: dict[int, float] = {}
+        for (selected, held), count in ways.items():
+            if 0 <= self.group_topk - selected <= num_rest:
+                weight = count * comb(num_rest, self.group_topk - selected) / all_ways
+                distribution[held] = distribution.get(held, 0.0) + weight
+        return list(distribution.items())
 
 
 def _none(total: int, held: int, drawn: int) -> float:
-    """Probability that none of `held` among `total` is among `drawn` drawn ones."""
+    """Probability that `drawn` items of `total` include none of `held` given ones."""
     return comb(total - held, drawn) / comb(total, drawn)
 
 
 def fullest(spread: LoadSpread, num_parts: int) -> float:
-    """About how many rows the fullest of several parts gets: the mean and sqrt(2 ln n) standard deviations."""
+    """Approximate rows of the most loaded of n parts: mean + sqrt(2 ln n) standard deviations."""
     return spread.mean + spread.std * sqrt(2 * log(num_parts)) if num_parts > 1 else spread.mean

@@ -12,64 +12,64 @@ GpuKind = Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb3
 
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
-"""Share of a link's rate that large collectives reach. Measured on H200, rows of 4 KB: 0.54 (NCCL) to 0.76 (own
-kernels) of NVLink."""
+"""Share of a link's peak rate that large collectives reach. Measured on H200 with rows of 4 KB: 0.54 (NCCL) to 0.76
+(our kernels) of NVLink."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU in the machine it is usually built into. Rates are per GPU and direction."""
+    """One kind of GPU in its usual machine. Rates are per GPU and direction."""
 
     kind: GpuKind
     name: str
     memory_gib: float
-    """What torch finds to allocate."""
+    """Memory that torch can allocate."""
     hbm: float
-    """Bytes per second."""
+    """Memory bandwidth, bytes per second."""
     nvlink: float
     """Bytes per second to GPUs of the same NVLink domain."""
     network: float
-    """Bytes per second to all others."""
+    """Bytes per second to other GPUs."""
     per_node: int
-    """GPUs, and so ranks, of one host."""
+    """GPUs per host."""
     nvlink_domain: int
-    """GPUs that NVLink joins: those of a host, or of a rack."""
+    """GPUs per NVLink domain: a host or a rack."""
     host_link: float = 55e9
-    """Bytes per second to host memory: a PCIe 5 link of 16 lanes."""
+    """Bytes per second to host memory; default: PCIe 5 x16."""
     fp8_speedup: float = 2.0
-    """Dense FP8 rate as a multiple of the bf16 rate; 1: no FP8 units."""
+    """Dense FP8 rate as a multiple of the bf16 rate; 1 without FP8 units."""
 
     @property
     def bf16(self) -> float:
-        """Dense FLOP/s."""
+        """Dense bf16 FLOP/s."""
         peak = peak_flops(self.name, "bf16")
         assert peak is not None, f"no bf16 rate of {self.name}"
         return peak
 
     def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
-        """(dense FLOP/s, format) of products in a format; of bf16 where the kind has no published rate for it."""
+        """(dense FLOP/s, format) of matrix products in `dtype`, or in bf16 if no rate is published for it."""
         peak = peak_flops(self.name, dtype)
         return (self.bf16, "bf16") if peak is None else (peak, dtype)
 
     @property
     def fp8(self) -> float:
-        """Dense FLOP/s of FP8 products; those of bf16 where the kind has no FP8 units."""
+        """Dense FP8 FLOP/s; the bf16 rate without FP8 units."""
         return self.fp8_speedup * self.bf16
 
     def domain_ranks(self, world_size: int) -> int:
-        """Ranks that share an NVLink domain. Of the 72 GPUs of a rack larger jobs take 64: their groups are powers of
-        two (`sbatch --segment=16`)."""
+        """Ranks per NVLink domain. Jobs larger than a rack of 72 GPUs use 64 of each, because groups are powers of two
+        (`sbatch --segment=16`)."""
         if self.nvlink_domain <= self.per_node or world_size <= self.nvlink_domain:
             return self.nvlink_domain
         return 1 << (self.nvlink_domain.bit_length() - 1)
 
 
 _LINK_3, _LINK_4, _LINK_5, _LINK_6 = 300e9, 450e9, 900e9, 1800e9
-"""NVLink of Ampere, Hopper, Blackwell and Rubin."""
+"""NVLink rates of Ampere, Hopper, Blackwell and Rubin."""
 _PORT_200, _PORT_400, _PORT_800, _PORT_1600 = 25e9, 50e9, 100e9, 200e9
-"""A port of ConnectX-6, -7 and -8, and two of ConnectX-9."""
+"""Rates of one port of ConnectX-6, -7 and -8, and of two ports of ConnectX-9."""
 _GRACE = 225e9
-"""Two GPUs share the 450 GB/s of a Grace processor."""
+"""Half of a Grace CPU's 450 GB/s: two GPUs share it."""
 
 _KINDS = (
     GPU(
@@ -97,9 +97,9 @@ _KINDS = (
         host_link=450e9, fp8_speedup=17.5 / 4,
     ),
 )  # fmt: skip
-"""NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, of nodes of four GH200, and of GB200, GB300 and Vera
-Rubin NVL72: 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB of HBM; NVLink 600 (A100), 900 (Hopper), 1800 (Blackwell)
-and 3600 GB/s (Rubin) in both directions together; 200 to 1600 Gb/s of network per GPU. The memory is what drivers
-report of it, in GiB. Figures of VR200 are preliminary, and its reported memory is assumed to be that of GB300."""
+"""From NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, nodes of four GH200, and GB200, GB300 and VR200
+NVL72: 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB of HBM; bidirectional NVLink of 600 (A100), 900 (Hopper), 1800
+(Blackwell) and 3600 GB/s (Rubin); 200 to 1600 Gb/s of network per GPU. Memory is as reported by drivers, in GiB. VR200
+is preliminary; its reported memory is assumed to equal GB300's."""
 
 GPUS: Mapping[str, GPU] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

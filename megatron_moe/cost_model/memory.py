@@ -1,6 +1,6 @@
-"""Bytes on the device, in closed form: what every pipeline rank of a plan holds at its fullest moment.
+"""Peak device memory of every pipeline rank, in closed form.
 
-Not in it: the CUDA context, NCCL's own buffers, cuBLAS workspaces and what the allocator cannot use.
+Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragmentation.
 """
 
 from collections import Counter
@@ -8,11 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
-from megatron_moe.config.memory import (
-    ActivationOffloadConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.precision import LowPrecision, PrecisionConfig
@@ -20,7 +16,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
     ActivationSizes,
-    KeptTensor,
+    SavedTensor,
     expert_rows,
     layer_tensors,
     num_bytes,
@@ -31,7 +27,6 @@ from megatron_moe.cost_model.shards import (
     HeldElements,
     held_by_rank,
     low_elements,
-    share_of_layer,
 )
 from megatron_moe.cost_model.workspace import (
     ATTENTION,
@@ -44,21 +39,21 @@ from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
 _FEW_GROUPS = 4
-"""Groups of microbatches after which a schedule repeats itself."""
+"""Groups of microbatches after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
-"""Rows of experts and their gradients, behind the backward of their microbatch."""
+"""Module name of expert rows and their gradients that are kept after backward for a delayed weight gradient."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""By chunk: microbatches in flight, and those behind their backward whose rows wait for weight gradients of experts."""
+"""Numbers of microbatches per chunk: in flight, and after backward with delayed expert weight gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What stays from step to step."""
+    """Bytes of weights, gradients and optimizer state."""
 
     weights: float
     gradients: float
     master: float
-    """Weights of higher precision, of which ZeRO-1 leaves each rank a share."""
+    """Master weights; sharded with ZeRO-1, like the moments."""
     moments: float
 
     @property
@@ -68,50 +63,50 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """One pipeline rank at its fullest moment."""
+    """Bytes of one pipeline rank at its peak."""
 
     rank: int
     """Pipeline rank."""
     held: HeldElements
     state: StateBytes
     activations: tuple[tuple[str, float], ...]
-    """(module, bytes) of all microbatches that wait for their backward."""
+    """(module, bytes) of saved activations of all microbatches in flight."""
     in_flight: int
-    """(microbatch, chunk) pairs then."""
+    """(microbatch, chunk) pairs in flight."""
     dispatch: float
-    """Rows on their way to experts and back, of one layer."""
+    """Buffers of the token dispatcher of one layer."""
     working: float
-    """Gradients of activations, and what is computed again, of the layer at work; or the gradient of the logits, where
-    the loss is and that is more. The two are never there together, and rows are on their way only beside the first."""
+    """Activation gradients and recomputed activations of one layer; or, if larger, the gradient of the logits on the
+    rank with the loss (`dispatch` is then 0)."""
     transfers: float
-    """Hidden states and gradients that travel between pipeline ranks."""
+    """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
-    """Optimizer state that comes from the host for the update, when no activation is there any more."""
+    """Offloaded optimizer state on the device during the update, after all activations are freed."""
     on_host: float
-    """Moved to host memory; not part of the total."""
+    """Activations offloaded to the host; not part of the total."""
 
     @property
     def kept(self) -> float:
-        """Activations of all modules."""
+        """Saved activations of all modules."""
         return sum(size for _, size in self.activations)
 
     @property
     def total(self) -> float:
-        """At its fullest: where activations are most, or in the update if more state visits the device then."""
+        """Peak bytes, during forward and backward or during the update."""
         return self.state.total + max(self.kept + self.dispatch + self.working + self.transfers, self.visiting)
 
 
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
-    """Weights and gradients of all parameters, and this rank's share of what the optimizer keeps.
+    """Bytes of weights, gradients and the rank's optimizer state, for parameters `held`, `low` of them in a low format.
 
-    With d copies of a parameter, bf16 weights, fp32 gradients, master weights and moments: 6 + 12 / d bytes each.
+    With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, master weights and moments: 6 + 12 / d per parameter.
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.sharded_optimizer
     owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
     owned = held.attention / owners[0] + held.expert / owners[1]
-    stays = 1 - plan.memory.offload.optimizer_fraction
-    copy = precision.params != precision.master
+    on_device = 1 - plan.memory.offload.optimizer_fraction
+    has_master = precision.params != precision.master
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
     if precision.low and precision.low_params:
@@ -119,13 +114,13 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
-        master=owned * _master(precision) * stays if copy else 0.0,
-        moments=owned * _moments(precision) * stays,
+        master=owned * _master(precision) * on_device if has_master else 0.0,
+        moments=owned * _moments(precision) * on_device,
     )
 
 
 def _master(precision: PrecisionConfig) -> int:
-    """Bytes of a master weight, or of the 16 bits that its bf16 parameter does not have."""
+    """Bytes of a master weight, or of its low 16 bits (`PrecisionConfig.remainders`)."""
     return 2 if precision.remainders else num_bytes(precision.master)
 
 
@@ -136,7 +131,7 @@ def _moments(precision: PrecisionConfig) -> int:
 
 
 def _low_weight(precision: PrecisionConfig) -> float:
-    """Bytes of a weight that is kept in a low format. MXFP8 and NVFP4 scale rows and columns apart: two copies."""
+    """Bytes of a weight in a low format. MXFP8 and NVFP4 need a rowwise and a columnwise copy."""
     match precision.low:
         case "mxfp8":
             return 2 * (1 + 1 / 32)
@@ -147,7 +142,7 @@ def _low_weight(precision: PrecisionConfig) -> float:
 
 
 def _low_activation(recipe: LowPrecision) -> float:
-    """Bytes of a matrix's input in a low format with its scales, rounded once."""
+    """Bytes per element of a matrix product's input in a low format, scales included."""
     match recipe:
         case "blockwise":
             return 1 + 4 / 128
@@ -161,7 +156,7 @@ def _low_activation(recipe: LowPrecision) -> float:
 
 @dataclass
 class _Chunk:
-    """What one microbatch in one chunk leaves on the device, by module; and in host memory."""
+    """Saved bytes of one microbatch in one chunk, on the device by module and on the host."""
 
     modules: dict[str, float]
     on_host: float = 0.0
@@ -172,90 +167,88 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Remains:
-    """What is left of a saved tensor."""
+class _Placed:
+    """Bytes of a saved tensor by place."""
 
     module: str
     device: float
     host: float = 0.0
-    again: float = 0.0
-    """Computed again in the backward."""
+    recomputed: float = 0.0
 
 
 class RankMemory:
-    """Bytes of the ranks of a plan."""
+    """Memory of the pipeline ranks of a plan."""
 
     def __init__(self, plan: RunPlan, imbalance: float = 1.0) -> None:
-        """`imbalance`: rows of the fullest rank's experts, as a multiple of the mean."""
+        """`imbalance`: expert rows of the most loaded rank as a multiple of the mean."""
         self.plan = plan
-        micro, seq = plan.batch.micro, plan.data.seq_length
-        self.sizes = ActivationSizes.of(plan.parallel, plan.precision, micro=micro, seq_length=seq, imbalance=imbalance)
-        self._layers: dict[LayerConfig, list[KeptTensor]] = {}
+        self.sizes = ActivationSizes.of(plan, imbalance)
+        self._layers: dict[LayerConfig, list[SavedTensor]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
 
-    def with_switches(self, memory: MemoryConfig) -> "RankMemory":
-        """Of the same plan with other trades of memory against time; what they do not change is not counted again."""
+    def with_options(self, memory: MemoryConfig) -> "RankMemory":
+        """Memory of the same plan with other memory options, reusing cached results."""
         return self.on_another_plan(replace(self.plan, memory=memory))
 
     def on_another_plan(self, plan: RunPlan) -> "RankMemory":
-        """Of a plan with the same model, layout and batch, but other memory switches or another optimizer."""
+        """Memory of a plan that differs in memory options and optimizer only, reusing cached results."""
         other = RankMemory(plan, self.sizes.imbalance)
         other._layers, other._held, other._moments = self._layers, self._held, self._moments
         return other
 
     def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
-        """Every pipeline rank."""
+        """Memory of every pipeline rank."""
         return [self.of_rank(rank, num_microbatches) for rank in range(self.plan.layout.pp)]
 
     def of_rank(self, rank: int, num_microbatches: int) -> RankBytes:
-        """One pipeline rank."""
+        """Memory of one pipeline rank."""
         plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         late = [sum(map(self._late, of_chunk)) for of_chunk in self.layers_of_chunks(rank)]
-        fullest, waiting = _fullest(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks], late)
+        in_flight, delayed = _peak(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks], late)
         modules: dict[str, float] = {}
-        for count, chunk in zip(fullest, chunks, strict=True):
+        for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
                 modules[module] = modules.get(module, 0.0) + count * size
-        if any(waiting):
-            modules[LATE] = sum(map(mul, waiting, late))
+        if any(delayed):
+            modules[LATE] = sum(map(mul, delayed, late))
         longest = max(len(stage.layers) for stage in stages)
-        moments = [self._at_work(layer, longest) for layer in dict.fromkeys(layers)]
+        candidates = [self._workspace(layer, longest) for layer in dict.fromkeys(layers)]
         if any(stage.loss for stage in stages):
-            moments.append(in_loss(plan.model, plan.parallel, self.sizes))
-        at_work = max(moments, key=lambda moment: moment.total, default=Workspace())
+            candidates.append(in_loss(plan.model, plan.parallel, self.sizes))
+        workspace = max(candidates, key=lambda each: each.total, default=Workspace())
         if plan.pipeline.overlap:
-            # a pair keeps a layer more than a chunk: that of the forward while the same one's backward is not over
-            at_work = at_work.and_more(max((self._left(layer) for layer in set(layers)), default=0.0))
+            # a pair saves one layer more than a chunk: the forward's, before the backward of that layer has ended
+            workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
         return RankBytes(
             rank=rank,
             held=self.held(rank),
             state=self.state_of_rank(rank),
             activations=tuple(modules.items()),
-            in_flight=sum(fullest),
-            dispatch=at_work.dispatch,
-            working=at_work.other,
+            in_flight=sum(in_flight),
+            dispatch=workspace.dispatch,
+            working=workspace.other,
             transfers=self._transfers(),
             visiting=self._visiting(rank),
-            on_host=sum(count * chunk.on_host for count, chunk in zip(fullest, chunks, strict=True)),
+            on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
         )
 
     def moments(self, rank: int, num_microbatches: int) -> list[Moment]:
-        """What waits after every computation of a pipeline rank, each set of numbers once. Of a few groups of
-        microbatches: the rest of a long step repeats itself."""
+        """Distinct numbers of microbatches that a pipeline rank stores after each computation, over a few groups of
+        microbatches: the rest of a long step is periodic."""
         interval = self.plan.memory.expert_wgrad_interval
         group = self.plan.schedule(num_microbatches).group
-        several = min(num_microbatches, groups_of_moments(interval) * group)
-        known = rank, several, interval
-        if known not in self._moments:
-            entries = computations(self.plan.schedule(several), rank)
-            self._moments[known] = _moments_of(entries, self.plan.layout.vpp, several, interval)
-        return self._moments[known]
+        count = min(num_microbatches, groups_of_moments(interval) * group)
+        key = rank, count, interval
+        if key not in self._moments:
+            entries = computations(self.plan.schedule(count), rank)
+            self._moments[key] = _moments_of(entries, self.plan.layout.vpp, count, interval)
+        return self._moments[key]
 
     def state_of_rank(self, rank: int) -> StateBytes:
-        """Weights, gradients and optimizer of one pipeline rank."""
+        """Weights, gradients and optimizer state of one pipeline rank."""
         return state_bytes(self.plan, *self._held_of(rank))
 
     def held(self, rank: int) -> HeldElements:
@@ -263,7 +256,7 @@ class RankMemory:
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
-        """(all parameters, those in a low format)."""
+        """(all parameters, parameters in a low format)."""
         if rank not in self._held:
             plan, low = self.plan, HeldElements()
             if plan.precision.low and plan.precision.low_params:
@@ -273,11 +266,10 @@ class RankMemory:
         return self._held[rank]
 
     def _layers_of(self, rank: int) -> list[LayerConfig]:
-        """Of all chunks."""
         return [layer for layers in self.layers_of_chunks(rank) for layer in layers]
 
     def layers_of_chunks(self, rank: int) -> list[list[LayerConfig]]:
-        """Of every chunk, those of multi-token prediction at its end."""
+        """Layers of each chunk, MTP layers last."""
         model = self.plan.model
         return [
             [*(model.layers[index] for index in stage.layers), *[model.layers[-1]] * stage.num_mtp]
@@ -285,11 +277,11 @@ class RankMemory:
         ]
 
     def moved_per_microbatch(self, rank: int) -> float:
-        """Bytes of activations that travel to host memory, of all chunks of a pipeline rank."""
+        """Bytes of activations offloaded to the host per microbatch, over all chunks of a pipeline rank."""
         return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
 
-    def tensors(self, layer: LayerConfig) -> list[KeptTensor]:
-        """What a layer keeps of a microbatch before anything is recomputed or moved."""
+    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
+        """Saved tensors of a layer for one microbatch, without recompute and offload."""
         if layer not in self._layers:
             self._layers[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
         return self._layers[layer]
@@ -303,111 +295,103 @@ class RankMemory:
             tensors = self.tensors(plan.model.layers[layer])
             self._add(chunk, self._input(tensors, plan.memory.recompute, place) if whole else tensors)
         self._add(chunk, stage_tensors(plan.model, stage, plan.parallel, self.sizes))
-        stays = min(chunk.on_host, float(plan.memory.offload.stay_bytes_per_stage * rank))
-        if stays:
-            chunk.modules["not moved"] = stays
-            chunk.on_host -= stays
+        kept = min(chunk.on_host, float(plan.memory.offload.stay_bytes_per_stage * rank))
+        if kept:
+            chunk.modules["not offloaded"] = kept
+            chunk.on_host -= kept
         return chunk
 
-    def _input(self, tensors: list[KeptTensor], recompute: RecomputeConfig, place: int) -> list[KeptTensor]:
-        """A layer that is computed again keeps its input; of a run of such layers the first does."""
+    def _input(self, tensors: list[SavedTensor], recompute: RecomputeConfig, place: int) -> list[SavedTensor]:
+        """The saved input of a fully recomputed layer; only the first layer of a recomputed chunk has one."""
         first = recompute.method == "block" or place % recompute.num_layers == 0
         return [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
 
-    def _add(self, chunk: _Chunk, tensors: Iterable[KeptTensor]) -> None:
+    def _add(self, chunk: _Chunk, tensors: Iterable[SavedTensor]) -> None:
         for each in tensors:
-            left = self._remains(each)
-            chunk.modules[left.module] = chunk.modules.get(left.module, 0.0) + left.device
-            chunk.on_host += left.host
+            placed = self._place(each)
+            chunk.modules[placed.module] = chunk.modules.get(placed.module, 0.0) + placed.device
+            chunk.on_host += placed.host
 
-    def _remains(self, kept: KeptTensor) -> _Remains:
-        memory, precision = self.plan.memory, self.plan.precision
-        if memory.recompute.granularity == "selective" and set(kept.forgotten) & set(memory.recompute.modules):
-            return _Remains(kept.module, 0.0, again=kept.bytes)
-        if memory.recompute.granularity == "full" and memory.recompute.method == "uniform":
-            if WHOLE_LAYER in kept.forgotten:
-                return _Remains(kept.module, 0.0, again=kept.bytes)
-        size = float(kept.bytes)
-        if kept.low and precision.low:
-            size = kept.elements * _low_activation(precision.low)
-        if memory.stash is not None and kept.fair_bytes:
-            # they come back when no rows travel, and are less than rows that do
-            return _Remains(kept.module, size * memory.stash.factor * kept.fair_bytes / kept.bytes)
-        moved = size * memory.offload.fraction if _moves(kept, memory.offload) else 0.0
-        return _Remains(kept.module, size - moved, host=moved)
+    def _place(self, tensor: SavedTensor) -> _Placed:
+        memory, low, recompute = self.plan.memory, self.plan.precision.low, self.plan.memory.recompute
+        freed_by = recompute.modules if recompute.granularity == "selective" else ()
+        if recompute.granularity == "full" and recompute.method == "uniform":
+            freed_by = (WHOLE_LAYER,)
+        if set(tensor.recomputed_by) & set(freed_by):
+            return _Placed(tensor.module, 0.0, recomputed=tensor.bytes)
+        size = tensor.elements * _low_activation(low) if tensor.low and low else float(tensor.bytes)
+        if memory.stash is not None and tensor.even_bytes:
+            # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
+            return _Placed(tensor.module, size * memory.stash.factor * tensor.even_bytes / tensor.bytes)
+        offload = memory.offload
+        offloaded = tensor.offloaded_by in offload.modules and tensor.elements >= offload.min_elements
+        host = size * offload.fraction if offloaded else 0.0
+        return _Placed(tensor.module, size - host, host=host)
 
-    def _left(self, layer: LayerConfig) -> float:
-        """What a layer keeps, before any of it has left for the host."""
-        left = [self._remains(each) for each in self.tensors(layer)]
-        return sum(each.device + each.host for each in left)
+    def _saved_by(self, layer: LayerConfig) -> float:
+        """Bytes that a layer saves, before offload."""
+        return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
     def _late(self, layer: LayerConfig) -> float:
-        """What a layer with experts keeps for its weight gradients behind the backward of a microbatch."""
-        feed_forward = share_of_layer(layer, self.plan.parallel).feed_forward
+        """Bytes that an MoE layer keeps after backward for delayed expert weight gradients, per microbatch."""
+        feed_forward = layer.shard(self.plan.parallel).feed_forward
         if not isinstance(feed_forward, MoEConfig):
             return 0.0
         experts = feed_forward.experts
         rows = expert_rows(feed_forward, self.plan.parallel, self.sizes.residual, self.sizes.imbalance)
-        # inputs of both products and gradients of both results
+        # inputs and output gradients of fc1 and fc2
         width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
         return rows * width * self.sizes.activation
 
-    def _at_work(self, layer: LayerConfig, longest: int) -> Workspace:
-        """The fuller of the two parts of a layer, of which a chunk has no more than `longest`."""
-        parts: dict[bool, float] = {True: 0.0, False: 0.0}
-        """Of attention and of the feed-forward part: what is computed again for it or comes back from the host."""
-        gone = 0.0
+    def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
+        """Peak workspace of a layer's backward; a chunk has at most `longest` layers."""
+        restored = {True: 0.0, False: 0.0}  # in attention or not -> recomputed and reloaded bytes
+        freed = 0.0  # by the feed-forward part before the backward of attention
         for each in self.tensors(layer):
-            left = self._remains(each)
-            parts[each.module in ATTENTION] += left.again + left.host
+            placed = self._place(each)
+            restored[each.module in ATTENTION] += placed.recomputed + placed.host
             if each.module not in ATTENTION:
-                gone += left.device + left.again + left.host
-        recompute, run = self.plan.memory.recompute, 1
+                freed += placed.device + placed.recomputed + placed.host
+        recompute = self.plan.memory.recompute
         if recompute.granularity == "full":
             run = max(min(recompute.num_layers, longest), 1) if recompute.method == "uniform" else 1
-            again = run * float(sum(each.bytes for each in self.tensors(layer)))
-            parts = {True: again, False: again}
-        known = layer, self.plan.parallel, self.sizes
-        first = in_feed_forward(*known).and_more(parts[False])
-        last = in_attention(*known).and_more(parts[True] - gone)
-        return max(first, last, key=lambda moment: moment.total)
+            restored = dict.fromkeys(restored, run * float(sum(each.bytes for each in self.tensors(layer))))
+        arguments = layer, self.plan.parallel, self.sizes
+        feed_forward = in_feed_forward(*arguments).and_more(restored[False])
+        attention = in_attention(*arguments).and_more(restored[True] - freed)
+        return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """State that waits on the host between updates and comes for one: all of it, or two chunks at a time."""
+        """Offloaded optimizer state that the update has on the device: all of it, or two chunks."""
         offload = self.plan.optimizer.offload
         if offload.host_steps or not offload.fraction:
             return 0.0
-        everything = replace(self.plan, memory=MemoryConfig())
-        whole = state_bytes(everything, self.held(rank), HeldElements())
-        away = (whole.master + whole.moments) * offload.fraction
-        return min(away, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else away
+        state = state_bytes(replace(self.plan, memory=MemoryConfig()), self.held(rank), HeldElements())
+        offloaded = (state.master + state.moments) * offload.fraction
+        return min(offloaded, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else offloaded
 
     def _transfers(self) -> float:
-        """One hidden state on its way in and one on its way out, in either direction."""
+        """Send and receive buffers of one hidden state and one gradient."""
         if self.plan.layout.pp == 1:
             return 0.0
         return 4.0 * self.sizes.residual * self.plan.model.hidden_size * self.sizes.activation
 
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
-    """Is the layer at this place of its stage computed again as a whole?"""
+    """Whether full recompute covers the layer at this place of its stage."""
     if recompute.granularity != "full":
         return False
     return recompute.method == "uniform" or place < recompute.num_layers
 
 
-def _moves(kept: KeptTensor, offload: ActivationOffloadConfig) -> bool:
-    return kept.moves in offload.modules and kept.elements >= offload.min_elements
-
-
 def groups_of_moments(interval: int) -> int:
-    """Groups of microbatches of which `RankMemory.moments` follows every computation."""
+    """Groups of microbatches that `RankMemory.moments` simulates."""
     return _FEW_GROUPS + interval - 1
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
-    """What waits after every entry, in order, each set of numbers once. In a pair what one microbatch takes layer by
-    layer the other one gives back. Weight gradients of experts wait until they are `interval`, or the step's last."""
+    """Distinct moments after each entry, in order. Within a pair, one microbatch saves layer by layer as much as the
+    other frees. Expert weight gradients are computed every `interval` microbatches and at the end of the step."""
     now, done = [0] * num_chunks, [0] * num_chunks
     found: dict[Moment, None] = {}
     for entry in entries:
@@ -422,24 +406,24 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
     return list(found)
 
 
-def _fullest(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """The moment at which most waits; of every chunk what one microbatch leaves in flight, and what behind it."""
+def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
+    """The moment with the most bytes, given the bytes per microbatch of each chunk in flight and delayed."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
 def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
-    """The rank that needs most."""
+    """The rank with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
 
 
 def state_table(state: StateBytes) -> list[tuple[str, float]]:
-    """(name, bytes) of every kind of state."""
+    """(name, bytes) of each kind of state."""
     return [(entry.name, getattr(state, entry.name)) for entry in fields(StateBytes)]
 
 
 def checkpoint_bytes(plan: RunPlan) -> int:
-    """Bytes of the weights in one checkpoint and, if it has them, of the optimizer's state. State in narrow formats is
-    saved in fp32; buffers, at most a few numbers per expert, are left out."""
+    """Bytes of one checkpoint: weights and, if saved, optimizer state (at least fp32). Buffers, a few elements per
+    expert, are excluded."""
     precision = plan.precision
     wide = max(num_bytes("fp32"), num_bytes(precision.master))
     copies = 2 if precision.master == precision.params else 3

@@ -1,8 +1,7 @@
-"""Nodes and NVLink domains of process groups when ranks fill nodes in order; the time does not grow with the world.
+"""Nodes and NVLink domains of process groups, with ranks assigned to nodes in order.
 
-The members of a group are the sums of one multiple of a stride per axis. How domains of a fixed number of ranks divide
-such a set depends on the residue of its first rank alone, and the residues of a progression are periodic: one period is
-counted and multiplied.
+The ranks of a group are sums of one multiple of a stride per axis. Their distribution over domains of fixed size
+depends only on the first rank modulo that size, and residues are periodic, so the world size does not affect the cost.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,16 +22,16 @@ from megatron_moe.parallel.grid import (
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Location of the ranks of all groups of one name."""
+    """Location of the ranks of all groups with one name."""
 
     size: int
-    """Ranks of a group."""
+    """Ranks per group."""
     nodes: tuple[int, int]
-    """(fewest, most) nodes that one group touches."""
+    """(fewest, most) nodes per group."""
     domains: tuple[int, int]
-    """(fewest, most) NVLink domains."""
+    """(fewest, most) NVLink domains per group."""
     near: float
-    """Share of a rank's peers that are in its NVLink domain; the mean over ranks."""
+    """Share of a rank's peers in its NVLink domain, averaged over ranks."""
 
     def __str__(self) -> str:
         if self.size == 1:
@@ -49,14 +48,14 @@ Axis = tuple[bool, int]
 
 
 class Placements:
-    """Placements of groups on one kind of GPU. Equal ones are computed once."""
+    """Placements of groups on one kind of GPU, with a cache."""
 
     def __init__(self, gpu: GPU) -> None:
         self._gpu = gpu
-        self._known: dict[tuple[Axis, ...], Placement] = {}
+        self._cache: dict[tuple[Axis, ...], Placement] = {}
 
     def of_all(self, parallel: ParallelConfig) -> dict[str, Placement]:
-        """Placements by name of a group."""
+        """Placement of every attention and expert group, by name."""
         found = {name: self.of(attention_grid(parallel), axes) for name, axes in ATTENTION_GROUPS}
         return found | {name: self.of(expert_grid(parallel), axes) for name, axes in EXPERT_GROUPS}
 
@@ -69,9 +68,9 @@ class Placements:
                 neighbour = merged.pop()[1] if merged and merged[-1][0] == inside else 1
                 merged.append((inside, size * neighbour))
         key = tuple(merged)
-        if key not in self._known:
-            self._known[key] = _place(key, self._gpu)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = _place(key, self._gpu)
+        return self._cache[key]
 
 
 @dataclass(frozen=True)
@@ -84,20 +83,22 @@ class _Progression:
 
 @dataclass(frozen=True)
 class _Occupied:
-    """Ranks in ascending order, counted by domain."""
+    """Domains of an ascending list of ranks."""
 
     first: int
-    """Index of the first rank's domain."""
+    """Domain of the first rank."""
     last: int
+    """Domain of the last rank."""
     num_first: int
     """Ranks in the first domain."""
     num_last: int
+    """Ranks in the last domain."""
     num_domains: int
     pairs: int
-    """Ordered pairs of ranks that share a domain."""
+    """Ordered pairs of distinct ranks in the same domain."""
 
     def then(self, other: "_Occupied") -> "_Occupied":
-        """Appends ranks that are all larger."""
+        """Concatenation with `other`, whose ranks are all larger."""
         meet = self.last == other.first
         return _Occupied(
             first=self.first,
@@ -112,7 +113,7 @@ class _Occupied:
         return replace(self, first=self.first + domains, last=self.last + domains)
 
     def repeated(self, times: int, distance: int) -> "_Occupied":
-        """This many copies, each `distance` domains after the one before."""
+        """Concatenation of `times` copies, `distance` domains apart."""
         if times == 1:
             return self
         half = self.repeated(times // 2, distance)
@@ -133,12 +134,12 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
     nodes = _by_first_rank(inside, outside, gpu.per_node)
     domains = _by_first_rank(inside, outside, gpu.domain_ranks(world_size))
     pairs = sum(number * found.pairs for found, number in domains)
-    everyone = world_size * (size - 1)
+    all_pairs = world_size * (size - 1)
     return Placement(
         size=size,
         nodes=_extremes(found.num_domains for found, _ in nodes),
         domains=_extremes(found.num_domains for found, _ in domains),
-        near=pairs / everyone if everyone else 1.0,
+        near=pairs / all_pairs if all_pairs else 1.0,
     )
 
 
@@ -150,14 +151,14 @@ def _extremes(values: Iterable[int]) -> tuple[int, int]:
 def _by_first_rank(
     inside: list[_Progression], outside: list[_Progression], domain_ranks: int
 ) -> list[tuple[_Occupied, int]]:
-    """(one group, number of groups like it) for every residue that the first rank of a group has."""
-    known: dict[tuple[int, int], _Occupied] = {}
+    """(domains of a group, number of such groups) for each residue of a group's first rank."""
+    cache: dict[tuple[int, int], _Occupied] = {}
     residues = _residues(outside, domain_ranks)
-    return [(_occupied(inside, start, domain_ranks, known), number) for start, number in residues.items()]
+    return [(_occupied(inside, start, domain_ranks, cache), number) for start, number in residues.items()]
 
 
 def _residues(progressions: Iterable[_Progression], modulus: int) -> dict[int, int]:
-    """How many sums of one member per progression have each residue."""
+    """Number of sums of one member per progression, by residue."""
     found = {0: 1}
     for each in progressions:
         period = modulus // gcd(each.stride, modulus)
@@ -172,28 +173,28 @@ def _residues(progressions: Iterable[_Progression], modulus: int) -> dict[int, i
 
 
 def _occupied(
-    progressions: list[_Progression], start: int, domain_ranks: int, known: dict[tuple[int, int], _Occupied]
+    progressions: list[_Progression], start: int, domain_ranks: int, cache: dict[tuple[int, int], _Occupied]
 ) -> _Occupied:
-    """Domains of all sums of `start` and one member per progression, whose strides ascend. `known`: earlier results by
+    """Domains of all sums of `start` and one member per progression, in order of ascending strides. `cache`: results by
     number of progressions and residue."""
     domain, residue = divmod(start, domain_ranks)
     if not progressions:
         return _Occupied(domain, domain, 1, 1, 1, 0)
     key = len(progressions), residue
-    if key not in known:
+    if key not in cache:
         *faster, slowest = progressions
         period = domain_ranks // gcd(slowest.stride, domain_ranks)
         whole, rest = divmod(slowest.number, period)
 
         def run(first: int, number: int) -> _Occupied:
             places = range(first, first + number)
-            found = (_occupied(faster, residue + place * slowest.stride, domain_ranks, known) for place in places)
+            found = (_occupied(faster, residue + place * slowest.stride, domain_ranks, cache) for place in places)
             return reduce(_Occupied.then, found)
 
         pieces = [run(0, period).repeated(whole, period * slowest.stride // domain_ranks)] if whole else []
         pieces += [run(whole * period, rest)] if rest else []
-        known[key] = reduce(_Occupied.then, pieces)
-    return known[key].shifted(domain)
+        cache[key] = reduce(_Occupied.then, pieces)
+    return cache[key].shifted(domain)
 
 
 def _span(ends: tuple[int, int]) -> str:

@@ -1,13 +1,9 @@
-"""Everything that a dry run tells, as plain numbers and texts: what becomes JSON, and what the text is written from.
-
-Bytes are in GiB where they are compared with a device's memory, and in GB (1e9) where they travel.
-"""
+"""Contents of the dry-run report as JSON values. Memory is in GiB, communication in GB (1e9 bytes)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.expert_load import LoadSpread, fullest
 from megatron_moe.cost_model.hardware import GIB, GPU
@@ -39,47 +35,44 @@ from megatron_moe.planner.memory_options import enabled
 
 Facts = dict[str, Any]
 RESERVE_GIB = 3.0
-"""What is kept free for the CUDA context, NCCL, workspaces and fragmentation when a plan is said to fit."""
-
-
-_MOST_COMPUTATIONS = 50_000
-"""Of a schedule that is simulated; about half a second."""
+"""Memory reserved for the CUDA context, NCCL, workspaces and fragmentation."""
+_MAX_COMPUTATIONS = 50_000
+"""Longest schedule that is simulated; takes about half a second."""
 
 
 def too_long_to_simulate(plan: RunPlan) -> str | None:
-    """Why the schedule of a plan cannot be simulated in a second or two, with the numbers; None: it can."""
+    """Reason why simulating the plan's schedule would take longer than about a second; None if it does not."""
     interval = plan.memory.expert_wgrad_interval
-    config = plan.schedule(plan.batch.global_size // (plan.batch.micro * plan.parallel.dp))
+    config = plan.schedule(plan.num_microbatches)
     groups = max(MANY_GROUPS, groups_of_moments(interval))
-    followed = min(config.num_microbatches, groups * config.group)
-    if followed * config.vpp * config.pp <= _MOST_COMPUTATIONS:
+    simulated = min(config.num_microbatches, groups * config.group)
+    if simulated * config.vpp * config.pp <= _MAX_COMPUTATIONS:
         return None
     return (
-        f"the schedule repeats itself after {followed:,} microbatches on {config.pp} pipeline ranks x "
-        f"{config.vpp} chunks "
-        f"only (groups of {config.group:,} microbatches, weight gradients of experts every {interval:,}): too long to "
-        f"simulate"
+        f"the schedule is periodic only after {simulated:,} microbatches on {config.pp} pipeline ranks x "
+        f"{config.vpp} chunks (groups of {config.group:,} microbatches, weight gradients of experts every "
+        f"{interval:,}): too long to simulate"
     )
 
 
 def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
-    """All that is known of a plan before it runs: of one with unknown layers no figure that depends on them."""
-    num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    """Report of a plan: sizes, model, memory, communication and time. With unknown layers, only the sizes."""
+    num_microbatches = plan.num_microbatches
     placements = Placements(gpu).of_all(plan.parallel)
-    of_sizes: Facts = {
+    sizes: Facts = {
         "unknown_layers": list(plan.unknown_layers),
         "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
         "ranks": _ranks(plan, gpu, placements),
         "schedule": _schedule(plan, num_microbatches),
     }
     if plan.unknown_layers:
-        return of_sizes
+        return sizes
     memory = RankMemory(plan)
     ranks = memory.all_ranks(num_microbatches)
     time = step_time(plan, gpu, num_microbatches)
     traffic = Communication(plan, placements, num_microbatches)
     return {
-        **of_sizes,
+        **sizes,
         "model": _model(plan),
         "stages": list(_stages(plan)),
         "memory": {
@@ -89,7 +82,7 @@ def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
                 for each in enabled(plan, memory, heaviest(ranks).rank, num_microbatches, gpu, placements)
             ],
         },
-        "schedule": of_sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
+        "schedule": sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
         "communication": _communication(traffic, heaviest(ranks).rank, gpu),
         "experts": _experts(plan, traffic),
         "time": _time(plan, time, gpu),
@@ -105,7 +98,7 @@ def _model(plan: RunPlan) -> Facts:
         "parameters_without_mtp": total.without_mtp.total,
         "dense_layers": sum(not layer.is_moe for layer in layers),
         "moe_layers": sum(layer.is_moe for layer in layers),
-        "mtp_layers": plan.model.mtp.num_layers if plan.model.mtp else 0,
+        "mtp_layers": plan.model.num_mtp,
         "by_kind": {kind: count for kind, count in asdict(total).items() if count},
     }
 
@@ -179,7 +172,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
 
 
 def _tensors(memory: RankMemory, plan: RunPlan) -> list[Facts]:
-    """Saved tensors of one microbatch and layer, for every kind of layer."""
+    """Saved tensors of one microbatch, for each distinct layer."""
     found = []
     for layer in dict.fromkeys(plan.model.layers):
         first = plan.model.layers.index(layer)
@@ -218,12 +211,10 @@ def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
 
 
 def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
-    """Of one layer and microbatch, when there are ranks to send rows to."""
-    config = next(
-        (layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)), None
-    )
-    if config is None or plan.parallel.ep == 1:
+    """Dispatch volume of one layer and microbatch; None without expert parallelism."""
+    if not plan.model.moe_configs or plan.parallel.ep == 1:
         return None
+    config = plan.model.moe_configs[0]
     traffic = communication.expert_traffic(config)
     num_ranks = plan.parallel.ep
     return {

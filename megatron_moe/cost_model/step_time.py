@@ -1,4 +1,4 @@
-"""What a step costs in operations, and how fast it could be at best."""
+"""Operations of a step, a lower bound on its time, and the pipeline bubble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,29 +21,30 @@ from megatron_moe.pipeline.transfers import (
 )
 
 MANY_GROUPS = 6
-"""Groups of microbatches after which the steady phase repeats itself."""
+"""Groups of microbatches after which the steady phase is periodic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Operations of a step by kind, and times in seconds that nothing can be faster than."""
+    """Operations of a step, and lower bounds on its time in seconds."""
 
     flops: FlopCount
-    """Of the whole step, over all ranks, as Megatron counts them."""
+    """Operations over all ranks, with Megatron's formula."""
     per_token: float
+    """Operations per token."""
     compute: float
-    """Of a rank, with even work and every product at the peak of its format."""
+    """Computing time of a rank at peak rates, with work divided evenly."""
     bubble: float
-    """Share of the step in which ranks wait for the pipeline, work per stage being what the layout makes it."""
+    """Share of the step in which ranks are idle because of the pipeline."""
 
     @property
     def bound(self) -> float:
-        """Compute and bubble; no communication."""
+        """Computing time and bubble, without communication."""
         return self.compute / (1 - self.bubble)
 
 
 def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
-    """Of one step at the full global batch size."""
+    """Step time at the full global batch size."""
     seq, batch, world = plan.data.seq_length, plan.batch.global_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
     low = plan.precision.low is not None
@@ -59,16 +60,16 @@ def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
 
 
 def stage_costs(plan: RunPlan) -> tuple[float, ...]:
-    """Operations of every stage, in the order of the model."""
+    """Operations of each stage, in model order."""
     costs: StageCosts = flop_costs(plan.model, plan.data.seq_length)
     return tuple(costs.of(stage) for stage in plan.layout.stages)
 
 
 def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
-    """Idle share of a step when transfers take no time and a backward takes twice as long as a forward.
+    """Idle share of a step if transfers take no time and a backward takes twice as long as a forward.
 
-    `costs` are those of the stages, in the order of the model. Of very many microbatches only some are run on paper:
-    in the steady phase every further group takes as long as the one before.
+    `costs`: relative cost of each stage, in model order. Simulates a limited number of microbatches, because each
+    group of the steady phase takes the same time.
     """
     if config.pp == 1:
         return 0.0
@@ -84,8 +85,7 @@ def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
 
 
 def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
-    """From the first start to the last end, in units of `costs`: every computation starts when its rank is free and
-    what it needs is computed."""
+    """Duration of a step in units of `costs`. Each computation starts when its rank is idle and its inputs exist."""
     stages = config.stages
     queues = [[action for entry in computations(config, rank) for action in parts(entry)] for rank in range(config.pp)]
     done: dict[Task, float] = {}
@@ -111,7 +111,6 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
 
 
 def in_flight(config: ScheduleConfig) -> tuple[int, ...]:
-    """Most (microbatch, chunk) pairs between forward and backward, per pipeline rank: those of the warm-up and one of
-    the steady phase."""
+    """Peak number of (microbatch, chunk) pairs in flight per pipeline rank: those of the warm-up and one more."""
     total = config.num_microbatches * config.vpp
     return tuple(min(num_warmup(config, rank) + 1, total) for rank in range(config.pp))

@@ -1,9 +1,8 @@
-"""What is on the device for a moment, besides what is kept: gradients of activations, rows on their way, gathered
-inputs.
+"""Temporary memory of the backward: activation gradients, dispatch buffers and gathered inputs.
 
-A layer is differentiated from its end. While its feed-forward part is at work all that it keeps is there; while its
-attention is, the feed-forward part has gone already. What a part computes again, or has back from the host, it has
-while it is at work. Shapes are written as in `activations.py`; gradients have the activations' format.
+The feed-forward part of a layer is differentiated first, with all saved tensors of the layer still allocated; those of
+the feed-forward part are freed before the backward of attention. Recomputed and reloaded tensors of a part exist during
+its backward. Gradients have the activation format. Letters as in `activations.py`.
 """
 
 from dataclasses import dataclass
@@ -15,16 +14,15 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.activations import (
     ActivationSizes,
     expert_rows,
-    keeps_pairs,
+    saves_pairs,
 )
-from megatron_moe.cost_model.shards import share_of_layer
 
 ATTENTION = ("input_norm", "attention")
-"""Modules of the part of a layer that is differentiated last."""
-_GRADS_OF_PAIRS = 2
-"""Numbers per pair of query and key in the backward of dropout of attention, beside those that are kept."""
-_PAIRS_OF_A_PART = 5
-"""All of them, where attention is computed in parts: the probability, its mask, and three gradients."""
+"""Modules of the attention part of a layer."""
+_PAIR_GRADS = 2
+"""Values per query-key pair in the backward of attention dropout, in addition to the saved ones."""
+_PAIRS_OF_A_BLOCK = 5
+"""Values per query-key pair of one block of blockwise attention with dropout: probability, mask, three gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class Workspace:
     """Bytes at one moment of a backward."""
 
     dispatch: float = 0.0
-    """Rows on their way to experts and back."""
+    """Buffers of the token dispatcher."""
     other: float = 0.0
 
     @property
@@ -40,79 +38,66 @@ class Workspace:
         return self.dispatch + self.other
 
     def and_more(self, size: float) -> "Workspace":
-        """The same moment with so many bytes more."""
+        """This workspace with `size` more bytes outside the dispatcher."""
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
 
 def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """The fullest moment of the backward of attention."""
-    mixer = share_of_layer(layer, parallel).mixer
-    size, tokens = sizes.activation, sizes.inner
-    if isinstance(mixer, MLAConfig):
-        queries, output = mixer.num_heads * mixer.q_head_dim, mixer.num_heads * mixer.v_head_dim
-        latent = mixer.q_lora_rank or mixer.kv_lora_rank
-    else:
-        queries, output, latent = mixer.q_width, mixer.q_width, mixer.hidden_size
+    """Peak workspace of the backward of attention."""
+    mixer, size, tokens = layer.mixer.shard(parallel.tp), sizes.activation, sizes.inner
+    latent = mixer.q_lora_rank or mixer.kv_lora_rank if isinstance(mixer, MLAConfig) else mixer.hidden_size
     gathered = _gathered(parallel, sizes)
-    projection = gathered * mixer.hidden_size + tokens * output * size
-    most = max(_in_core(mixer, queries, output, parallel, sizes), projection, 2 * gathered * latent)
-    whole = layer.mixer
-    if (
-        isinstance(mixer, AttentionConfig)
-        and isinstance(whole, AttentionConfig)
-        and whole.num_query_groups < parallel.tp
-    ):
-        # the gradient of this rank's q, k and v, and that of all heads twice: as computed and as it is reduce-scattered
-        most = max(most, tokens * size * (mixer.qkv_width + 2 * whole.qkv_width))
-    return Workspace(other=most + _stream(mixer.hidden_size, sizes))
+    projection = gathered * mixer.hidden_size + tokens * mixer.out_width * size
+    peak = max(_in_core(mixer, parallel, sizes), projection, 2 * gathered * latent)
+    if isinstance(layer.mixer, AttentionConfig) and layer.mixer.num_query_groups < parallel.tp:
+        # gradient of the local q, k and v, and of those of all heads before and after the reduce-scatter
+        local = layer.mixer.shard(parallel.tp).qkv_width
+        peak = max(peak, tokens * size * (local + 2 * layer.mixer.qkv_width))
+    return Workspace(other=peak + _stream(mixer.hidden_size, sizes))
 
 
-def _in_core(
-    mixer: AttentionConfig | MLAConfig, queries: int, output: int, parallel: ParallelConfig, sizes: ActivationSizes
-) -> float:
-    """Gradients of softmax attention and its workspace. Where keys come from other ranks, every part adds to sums in
-    the internal format: to those of its queries, and to those of keys and values."""
-    if isinstance(mixer, MLAConfig):
-        keys, by_head = queries + output, 0
-    else:
-        shared = mixer.num_query_groups < mixer.num_heads and not _own_kernel(mixer)
-        keys, by_head = 2 * mixer.kv_width, 2 * queries if shared else 0
-    # cuDNN's workspace: the gradient of q in the internal format, those of k and v by head where heads share them
-    wide = 0 if _own_kernel(mixer) else queries * sizes.internal
-    of_row, of_key = (output + queries) * sizes.activation + wide, (keys + by_head) * sizes.activation
+def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    """Gradients and kernel workspace of softmax attention. With keys of other ranks, each block accumulates into
+    gradients of q, k and v in the internal format."""
+    q_width, kv_copies = mixer.q_width, 0
+    if isinstance(mixer, AttentionConfig) and mixer.num_query_groups < mixer.num_heads and not _own_kernel(mixer):
+        kv_copies = 2 * q_width
+    # cuDNN's workspace: the gradient of q in the internal format, and those of k and v per head if heads share them
+    wide = 0 if _own_kernel(mixer) else q_width * sizes.internal
+    per_query = (mixer.out_width + q_width) * sizes.activation + wide
+    per_key = (mixer.keys_values_width + kv_copies) * sizes.activation
     exchange, tokens = mixer.core.context_exchange, sizes.inner
-    if keeps_pairs(mixer.core, parallel):
-        pairs = _GRADS_OF_PAIRS * mixer.num_heads * sizes.length
-        return float(tokens * (pairs + 2 * queries + output) * sizes.internal)
+    if saves_pairs(mixer.core, parallel):
+        pairs = _PAIR_GRADS * mixer.num_heads * sizes.length
+        return float(tokens * (pairs + 2 * q_width + mixer.out_width) * sizes.internal)
     if parallel.cp == 1 or exchange == "a2a":
-        return float(tokens * (of_row + of_key))
-    of_row, sum_of_keys = of_row + queries * sizes.internal, keys * sizes.internal
-    # of dropout the pairs of one part, made again
-    pairs = _PAIRS_OF_A_PART * mixer.num_heads * sizes.length * sizes.internal if mixer.core.dropout else 0
-    if exchange == "allgather":  # chunk by chunk of the queries; one may see the keys of all ranks
+        return float(tokens * (per_query + per_key))
+    per_query, key_sums = per_query + q_width * sizes.internal, mixer.keys_values_width * sizes.internal
+    # with dropout, the recomputed pairs of one block
+    pairs = _PAIRS_OF_A_BLOCK * mixer.num_heads * sizes.length * sizes.internal if mixer.core.dropout else 0
+    if exchange == "allgather":  # per chunk of queries, which may attend to the keys of all ranks
         chunk = tokens // 2 if parallel.cp_split == "zigzag" else tokens
-        return float(chunk * (of_row + pairs) + tokens * parallel.cp * (of_key + sum_of_keys))
-    # in a ring three sums for keys: one to add to, one that comes and one that goes; and keys that come and go
-    of_parts = of_row + of_key + 3 * sum_of_keys + 2 * keys * sizes.activation
-    return float(tokens * (of_parts + pairs / parallel.cp))
+        return float(chunk * (per_query + pairs) + tokens * parallel.cp * (per_key + key_sums))
+    # ring: key gradients being accumulated, received and sent; keys being received and sent
+    per_token = per_query + per_key + 3 * key_sums + 2 * mixer.keys_values_width * sizes.activation
+    return float(tokens * (per_token + pairs / parallel.cp))
 
 
 def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """The fullest moment of the backward of a dense block, or of experts with those that are shared."""
-    config, hidden = share_of_layer(layer, parallel).feed_forward, layer.mixer.hidden_size
+    """Peak workspace of the backward of a dense MLP, or of routed and shared experts."""
+    config, hidden = layer.feed_forward.shard(parallel), layer.mixer.hidden_size
     stream = _stream(hidden, sizes)
     if isinstance(config, MLPConfig):
         return Workspace(other=_in_mlp(config, parallel, sizes) + stream)
-    moments = [_in_experts(config, parallel, sizes), _on_their_way(config, parallel, sizes)]
+    moments = [_in_experts(config, parallel, sizes), _in_dispatch(config, parallel, sizes)]
     if config.shared is not None:
         moments.append(Workspace(other=_in_mlp(config.shared.mlp, parallel, sizes)))
     return max(moments, key=lambda moment: moment.total).and_more(stream)
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """The gradient of the logits. Where the vocabulary is shared out the forward needs more: the logits, their distance
-    from the largest and its exponential in the internal format. With a chunked loss also the logits themselves, of as
-    many tokens as a chunk has."""
+    """Gradient of the logits. A sharded vocabulary needs more in forward: logits, logits minus their maximum and its
+    exponential in the internal format. A chunked loss also has the logits, all for one chunk of tokens."""
     vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
     size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
     if chunk is None:
@@ -121,23 +106,23 @@ def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes
 
 
 def _own_kernel(mixer: AttentionConfig | MLAConfig) -> bool:
-    """Attention whose backward needs no workspace of the size of its inputs."""
+    """Whether our flash kernel computes the attention, whose backward needs no workspace of the size of its inputs."""
     return mixer.core.window is not None
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:
-    """T H twice: the gradient of the residual stream, and that of what a part took of it."""
+    """Gradients of the residual stream and of the input of one part, [T, H] each."""
     return 2.0 * sizes.residual * hidden * sizes.activation
 
 
 def _gathered(parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Bytes per channel of a tensor of all positions, where a rank has its own ones between parts."""
+    """Bytes per channel of a tensor gathered over tensor-parallel ranks; 0 without sequence parallelism."""
     return float(sizes.inner * sizes.activation) if parallel.sequence_parallel and parallel.tp > 1 else 0.0
 
 
 def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Gradients of the first product and of the activation; before, the gathered gradient of the result, and behind,
-    the gathered input with its gradient."""
+    """Largest of: gradients of fc1's output and the activation; the gathered output gradient with the latter; the
+    gathered input and its gradient with the former."""
     ffn, gathered = sizes.inner * config.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
     products = (1 + config.activation.fan) * ffn
     return max(
@@ -146,21 +131,21 @@ def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes)
 
 
 def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Gradients of the first product, and of the activation or of the rows."""
+    """Gradients of fc1's output, and of the activation or the input rows."""
     experts = config.experts
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance) * sizes.activation
     ffn = experts.ffn_hidden_size
     return Workspace(other=rows * (experts.activation.fan * ffn + max(ffn, experts.hidden_size)))
 
 
-def _on_their_way(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Rows as they leave and as they arrive, and sorted for the experts."""
+def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
+    """Rows as sent, as received and as sorted by expert."""
     if parallel.ep * parallel.etp == 1:
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual
     held = expert_rows(config, parallel, tokens, sizes.imbalance) * width * sizes.activation
     if config.dispatcher == "allgather":
-        everyone = tokens * parallel.ep * parallel.etp
-        return Workspace(dispatch=everyone * width * (sizes.activation + sizes.internal), other=held)
+        gathered = tokens * parallel.ep * parallel.etp
+        return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
     sent = tokens * config.router.topk * width * sizes.activation
     return Workspace(dispatch=sent + held, other=held)

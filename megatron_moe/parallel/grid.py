@@ -1,8 +1,8 @@
-"""Parallel folding: the same ranks read as two grids.
+"""Parallel folding: two grids over the same ranks.
 
-The attention grid is (pp, dp, cp, tp), the expert grid (pp, edp, ep, etp). Both cover the same world; the pipeline axis
-is common. A rank's coordinates follow from the order of the axes: the first axis varies fastest. One generator makes
-every list of groups: ranks that agree on all axes outside a chosen set belong together.
+The attention grid is (pp, dp, cp, tp), the expert grid (pp, edp, ep, etp). Both cover the world and share the pipeline
+axis. The order of the axes determines a rank's coordinates, the first axis varying fastest. A group over a set of axes
+contains the ranks that have the same coordinates on all other axes.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from megatron_moe.config.parallel import ParallelConfig
 
 
 class FoldError(ValueError):
-    """The axes do not multiply to the world size, or the two grids do not have the same pipelines."""
+    """The axis sizes do not divide the world size, or the two grids have different pipelines."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,7 @@ class Grid:
         return indices
 
     def groups(self, members: Iterable[str]) -> list[tuple[int, ...]]:
-        """Every group over the axes `members`: ranks that agree on the other axes, in order of rank.
-
-        The groups cover the world, each rank exactly once.
-        """
+        """All groups over the axes `members`, with ranks in ascending order. Each rank is in exactly one."""
         inside = set(members)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -49,7 +46,8 @@ class Grid:
         return [tuple(ranks) for ranks in found.values()]
 
     def cut(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
-        """The same ranks with one axis read as several, fastest first. Their sizes multiply to the axis's."""
+        """Grid with one axis divided into `levels` of (name, size), fastest first. Raises FoldError if the product of
+        the sizes is not the axis size."""
         size = dict(self.axes)[axis]
         if prod(part for _, part in levels) != size:
             sizes = " x ".join(f"{name} {part}" for name, part in levels)
@@ -75,12 +73,13 @@ EXPERT_GROUPS = (
 
 
 def attention_grid(config: ParallelConfig) -> Grid:
-    """The grid of everything that is not an expert. Refuses a world that the axes do not divide."""
+    """Grid of all parameters but experts. Raises FoldError if the axes do not divide the world size."""
     return _grid(config, {"tp": config.tp, "cp": config.cp, "ep": 1, "pp": config.pp}, "tp {tp} x cp {cp} x pp {pp}")
 
 
 def expert_grid(config: ParallelConfig) -> Grid:
-    """The grid of the experts. Its data-parallel axis is edp; context parallelism is folded into ep and edp."""
+    """Grid of the experts, with axes named tp (etp), ep, dp (edp) and pp; context-parallel ranks are folded into ep and
+    edp. Raises FoldError if the axes do not divide the world size."""
     return _grid(config, {"tp": config.etp, "cp": 1, "ep": config.ep, "pp": config.pp}, "etp {tp} x ep {ep} x pp {pp}")
 
 
@@ -95,8 +94,8 @@ def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
 
 
 def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
-    """Name -> the groups of that name over the whole world, plus "embedding" (first and last stage) and "world";
-    with two levels of context parallelism also "cp_a2a" and "cp_p2p", with a dynamic one "cp_1", "cp_2", "cp_4" ..."""
+    """All process groups by name: those of both grids, "embedding" (pipeline ranks with a copy of it) and "world"; with
+    hierarchical context parallelism also "cp_a2a" and "cp_p2p", with dynamic also "cp_1", "cp_2", "cp_4", …"""
     attention, expert = attention_grid(config), expert_grid(config)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -116,20 +115,20 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
 
 
 def context_degrees(cp: int) -> list[int]:
-    """Powers of two from 1 to the context-parallel size, which is one."""
+    """Powers of two from 1 to `cp`. Raises FoldError if `cp` is not a power of two."""
     if cp.bit_count() != 1:
         raise FoldError(f"dynamic context parallelism over {cp} ranks: not a power of two")
     return [1 << exponent for exponent in range(cp.bit_length())]
 
 
 def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
-    """Groups of `degree` ranks that are next to each other on the context-parallel axis."""
+    """Groups of `degree` adjacent ranks on the context-parallel axis."""
     cp = dict(attention.axes)["cp"]
     return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The stages that hold a copy of the embedding share a group; every other one is by itself."""
+    """One group of the pipeline ranks with a copy of the embedding, and one of size 1 for each other rank."""
     indices = (0, config.pp - 1) if config.embedding_ranks is None else config.embedding_ranks
     holders = tuple(dict.fromkeys(pipeline[index] for index in indices))
     return [holders, *((rank,) for rank in pipeline if rank not in holders)]

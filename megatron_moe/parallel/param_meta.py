@@ -1,7 +1,7 @@
-"""What a parameter is, apart from its values: role, grid, sharding. Pure data, no torch.
+"""Metadata of a parameter: role, grid, initialisation and sharding.
 
-A parameter's global name is its path in the module tree. Layers are kept under their global index, so the path does
-not depend on the pipeline stage: `decoder.layers.7.mlp.experts.linear_fc1.weight`.
+A parameter's global name is its path in the module tree with the global layer index, so it does not depend on the
+pipeline stage: `decoder.layers.7.mlp.experts.linear_fc1.weight`.
 """
 
 from dataclasses import dataclass
@@ -14,53 +14,52 @@ Grid = Literal["attention", "expert"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParamMeta:
-    """Carried by every `torch.nn.Parameter` as `.meta`."""
+    """Metadata of a parameter, its attribute `meta`."""
 
     role: Role
     grid: Grid = "attention"
     init: Literal["normal", "output", "embedding", "zeros", "ones"] = "normal"
-    """normal: std; output: output_std (matrices that write to the residual stream); see `InitConfig`."""
+    """normal: `InitConfig.std`; output: `InitConfig.output_std`, for matrices that write to the residual stream."""
     fan_in: int = 1
-    """Inputs summed into one output, for unit-gain initial values."""
+    """Inputs per output element, for unit-gain initialisation."""
     num_experts: int | None = None
-    """The parameter is a stack over experts in dim 0; each slice is drawn and saved by its global expert id."""
+    """Global number of experts stacked in dim 0, each initialised and saved by its global id; None: not a stack."""
     tp_dim: int | None = None
-    """Dim split over tensor parallel ranks of its grid, counted within one expert for stacks; None: replicated."""
+    """Dim sharded over the tensor-parallel ranks of its grid, without the expert dim; None: replicated."""
     splits: tuple[int, ...] = ()
-    """Sizes along `tp_dim` of the whole parameter that are sharded one by one: gate and up. Where they repeat along the
-    dim (q, k, v of every query group), whole repetitions go to a rank."""
+    """Global sizes along `tp_dim` of parts that are sharded separately (gate and up). If the pattern repeats along the
+    dim (q, k, v of each query group), each rank gets whole repetitions."""
     decay: bool = True
     """Weight decay applies."""
     partial_over_tp: bool = False
-    """Replicated, but each tensor parallel rank computes only a part of the gradient: from its tokens under sequence
-    parallelism, or from its heads. The parts are summed over "tp"."""
+    """Replicated, but each tensor-parallel rank computes a partial gradient (of its tokens with sequence parallelism,
+    or of its heads); the partial gradients are summed over "tp"."""
     shared_stages: bool = False
-    """A copy stands on several pipeline stages; its gradients are summed over them, and it counts once."""
+    """Has copies on several pipeline stages, whose gradients are summed; counts once in norms."""
 
 
 @dataclass(frozen=True)
 class ParamBox:
-    """A part of a whole tensor: `size` elements from `offset` on, per dim."""
+    """A box of a global tensor: `offset` and `size` in each dim."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
 Part = tuple[int, int]
-"""(index, number) of this rank on an axis."""
+"""(index, size): coordinate of this rank on an axis and the size of the axis."""
 
 
 def sharded_dim(meta: ParamMeta) -> int | None:
-    """The dim of the whole tensor, experts included, that tensor parallelism cuts."""
+    """Dim of the tensor that is sharded over tensor-parallel ranks, counting the expert dim."""
     return None if meta.tp_dim is None else meta.tp_dim + (meta.num_experts is not None)
 
 
 def local_boxes(shape: tuple[int, ...], meta: ParamMeta, *, tp: Part, ep: Part) -> tuple[ParamBox, ...]:
-    """What a rank holds of a parameter of the global `shape`: the boxes stand one behind the other along the sharded
-    dim.
+    """Boxes of a parameter of global `shape` that a rank stores, concatenated along the sharded dim.
 
-    `tp` is the rank's part on the tensor axis of the parameter's grid, `ep` its part of the experts. Experts go to
-    ranks in contiguous ranges of ids.
+    `tp` and `ep` are the rank's coordinates on the tensor- and expert-parallel axes. Each expert-parallel rank has a
+    contiguous range of expert ids.
     """
     offset, size = [0] * len(shape), list(shape)
     if meta.num_experts is not None:
@@ -76,7 +75,7 @@ def local_boxes(shape: tuple[int, ...], meta: ParamMeta, *, tp: Part, ep: Part) 
 
 
 def local_shape(boxes: tuple[ParamBox, ...], meta: ParamMeta) -> tuple[int, ...]:
-    """Shape of the tensor that holds these boxes."""
+    """Shape of the concatenation of the boxes along the sharded dim."""
     shape, dim = list(boxes[0].size), sharded_dim(meta)
     if dim is not None:
         shape[dim] = sum(box.size[dim] for box in boxes)
@@ -84,7 +83,7 @@ def local_shape(boxes: tuple[ParamBox, ...], meta: ParamMeta) -> tuple[int, ...]
 
 
 def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]]:
-    """(start, width) of every stretch of one dim that goes to the rank."""
+    """(start, width) of the rank's ranges along the sharded dim."""
     if not splits or sum(splits) < width:
         repeated = sum(splits) or 1
         assert width % repeated == 0, f"{splits} does not repeat within {width}"
@@ -97,7 +96,7 @@ def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]
 
 
 def _share(number: int, part: Part, what: str) -> tuple[int, int]:
-    """(start, count) of an equal share."""
+    """(start, count) of the rank's equal share."""
     index, num_parts = part
     assert number % num_parts == 0, f"{number} {what} do not divide among {num_parts} ranks"
     return index * (number // num_parts), number // num_parts

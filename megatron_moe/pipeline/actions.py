@@ -1,4 +1,4 @@
-"""The words of which schedules are made."""
+"""Actions and entries of a pipeline schedule."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,12 +10,11 @@ Transfer = Literal["send_forward", "receive_forward", "send_backward", "receive_
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does.
+    """One computation or transfer of a rank, for one microbatch and one model chunk.
 
-    forward, backward: one microbatch through one chunk. backward_input gives the gradient of the chunk's input,
-    backward_weight those of its weights; both together are backward.
-    send_forward: the output of forward(microbatch, chunk). receive_forward: the input of forward(microbatch, chunk).
-    send_backward: the gradient of the input of (microbatch, chunk). receive_backward: that of its output.
+    backward consists of backward_input (gradient of the chunk's input) and backward_weight (gradients of its weights).
+    send_forward sends the chunk's output, receive_forward receives its input; send_backward sends the gradient of its
+    input, receive_backward receives the gradient of its output.
     """
 
     kind: Compute | Transfer
@@ -23,7 +22,7 @@ class Action:
     chunk: int = 0
     """Index of the model chunk on this rank (virtual pipeline stage)."""
     peer: int | None = None
-    """Of sends and receives: pipeline rank at the other end."""
+    """Other pipeline rank of a send or receive; None for computations."""
 
     @property
     def is_transfer(self) -> bool:
@@ -40,9 +39,9 @@ class Action:
 
 @dataclass(frozen=True)
 class OverlappedPair:
-    """The forward of one microbatch interleaved with the backward of another, node by node (`slots.py`).
+    """Forward of one microbatch interleaved with the backward of another, node by node (`overlap.py`).
 
-    What either of them needs is received before the pair, what they give is sent after it.
+    Inputs of both are received before the pair, outputs of both are sent after it.
     """
 
     forward: Action
@@ -54,16 +53,16 @@ class OverlappedPair:
 
 Entry = Action | OverlappedPair
 Schedule = tuple[tuple[Entry, ...], ...]
-"""One list per pipeline rank."""
+"""Entries of each pipeline rank."""
 
 
 def parts(entry: Entry) -> tuple[Action, ...]:
-    """The actions of an entry: two in a pair."""
+    """The actions of an entry: one, or the two of a pair."""
     return (entry.forward, entry.backward) if isinstance(entry, OverlappedPair) else (entry,)
 
 
 def exchanges(entries: Iterable[Entry]) -> Iterator[Action | OverlappedPair | tuple[Action, ...]]:
-    """The entries, with every run of sends and receives as one tuple: they are posted together."""
+    """The entries, with consecutive sends and receives grouped into one tuple, because they are posted together."""
     waiting: list[Action] = []
     for entry in entries:
         if isinstance(entry, Action) and entry.is_transfer:

@@ -1,9 +1,7 @@
-"""A layout that balances what stages cost.
+"""Automatic pipeline layout that balances the cost of stages.
 
-The cost model: floating-point operations of matrix products, forward and backward, per sequence (`count_flops.py`). A
-dense layer, a MoE layer, the layers of multi-token prediction and the head each have their own number; the head counts
-once per depth of multi-token prediction, because the loss stage computes all logits. The embedding is a lookup and
-costs nothing. Time per operation is taken to be the same everywhere, and memory is not looked at.
+Costs are operations of matrix products, forward and backward, per sequence (`cost_model/flops.py`). The loss stage has
+the logits of every depth of multi-token prediction. The embedding is free. Memory is not considered.
 """
 
 from collections.abc import Sequence
@@ -23,12 +21,12 @@ from megatron_moe.pipeline.layout import (
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What the parts of a model cost, in any unit."""
+    """Costs of the parts of a model, in any unit."""
 
     layers: tuple[float, ...]
     embedding: float = 0.0
     mtp: float = 0.0
-    """All layers of multi-token prediction."""
+    """Cost of all MTP layers together."""
     loss: float = 0.0
 
     @property
@@ -51,9 +49,9 @@ def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
 
 
 def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -> PipelineLayout:
-    """The layout whose dearest stage is cheapest; among those, the one whose stages differ least (sum of squares).
+    """The layout with the smallest maximum stage cost and, among those, the smallest sum of squared stage costs.
 
-    Multi-token prediction goes where Megatron allows it: the last chunk of any rank but the first. Raises LayoutError.
+    MTP layers are placed where Megatron allows them: in the last chunk of any rank but the first. Raises LayoutError.
     """
     if len(costs.layers) < pp * vpp - 2:
         raise LayoutError(
@@ -69,28 +67,27 @@ def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -
 
 
 Score = tuple[float, float]
-"""(dearest stage, sum of squares)."""
+"""(maximum stage cost, sum of squared stage costs)."""
 
 
 def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[Score, list[int]]:
-    """(score, layers per stage) of the best placement with multi-token prediction on a given stage: no layer comes
-    after it."""
+    """(score, layers per stage) of the best placement with MTP on `mtp_stage`; later stages have no layers."""
     ends = [0.0] * num_stages
     ends[0] += costs.embedding
     ends[mtp_stage] += costs.mtp
     ends[-1] += costs.loss
     below = [0.0, *accumulate(costs.layers)]
-    dearest = max(_cut(below, ends[: mtp_stage + 1], None)[0], *ends)
-    squares, counts = _cut(below, ends[: mtp_stage + 1], dearest)
-    behind = ends[mtp_stage + 1 :]
-    return (dearest, squares + sum(cost * cost for cost in behind)), counts + [0] * len(behind)
+    maximum = max(_partition(below, ends[: mtp_stage + 1], None)[0], *ends)
+    squares, counts = _partition(below, ends[: mtp_stage + 1], maximum)
+    rest = ends[mtp_stage + 1 :]
+    return (maximum, squares + sum(cost * cost for cost in rest)), counts + [0] * len(rest)
 
 
-def _cut(below: Sequence[float], ends: Sequence[float], limit: float | None) -> tuple[float, list[int]]:
-    """Cuts the layers into one run per stage by dynamic programming; (value, layers per stage).
+def _partition(below: Sequence[float], ends: Sequence[float], limit: float | None) -> tuple[float, list[int]]:
+    """Partitions the layers into consecutive stages by dynamic programming; returns (value, layers per stage).
 
-    `below[n]` is the cost of the first n layers, `ends[s]` what stage s costs without layers. Without a limit the value
-    is that of the dearest stage; with one, the sum of squares where no stage costs more than the limit.
+    `below[n]` is the cost of the first n layers, `ends[s]` the cost of stage s without layers. Minimises the maximum
+    stage cost or, given a limit on it, the sum of squared stage costs.
     """
     infinite = float("inf")
     value = [0.0] + [infinite] * (len(below) - 1)
@@ -115,7 +112,7 @@ def _cut(below: Sequence[float], ends: Sequence[float], limit: float | None) -> 
 
 
 def cost_table(layout: PipelineLayout, costs: StageCosts) -> str:
-    """One line per stage: its place, what it holds and its part of the cost; then how even that is."""
+    """Table of the stages with rank, chunk, contents and share of the cost, and the imbalance over ranks."""
     lines = layout.table().splitlines()
     shares = [costs.of(stage) / costs.total for stage in layout.stages]
     width = max(map(len, lines))

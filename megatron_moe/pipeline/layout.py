@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds (`--pipeline-model-parallel-layout` and its defaults)."""
+"""Placement of layers on pipeline stages (`--pipeline-model-parallel-layout` and its defaults)."""
 
 import re
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from megatron_moe.config.exit_codes import counted
 
 @dataclass(frozen=True)
 class StageMap:
-    """Stages go round the ranks: chunk c of rank r is stage c * pp + r (arXiv 2104.04473 section 2.2)."""
+    """Mapping of stages to ranks, round-robin: chunk c of rank r is stage c * pp + r (arXiv 2104.04473 section 2.2)."""
 
     pp: int = 1
     vpp: int = 1
-    """Model chunks of a rank."""
+    """Model chunks per rank."""
 
     @property
     def num_stages(self) -> int:
         return self.pp * self.vpp
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Position in the model of a chunk of a rank."""
+        """Stage of a rank's chunk."""
         return chunk * self.pp + rank
 
     def place(self, stage: int) -> tuple[int, int]:
@@ -36,38 +36,38 @@ _LETTERS: Final = "EtmL"
 
 
 class LayoutError(ValueError):
-    """No placement of these layers on these stages."""
+    """The layers cannot be placed on the stages as requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
-    """What one model chunk of one pipeline rank holds."""
+    """Contents of one stage, a model chunk of one pipeline rank."""
 
     layers: tuple[int, ...] = ()
     """Global indices of its decoder layers; may be empty."""
     embedding: bool = False
     final_norm: bool = False
-    """It holds the last decoder layer, so the norm behind it."""
+    """True for the stage with the last decoder layer."""
     num_mtp: int = 0
-    """Layers of multi-token prediction: all or none. They need a copy of the embedding."""
+    """MTP layers: all or none. They need a copy of the embedding."""
     loss: bool = False
     """Head and loss."""
 
     def __str__(self) -> str:
-        """As in the layout language."""
+        """Text in the layout language."""
         return "E" * self.embedding + _counted("t", len(self.layers)) + _counted("m", self.num_mtp) + "L" * self.loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """All stages, in the order in which a microbatch passes them."""
+    """All stages in model order."""
 
     stages: tuple[StageLayout, ...]
     pp: int = 1
 
     @property
     def vpp(self) -> int:
-        """Model chunks of a rank."""
+        """Model chunks per rank."""
         return len(self.stages) // self.pp
 
     @property
@@ -75,12 +75,12 @@ class PipelineLayout:
         return StageMap(self.pp, self.vpp)
 
     def chunks(self, rank: int) -> tuple[StageLayout, ...]:
-        """What a pipeline rank holds, by chunk."""
+        """Stages of a pipeline rank, by chunk."""
         return self.stages[rank :: self.pp]
 
     def embedding_ranks(self, *, tied: bool) -> tuple[int, ...]:
-        """Pipeline ranks that hold the word embedding, the first one first: for the tokens, for multi-token
-        prediction, and when it is `tied` for the head."""
+        """Pipeline ranks with a copy of the word embedding, in stage order: the first stage, stages with MTP layers
+        and, if `tied`, the stage with the head."""
         holders = [
             index % self.pp
             for index, stage in enumerate(self.stages)
@@ -89,7 +89,7 @@ class PipelineLayout:
         return tuple(dict.fromkeys(holders))
 
     def __str__(self) -> str:
-        """In the layout language, with runs of equal stages multiplied."""
+        """Text in the layout language, with repetitions of equal stages."""
         texts = []
         for text, run in groupby(str(stage) for stage in self.stages):
             length = len(list(run))
@@ -97,7 +97,7 @@ class PipelineLayout:
         return "".join(texts)[:-1]
 
     def table(self) -> str:
-        """One line per stage: where it stands and what it holds."""
+        """Table with one line per stage: rank, chunk and contents."""
         lines = [f"{'stage':>5} {'rank':>4} {'chunk':>5}  holds"]
         for index, stage in enumerate(self.stages):
             rank, chunk = self.map.place(index)
@@ -120,10 +120,10 @@ def _counted(letter: str, count: int) -> str:
 
 
 def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | None = 0) -> PipelineLayout:
-    """The layout that Megatron reads in a text such as `Et*3|(tt|)*29m|L`.
+    """Parses Megatron's layout language, for example `Et*3|(tt|)*29m|L`.
 
-    E embedding, t decoder layer, m layer of multi-token prediction, L loss; `|` ends a stage; commas mean nothing.
-    `(...)*N` repeats a group, `t*N` one letter. Numbers that are None are those of the text. Raises LayoutError.
+    E is the embedding, t a decoder layer, m an MTP layer, L the loss; `|` ends a stage; commas are ignored. `(...)*N`
+    repeats a group, `t*N` a letter. `num_layers` and `num_mtp` are checked unless None. Raises LayoutError.
     """
     expanded = _expand(text)
     num_layers = expanded.count("t") if num_layers is None else num_layers
@@ -149,7 +149,7 @@ def _expand(text: str) -> str:
     strange = next((letter for letter in expanded if letter not in _LETTERS + "|"), None)
     if strange is not None:
         raise LayoutError(
-            f"{text} has {strange!r} where none is understood: stages are E (embedding), t (layer), m (MTP layer), L "
+            f"{text} has {strange!r}, which is not understood: stages are E (embedding), t (layer), m (MTP layer), L "
             f"(loss), ended by |; (...)*N repeats a group, t*N a letter, groups do not nest"
         )
     return expanded
@@ -170,7 +170,7 @@ def _check_letters(text: str, stages: Sequence[str], num_layers: int, num_mtp: i
     if not stages[-1].endswith("L"):
         raise LayoutError(f"{text} must end with L: the last stage has the loss")
     if "t" in letters[letters.find("m") :] and "m" in letters:
-        raise LayoutError(f"{text} has a t behind an m; multi-token prediction follows the last decoder layer")
+        raise LayoutError(f"{text} has a t after an m; multi-token prediction follows the last decoder layer")
 
 
 def _check_mtp_stage(text: str, stages: Sequence[str], pp: int) -> None:
@@ -202,15 +202,16 @@ def even_layout(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> PipelineLayout:
-    """The same number of layers on every stage, but for what is asked of the first and the last pipeline rank.
+    """Layout with the same number of layers on every stage.
 
-    `first` and `last` are the layers of these ranks. Accounting for the embedding or the loss counts it as a layer of
-    the first or last stage. Multi-token prediction stands on the last stage. Raises LayoutError.
+    `first` and `last` set the number of layers of the first and last pipeline rank instead. `account_for_*` counts the
+    embedding or the loss as a layer of the first or last stage. MTP layers are on the last stage. Raises LayoutError.
     """
     if first is not None or last is not None:
         if account_for_embedding or account_for_loss:
             raise LayoutError(
-                "accounting for embedding or loss and a number of layers of the first or last rank exclude each other"
+                "counting embedding or loss as a layer cannot be combined with a number of layers of the first or last "
+                "rank"
             )
         ranks = _uneven_ranks(num_layers, pp, first, last)
         for rank, count in enumerate(ranks):
@@ -235,11 +236,11 @@ def even_layout(
 
 
 def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """Layers per pipeline rank: what is given at the ends, equal shares between."""
+    """Layers per pipeline rank: as given for the first and last, equal for the others."""
     given = [count for count in (first, last) if count is not None]
     rest, middle = num_layers - sum(given), pp - len(given)
     if middle < 0:
-        raise LayoutError(f"{pp} pipeline rank has no first and last rank apart")
+        raise LayoutError(f"with {counted(pp, 'pipeline rank')}, the first and the last rank are the same")
     if rest < 0 or (rest % middle if middle else rest):
         raise LayoutError(
             f"{counted(num_layers, 'layer')} less {' and '.join(map(str, given))} leave {rest}, which cannot be "
@@ -250,7 +251,7 @@ def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None)
 
 
 def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -> PipelineLayout:
-    """The layout of layers in order, `counts` of them per stage."""
+    """Layout with `counts` consecutive layers per stage."""
     ends = list(accumulate(counts))
     last_layer_stage = next(index for index, end in enumerate(ends) if end == ends[-1])
     return PipelineLayout(
@@ -269,10 +270,8 @@ def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -
 
 
 def virtual_stages(num_layers: int, *, pp: int, per_virtual_stage: int) -> int:
-    """Virtual stages per rank when each has `per_virtual_stage` layers, embedding and loss counted where accounted for.
-
-    Raises LayoutError.
-    """
+    """Virtual stages per rank with `per_virtual_stage` layers each; `num_layers` includes an accounted embedding and
+    loss. Raises LayoutError."""
     per_rank, rest = divmod(num_layers, pp)
     if rest or per_rank % per_virtual_stage:
         raise LayoutError(

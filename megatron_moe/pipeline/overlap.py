@@ -1,8 +1,7 @@
-"""The nodes of a pair, in order: the forward of one microbatch interleaved with the backward of another.
+"""Node order of an overlapped pair: the forward of one microbatch interleaved with the backward of another.
 
-While tokens of one direction travel between expert-parallel ranks, the other direction computes. The order within a
-pair of layers is Megatron's. Order changes no number: nodes of one direction keep their own order, and the directions
-meet in weight gradients alone, which only the backward writes.
+Dispatch and combine of one direction overlap with computation of the other. The order within a pair of layers is
+Megatron's. It does not affect numerics: each direction keeps its own order, and only the backward writes gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,22 +12,21 @@ from megatron_moe.pipeline.layout import StageLayout
 
 Direction = Literal["forward", "backward", "weight"]
 Node = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
-"""Of a layer: attention with router; tokens to experts; experts; rows back; shared experts and the residual sum. The
-experts of a dense layer are its MLP, and nothing travels. A final norm belongs to the layer before it, the loss to the
-head. A chunk is everything at once."""
+"""Nodes of a model chunk. attention includes the router; experts is the MLP of a dense layer, which has no dispatch and
+combine; post is shared experts and residual; the last layer's post includes the final norm; head includes the loss;
+chunk is the undivided chunk."""
 Stream = Literal["compute", "communication"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A piece of the forward of one microbatch through one chunk. An exchange is two: one sends, one receives."""
+    """A function of one microbatch's forward through one chunk. Exchanges have two steps: start and finish."""
 
     node: Node
     layer: int | None
-    """As in `Slot`."""
+    """Index of the layer, as in `Slot`."""
     run: Callable[[Any], Any]
-    """From what the step before left to what this one leaves. The first takes what the chunk receives, the last leaves
-    what the chunk gives."""
+    """Maps the previous step's state to the next one's: from the chunk's input, for the first step, to its output."""
 
     @property
     def stream(self) -> Stream:
@@ -37,12 +35,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Slot:
-    """One node of one direction. weight: the gradients of its weights, when the backward is split."""
+    """One node in one direction; "weight" is its weight gradients if the backward is split."""
 
     direction: Direction
     node: Node
     layer: int | None = None
-    """Position in the chunk, layers of multi-token prediction last; None for embedding and head."""
+    """Index of the layer in the chunk, MTP layers last; None for embedding and head."""
 
     @property
     def stream(self) -> Stream:
@@ -54,11 +52,11 @@ class Slot:
 
 
 def stream_of(node: Node) -> Stream:
-    """Dispatch and combine are communication."""
+    """Stream of a node: dispatch and combine communicate, all others compute."""
     return "communication" if node in ("dispatch", "combine") else "compute"
 
 
-_TOGETHER: tuple[tuple[Direction, Node], ...] = (
+_PAIR_ORDER: tuple[tuple[Direction, Node], ...] = (
     ("backward", "post"),
     ("backward", "combine"),
     ("forward", "attention"),
@@ -72,7 +70,7 @@ _TOGETHER: tuple[tuple[Direction, Node], ...] = (
     ("forward", "post"),
     ("weight", "attention"),
 )
-"""A forward layer beside a backward layer."""
+"""Order of a forward layer and a backward layer."""
 
 
 def pair_slots(
@@ -82,11 +80,11 @@ def pair_slots(
     split_backward: bool = False,
     early_attention_backward: bool = False,
 ) -> tuple[Slot, ...]:
-    """The nodes of a pair, or of one direction alone, in the order in which they are launched.
+    """Nodes of a pair, or of a single direction, in launch order.
 
-    The first layer forward stands beside the last one backward, and so on; what one direction has more of comes
-    afterwards, backward first. With `early_attention_backward` the backward of attention comes before the forward of
-    the experts: its activations are free earlier, less is hidden (`--ep-overlap-early-attn-memory-release`).
+    The forward of the first layer is paired with the backward of the last, and so on; remaining layers follow, backward
+    first. `early_attention_backward` moves the backward of attention before the forward of the experts, which frees its
+    activations earlier and hides less communication (`--ep-overlap-early-attn-memory-release`).
     """
     slots = list(_pair_slots(forward, backward, _order(early_attention_backward)))
     return tuple(slot for slot in slots if split_backward or slot.direction != "weight")
@@ -100,13 +98,13 @@ def _pair_slots(
     if backward and backward.loss:
         yield Slot("backward", "head")
         yield Slot("weight", "head")
-    ahead, behind = list(range(_num_layers(forward))), list(reversed(range(_num_layers(backward))))
-    together = min(len(ahead), len(behind))
-    for up, down in zip(ahead, behind, strict=False):
+    forwards, backwards = range(_num_layers(forward)), range(_num_layers(backward))[::-1]
+    num_pairs = min(len(forwards), len(backwards))
+    for up, down in zip(forwards, backwards, strict=False):
         yield from (Slot(direction, node, up if direction == "forward" else down) for direction, node in order)
-    for down in behind[together:]:
+    for down in backwards[num_pairs:]:
         yield from (Slot(direction, node, down) for direction, node in order if direction != "forward")
-    for up in ahead[together:]:
+    for up in forwards[num_pairs:]:
         yield from (Slot(direction, node, up) for direction, node in order if direction == "forward")
     if forward and forward.loss:
         yield Slot("forward", "head")
@@ -120,8 +118,8 @@ def _num_layers(stage: StageLayout | None) -> int:
 
 def _order(early_attention_backward: bool) -> tuple[tuple[Direction, Node], ...]:
     if not early_attention_backward:
-        return _TOGETHER
+        return _PAIR_ORDER
     moved: tuple[Direction, Node] = ("backward", "attention")
-    rest = tuple(entry for entry in _TOGETHER if entry != moved)
+    rest = tuple(entry for entry in _PAIR_ORDER if entry != moved)
     at = rest.index(("forward", "experts"))
     return (*rest[:at], moved, *rest[at:])

@@ -1,16 +1,15 @@
-"""Schedules as data: what each pipeline rank does, in which order. Pure, so that it can be printed and simulated.
+"""Pipeline schedules as data, which can be printed, simulated and executed.
 
-A schedule is one list of entries per pipeline rank. One builder makes every schedule:
+A schedule is a list of entries per pipeline rank. One builder covers all kinds:
 
-- one stage: the forward and then the backward of every microbatch;
-- 1F1B (PipeDream-Flush, arXiv 2006.09503): warm-up forwards, then one forward and one backward in turn, then the rest;
-- interleaved (arXiv 2104.04473 section 2.2): a rank has several chunks of the model and the same pattern runs over
-  (microbatch, chunk), in Megatron's order;
-- overlapped: forward and backward of the steady phase become one `OverlappedPair`, whose nodes interleave (`slots.py`).
+- one stage: forward and backward of each microbatch;
+- 1F1B (PipeDream-Flush, arXiv 2006.09503): warm-up forwards, alternating forwards and backwards, remaining backwards;
+- interleaved (arXiv 2104.04473 section 2.2): the same over (microbatch, chunk) in Megatron's order;
+- overlapped: each forward and backward of the steady phase form an `OverlappedPair` (`overlap.py`).
 
-Sends and receives are explicit. The lists are projections of one global sequence in which every send stands beside its
-receive (`transfers.py`); so they cannot deadlock, not even when a send waits for its receive, and a pair of ranks needs
-no tags: messages from one rank to another arrive in the order in which they are awaited.
+Sends and receives are explicit. The lists are projections of one global sequence in which each send is followed by its
+receive (`transfers.py`). They therefore cannot deadlock, even with blocking sends, and messages between two ranks need
+no tags: they are received in the order in which they were sent.
 """
 
 from dataclasses import dataclass
@@ -26,25 +25,25 @@ from megatron_moe.pipeline.transfers import with_transfers
 
 
 class ScheduleError(ValueError):
-    """No schedule with these sizes."""
+    """The sizes do not allow a schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """What a schedule depends on."""
+    """Parameters of a schedule."""
 
     num_microbatches: int
     pp: int = 1
     vpp: int = 1
-    """Model chunks of a rank (`StageMap`)."""
+    """Model chunks per rank (`StageMap`)."""
     group_size: int | None = None
-    """Microbatches that a chunk takes in a row; None: pp. Matters when vpp > 1."""
+    """Consecutive microbatches per chunk; None: pp. Used if vpp > 1."""
     overlap: bool = False
-    """Steady phase in pairs, to hide expert communication."""
+    """Forms pairs in the steady phase, to hide expert communication."""
     split_backward: bool = False
-    """Send the gradient of the input before the gradients of the weights are computed."""
+    """Computes and sends the input gradient before the weight gradients."""
     forward_only: bool = False
-    """Evaluation."""
+    """Evaluation: no backwards."""
 
     @property
     def group(self) -> int:
@@ -56,13 +55,13 @@ class ScheduleConfig:
 
 
 def build_schedule(config: ScheduleConfig) -> Schedule:
-    """The entries of every pipeline rank. Raises ScheduleError for sizes that do not fit."""
+    """Builds the entries of every pipeline rank. Raises ScheduleError for invalid sizes."""
     check_schedule(config)
     return with_transfers(config.stages, [computations(config, rank) for rank in range(config.pp)])
 
 
 def check_schedule(config: ScheduleConfig) -> None:
-    """Raises ScheduleError for sizes that do not fit; Megatron refuses the same ones."""
+    """Raises ScheduleError for invalid sizes, the same as in Megatron."""
     if min(config.num_microbatches, config.pp, config.vpp, config.group) < 1:
         raise ScheduleError(
             f"{config.num_microbatches} microbatches, {config.pp} pipeline ranks, {config.vpp} chunks per rank, "
@@ -89,20 +88,20 @@ def check_schedule(config: ScheduleConfig) -> None:
 
 
 def num_warmup(config: ScheduleConfig, rank: int) -> int:
-    """Forwards, counted in (microbatch, chunk), before the first backward is due."""
+    """Number of (microbatch, chunk) forwards before the steady phase."""
     total = config.num_microbatches * config.vpp
     if config.forward_only:
         return total
-    behind = config.pp - rank - 1
+    later_ranks = config.pp - rank - 1
     if config.vpp == 1 and not config.overlap:
-        return min(behind, total)
-    return min(2 * behind + (config.vpp - 1) * config.group + config.overlap, total)
+        return min(later_ranks, total)
+    return min(2 * later_ranks + (config.vpp - 1) * config.group + config.overlap, total)
 
 
 def chunk_order(config: ScheduleConfig) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of every forward of a rank: each group of microbatches passes all chunks before the next.
+    """(microbatch, chunk) of a rank's forwards in order: group by group of microbatches, chunk by chunk.
 
-    Backwards take the same order with the chunks reversed.
+    Backwards have the same order with the chunks reversed.
     """
     order = []
     for start in range(0, config.num_microbatches, config.group):
@@ -112,7 +111,7 @@ def chunk_order(config: ScheduleConfig) -> list[tuple[int, int]]:
 
 
 def computations(config: ScheduleConfig, rank: int) -> list[Entry]:
-    """What a rank computes, in order, without sends and receives."""
+    """Computations of a rank in order, without sends and receives."""
     order = chunk_order(config)
     forwards = [Action("forward", microbatch, chunk) for microbatch, chunk in order]
     if config.forward_only:
@@ -129,7 +128,7 @@ def computations(config: ScheduleConfig, rank: int) -> list[Entry]:
 
 
 def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
-    # with one pipeline rank nobody waits for the gradient of the input
+    # with one pipeline rank, no other rank needs the input gradient early
     if not config.split_backward or config.pp == 1:
         return [backward]
     at = (backward.microbatch, backward.chunk)

@@ -1,9 +1,9 @@
-"""Runs all ranks of a schedule on paper: does it end, is everything done once and in order, how long are ranks idle?
+"""Simulates a schedule: detects deadlocks, missing and misordered work, and measures the pipeline bubble.
 
-Transfers are as strict as can be. Sends and receives between two computations are posted together, and the rank waits
-until all of them are done. Messages from one rank to another arrive in the order in which they were sent; no tag tells
-them apart. With `depth` 0 a send is done when its receive is posted (rendezvous); with a depth of k, k messages fit
-into the queue from one rank to another. What runs here runs under any freer rule.
+Transfer rules are the strictest possible, so a schedule that passes also runs under weaker ones. A rank posts all sends
+and receives between two computations together and blocks until all complete. Messages between two ranks arrive in the
+order sent, without tags. With `depth` 0 a send completes when its receive is posted (rendezvous); with depth k, k
+messages can be buffered per pair of ranks.
 """
 
 from collections import deque
@@ -28,18 +28,18 @@ from megatron_moe.pipeline.transfers import (
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Time that a whole rank (all its chunks) takes for one microbatch, in any unit; the mean over ranks."""
+    """Mean time of a rank, all chunks together, for one microbatch, in any unit."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    """Of one message."""
+    """Time of one message."""
     stage_costs: tuple[float, ...] = ()
-    """What stages cost in relation to each other, in the order of the model; empty: all the same."""
+    """Relative costs of stages, in model order; empty: equal costs."""
 
     def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
-        """A chunk takes its share of a rank's time. The halves of a pair do not hide behind each other."""
+        """Duration of an entry. The two halves of a pair add up."""
         return sum(self._of(action) * self._share(stages, rank, action.chunk) for action in parts(entry)) / stages.vpp
 
     def _of(self, action: Action) -> float:
@@ -65,23 +65,23 @@ class TimelineSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """What a simulation found."""
+    """Result of a simulation."""
 
     spans: tuple[tuple[TimelineSpan, ...], ...]
-    """Per rank, in order."""
+    """Computations of each rank in order."""
     problems: tuple[str, ...]
-    """Deadlock, messages out of order, computations without their input or left out; empty for a good schedule."""
+    """Deadlocks, misordered messages, computations without input, missing computations; empty for a valid schedule."""
     in_flight: tuple[int, ...]
-    """Per rank: most (microbatch, chunk) at a time between the start of their forward and the end of their backward."""
+    """Peak number of (microbatch, chunk) pairs of each rank from forward to backward, both included."""
 
     @property
     def time(self) -> float:
-        """From the first start to the last end."""
+        """Total duration."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """Idle part of the time, over all ranks."""
+        """Idle share of the total duration, over all ranks."""
         busy = sum(span.end - span.start for spans in self.spans for span in spans)
         return 1.0 - busy / (self.time * len(self.spans)) if self.time else 0.0
 
@@ -89,7 +89,7 @@ class SimulationReport:
 def simulate(
     stages: StageMap, schedule: Schedule, *, durations: Durations | None = None, depth: int | None = 0
 ) -> SimulationReport:
-    """Runs a schedule. `depth` None: queues without end."""
+    """Simulates a schedule. `depth`: messages buffered per pair of ranks; None: unlimited."""
     run = _Run(stages, schedule, durations or Durations(), depth)
     run.run()
     problems = [*run.problems, *_missing(stages, schedule)]
@@ -101,7 +101,7 @@ def simulate(
 
 
 def most_in_flight(entries: Iterable[Entry]) -> int:
-    """Most (microbatch, chunk) whose forward has begun and whose backward has not ended."""
+    """Peak number of (microbatch, chunk) pairs whose forward has started and whose backward has not ended."""
     most = now = 0
     for entry in entries:
         kinds = [action.kind for action in parts(entry)]
@@ -112,8 +112,8 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
 
 
 @dataclass
-class _Line:
-    """Messages from one rank to another. The first one sent is the first one received."""
+class _Channel:
+    """First-in-first-out messages from one rank to another."""
 
     sent: list["_End"] = field(default_factory=list)
     awaited: list["_End"] = field(default_factory=list)
@@ -126,16 +126,16 @@ class _End:
     rank: int
     action: Action
     message: Task
-    """The computation whose result travels."""
+    """Task whose result is sent."""
     ready: float
-    """When this rank posted it."""
+    """Time at which this rank posted it."""
     number: int
-    """Place in the order of its line."""
+    """Index in its channel."""
     receives: bool
 
 
 class _Run:
-    """One simulation. Ranks go on for as long as they can; an exchange that is posted or done wakes its other ends."""
+    """State of a simulation. Each rank runs until it blocks; posting or completing an exchange wakes its peers."""
 
     def __init__(self, stages: StageMap, schedule: Schedule, durations: Durations, depth: int | None) -> None:
         self._stages = stages
@@ -145,8 +145,8 @@ class _Run:
         self._next = [0] * len(schedule)
         self._clock = [0.0] * len(schedule)
         self._open: list[list[_End]] = [[] for _ in schedule]
-        """Per rank: messages of the exchange it waits in that are not done."""
-        self._lines = {(a, b): _Line() for a in range(len(schedule)) for b in range(len(schedule))}
+        """Incomplete messages of the exchange in which each rank is blocked."""
+        self._channels = {(a, b): _Channel() for a in range(len(schedule)) for b in range(len(schedule))}
         self._has: list[set[Task]] = [set() for _ in schedule]
         self.spans: list[list[TimelineSpan]] = [[] for _ in schedule]
         self.problems: list[str] = []
@@ -182,16 +182,16 @@ class _Run:
 
     def _post(self, rank: int, action: Action) -> _End:
         peer, receives = _peer(action), action.kind.startswith("receive")
-        line = self._lines[(peer, rank) if receives else (rank, peer)]
-        ends, others = (line.awaited, line.sent) if receives else (line.sent, line.awaited)
+        channel = self._channels[(peer, rank) if receives else (rank, peer)]
+        ends, peer_ends = (channel.awaited, channel.sent) if receives else (channel.sent, channel.awaited)
         end = _End(rank, action, self._message(rank, action, receives), self._clock[rank], len(ends), receives)
         ends.append(end)
         if not receives and end.message not in self._has[rank]:
             self.problems.append(f"rank {rank} sends {action} before it has computed it")
-        if end.number < len(others) and others[end.number].message != end.message:
+        if end.number < len(peer_ends) and peer_ends[end.number].message != end.message:
             self.problems.append(
                 f"message {end.number} between ranks {rank} and {peer} is {action} here and "
-                f"{others[end.number].action} at the other end"
+                f"{peer_ends[end.number].action} at the other end"
             )
         return end
 
@@ -202,7 +202,7 @@ class _Run:
         return "backward", action.microbatch, stage + receives
 
     def _finish(self, rank: int, awake: deque[int]) -> bool:
-        """Ends what can end of the exchange that a rank waits in; whether it is done."""
+        """Completes messages of the exchange in which a rank is blocked; returns whether all are complete."""
         waiting = []
         for end in self._open[rank]:
             time = self._done(end)
@@ -218,24 +218,24 @@ class _Run:
         return not waiting
 
     def _done(self, end: _End) -> float | None:
-        """When a message is done for one of its ends; None: not yet."""
+        """Completion time of a message for one of its ends; None: not yet complete."""
         peer = _peer(end.action)
-        line = self._lines[(peer, end.rank) if end.receives else (end.rank, peer)]
-        others = line.sent if end.receives else line.awaited
+        channel = self._channels[(peer, end.rank) if end.receives else (end.rank, peer)]
+        peer_ends = channel.sent if end.receives else channel.awaited
         if end.receives or self._depth == 0:
-            if end.number >= len(others):
+            if end.number >= len(peer_ends):
                 return None
-            other = others[end.number].ready
+            other = peer_ends[end.number].ready
             if self._depth == 0:
                 return max(end.ready, other) + self._durations.transfer
             return max(end.ready, other + self._durations.transfer)
         if self._depth is None or end.number < self._depth:
             return end.ready
         taken = end.number - self._depth
-        return max(end.ready, line.sent[taken].ready, others[taken].ready) if taken < len(others) else None
+        return max(end.ready, channel.sent[taken].ready, peer_ends[taken].ready) if taken < len(peer_ends) else None
 
     def _stuck(self) -> list[str]:
-        """The cycle of ranks that wait for each other."""
+        """Message with the cycle of ranks that wait for each other, if any."""
         waits = {rank: ends[0].action for rank, ends in enumerate(self._open) if ends}
         if not waits:
             return []
@@ -247,14 +247,14 @@ class _Run:
 
     def _left_over(self) -> list[str]:
         return [
-            f"{line.sent[len(line.awaited)].action} of rank {sender} is never received"
-            for (sender, _), line in self._lines.items()
-            if len(line.sent) > len(line.awaited)
+            f"{channel.sent[len(channel.awaited)].action} of rank {sender} is never received"
+            for (sender, _), channel in self._channels.items()
+            if len(channel.sent) > len(channel.awaited)
         ]
 
 
 def _peer(action: Action) -> int:
-    assert action.peer is not None, f"{action} is no transfer"
+    assert action.peer is not None, f"{action} is not a transfer"
     return action.peer
 
 
@@ -264,7 +264,7 @@ def _task(task: Task) -> str:
 
 
 def _missing(stages: StageMap, schedule: Sequence[Sequence[Entry]]) -> list[str]:
-    """Forwards and backwards that a rank does not run exactly once."""
+    """Messages about forwards and backwards that a rank does not run exactly once."""
     done = [[action for entry in entries for action in parts(entry)] for entries in schedule]
     microbatches = {action.microbatch for actions in done for action in actions}
     trains = any(action.kind.startswith("backward") for actions in done for action in actions)

@@ -1,4 +1,4 @@
-"""Sends and receives between the computations of a schedule."""
+"""Inserts sends and receives between the computations of a schedule."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,12 +16,12 @@ Task = tuple[str, int, int]
 
 
 def with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
-    """Puts sends and receives into the computations of all ranks.
+    """Inserts sends and receives into the computations of all ranks.
 
-    Computations get the times at which they would start if a forward took one unit and a backward two. A transfer
-    happens when its sender has computed: on both sides after the computations that have started by then and before
-    all others. Every list is a projection of that one order. So a schedule cannot deadlock: nothing keeps the earliest
-    transfer that has not happened from happening. Receives are early, so that data can travel beside computations.
+    Computations are assigned start times, with one unit per forward and two per backward. Both sides post a transfer
+    when its sender's computation ends: after the computations that have started by then, before all others. All lists
+    are projections of this one global order, so the earliest pending transfer can always complete and no deadlock is
+    possible. Receives are posted early so that transfers overlap with computation.
     """
     events: list[tuple[tuple[int, ...], int, Entry]] = []
     for rank, entries in enumerate(_started(stages, ranks)):
@@ -39,7 +39,7 @@ def with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedu
 
 
 def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Action, int, Action]]:
-    """(send, other rank, receive) of what an action gives, if the next stage to need it stands on another rank."""
+    """(send, peer rank, receive) of an action's output, if the stage that consumes it is on another rank."""
     forward = action.kind == "forward"
     if action.kind == "backward_weight":
         return
@@ -55,7 +55,7 @@ def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Act
 
 
 def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """What must have been computed, anywhere, before an action can be."""
+    """Tasks, on any rank, that an action depends on."""
     stage, microbatch = stages.stage(rank, action.chunk), action.microbatch
     if action.kind == "forward":
         return (("forward", microbatch, stage - 1),) if stage else ()
@@ -67,7 +67,7 @@ def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 
 
 def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """The task that an action finishes; that of a backward is the gradient of the input."""
+    """The task that an action completes, if any. A backward completes with its input gradient."""
     if action.kind == "backward_weight":
         return ()
     direction = "forward" if action.kind == "forward" else "backward"
@@ -75,14 +75,14 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 
 
 def _units(entry: Entry) -> int:
-    """Relative duration: a backward computes two products where a forward computes one."""
+    """Relative duration: a backward has two matrix products for each of the forward."""
     if isinstance(entry, OverlappedPair):
         return _units(entry.forward) + _units(entry.backward)
     return 2 if entry.kind == "backward" else 1
 
 
 def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tuple[int, Entry]]]:
-    """(start, entry) per rank: every computation starts when its rank is free and its inputs are computed."""
+    """(start, entry) per rank; a computation starts when its rank is idle and its inputs exist."""
     finished: dict[Task, int] = {}
     started: list[list[tuple[int, Entry]]] = [[] for _ in ranks]
     free, moved = [0] * len(ranks), True
@@ -101,5 +101,5 @@ def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tu
                 moved = True
     for rank, entries in enumerate(ranks):
         if len(started[rank]) < len(entries):
-            raise AssertionError(f"rank {rank} waits for ever before {entries[len(started[rank])]}")
+            raise AssertionError(f"the inputs of {entries[len(started[rank])]} on rank {rank} are never computed")
     return started

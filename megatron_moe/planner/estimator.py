@@ -1,9 +1,9 @@
-"""How long a step of a plan takes by a simple model, part by part. Every share that it uses is stated in `rates.py`.
+"""Step-time estimate of a plan, by component, with the efficiencies of `rates.py`.
 
-    step = (work of a rank + exchanges that nothing hides) / (1 - bubble) + gradients and weights + optimizer
+    step = (work of a rank + exposed communication in layers) / (1 - bubble) + data-parallel communication + optimizer
 
-Work is that of the mean pipeline rank; what ranks wait for one another because stages differ is in the bubble. Not in
-it: waiting for the host, uneven routing, and kernels that disturb one another.
+Work is that of the mean pipeline rank; the bubble includes idle time due to unequal stages. Excluded: launch overhead,
+uneven routing, and interference of concurrent kernels.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ from megatron_moe.planner.rates import (
 from megatron_moe.planner.work import LayerWork, Work
 
 _TENSOR_FORWARD = 0.4
-"""Of the traffic of tensor parallel ranks: 2 of the 5 passes of a layer are forward (docs/communication-volume.md)."""
+"""Forward share of tensor-parallel traffic: 2 of the 5 passes of a layer (docs/communication-volume.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """Seconds of one step on the ranks of a middle stage."""
+    """Seconds of one step, by component."""
 
     dense: float
     core_attention: float
@@ -45,23 +45,23 @@ class StepEstimate:
     recompute: float
     tensor_parallel: float
     expert_parallel: float
-    """Exchanges of rows that nothing hides."""
+    """Exposed dispatch and combine."""
     context_parallel: float
     offload: float
-    """Copies of activations to host memory and back, as far as they are seen."""
+    """Exposed copies of activations to host memory and back."""
     bubble: float
     pipeline: float
-    """Sends at the ends of a step."""
+    """Point-to-point transfers at the start and end of a step."""
     data_parallel: float
-    """Gradients and weights that nothing hides."""
+    """Exposed gradient reduction and weight gathering."""
     optimizer: float
     flops: float
-    """Of the whole step, as Megatron counts them."""
+    """Operations of the step over all ranks, with Megatron's formula."""
     world_size: int
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
-        """(what, seconds) of everything that takes time, the longest first."""
+        """(component, seconds) of all nonzero components, longest first."""
         names = [name for name in self.__dataclass_fields__ if name not in ("flops", "world_size")]
         found = [(name.replace("_", " "), float(getattr(self, name))) for name in names]
         return tuple(sorted((each for each in found if each[1] > 0), key=lambda each: -each[1]))
@@ -72,12 +72,12 @@ class StepEstimate:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of a GPU."""
+        """TFLOP/s per GPU."""
         return self.flops / self.total / self.world_size / 1e12
 
 
 class Estimator:
-    """Estimates of one plan. `placements`: where its groups stand."""
+    """Step-time estimates of one plan. `placements`: placement of each process group, by name."""
 
     def __init__(
         self,
@@ -88,27 +88,24 @@ class Estimator:
     ) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
-        self.num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+        self.num_microbatches = plan.num_microbatches
         self.rank = plan.layout.pp // 2
-        """The pipeline rank whose communication counts."""
+        """Pipeline rank whose communication is counted."""
         self.stages = LayerWork(plan, self.rates).of_stages()
-        known = destinations or Destinations()
-        self.traffic = Communication(plan, placements, self.num_microbatches, known).of_rank(self.rank)
-        chunks = plan.layout.chunks(self.rank)
-        own = sum(len(stage.layers) + stage.num_mtp for stage in chunks)
-        depths = plan.model.mtp.num_layers if plan.model.mtp else 0
-        self._mean_layers = (len(plan.model.layers) + depths) / (plan.layout.pp * max(own, 1))
-        """Layers of the mean rank, as a multiple of those of `rank`."""
+        cache = destinations or Destinations()
+        self.traffic = Communication(plan, placements, self.num_microbatches, cache).of_rank(self.rank)
+        num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
+        self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
+        """Layers of the mean pipeline rank, as a multiple of those of `rank`."""
 
     def without_bubble(self) -> StepEstimate:
-        """What no schedule can be faster than."""
+        """Estimate without bubble, a lower bound for every schedule."""
         return self._step(0.0)
 
     def step(self) -> StepEstimate:
-        """The whole step."""
-        plan = self.plan
-        idle = pipeline_bubble(plan.schedule(self.num_microbatches), [work.total for work in self.stages])
-        return self._step(idle)
+        """Estimate of the whole step."""
+        schedule = self.plan.schedule(self.num_microbatches)
+        return self._step(pipeline_bubble(schedule, [work.total for work in self.stages]))
 
     def _step(self, idle: float) -> StepEstimate:
         plan, work = self.plan, self._work()
@@ -116,18 +113,18 @@ class Estimator:
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
         recompute = plan.memory.recompute
-        again = work.again
+        recomputed = work.recompute
         if recompute.granularity == "full":
-            again += tensor * _TENSOR_FORWARD
+            recomputed += tensor * _TENSOR_FORWARD
         if recompute.granularity == "full" or "moe" in recompute.modules:
-            again += experts / 2 if recompute.granularity != "none" else 0.0
-        busy = work.total - work.again + again + tensor + experts + context + offload
+            recomputed += experts / 2 if recompute.granularity != "none" else 0.0
+        busy = work.total - work.recompute + recomputed + tensor + experts + context + offload
         return StepEstimate(
             dense=work.dense,
             core_attention=work.core_attention,
             experts=work.experts,
             bandwidth=work.bandwidth,
-            recompute=again,
+            recompute=recomputed,
             tensor_parallel=tensor,
             expert_parallel=experts,
             context_parallel=context,
@@ -141,7 +138,7 @@ class Estimator:
         )
 
     def _work(self) -> Work:
-        """Of the mean pipeline rank in a step."""
+        """Work of the mean pipeline rank in a step."""
         return sum(self.stages, Work()) * (self.num_microbatches / self.plan.layout.pp)
 
     def _of(self, *groups: str) -> list[Traffic]:
@@ -151,7 +148,7 @@ class Estimator:
         return sum(each.seconds(self.gpu) for each in self._of(*groups))
 
     def _in_layers(self, *groups: str) -> float:
-        """Of the mean rank."""
+        """Seconds of the groups' traffic on the mean pipeline rank."""
         return self._seconds(*groups) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
@@ -161,41 +158,41 @@ class Estimator:
         return max((1 - HIDDEN_AT_BEST) * found, found - work.total)
 
     def _context(self, work: Work) -> float:
-        """A ring's parts travel beside the attention of the parts that are there; heads are waited for."""
+        """A ring exchange overlaps with attention to the blocks already received; the others do not."""
         core = self.plan.model.layers[0].mixer.core
         found = self._in_layers("cp")
         return max(0.0, found - work.core_attention) if core.context_exchange == "p2p" else found
 
     def _pipeline(self) -> float:
-        """At the beginning and at the end of a step a hidden state passes all stages with nothing to hide it."""
+        """Exposed transfers: one hidden state through all stages at the start and at the end of a step."""
         pp, vpp = self.plan.layout.pp, self.plan.layout.vpp
         return self._seconds("pp") * (pp - 1) / (self.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
-        """Gradients hide behind the last backward, weights behind the first forward."""
+        """Overlapped reduction is hidden by the last backward of a step, overlapped gathering by the first forward."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
-            beside = work.total / self.num_microbatches * share if all(each.hidden for each in found) else 0.0
-            exposed += max(0.0, sum(each.seconds(self.gpu) for each in found) - beside)
+            hidden = work.total / self.num_microbatches * share if all(each.hidden for each in found) else 0.0
+            exposed += max(0.0, sum(each.seconds(self.gpu) for each in found) - hidden)
         return exposed
 
     def _offload(self, work: Work) -> float:
-        """Copies to the host hide behind the forward, those back behind the backward."""
+        """Copies to the host are hidden by the forward (1/3 of the work), those back by the backward."""
         if not self.plan.memory.offload.modules:
             return 0.0
-        moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.num_microbatches
-        unseen = moved / self.rates.host_link - work.total / 3
-        return max(OFFLOAD_DISTURBANCE * work.total, unseen)
+        num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.num_microbatches
+        exposed = num_bytes_moved / self.rates.host_link - work.total / 3
+        return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 
     def _optimizer(self) -> float:
-        """Every byte of state read and written once, and gradients twice; on the host at the pace of its memory."""
+        """State is read and written once, gradients are accessed twice; offloaded state at host memory bandwidth."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.sharded_optimizer else (1, 1)
         owned = held.attention / owners[0] + held.expert / owners[1]
         state = num_bytes(precision.master) + num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
         each = 2 * state + 2 * num_bytes(precision.grads) + num_bytes(precision.params)
-        away = plan.memory.offload.optimizer_fraction * owned
-        travels = (num_bytes(precision.grads) + num_bytes(precision.params)) / self.rates.host_link
-        return (owned - away) * each / self.rates.memory + away * (each / HOST_MEMORY + travels)
+        offloaded = plan.memory.offload.optimizer_fraction * owned
+        copies = (num_bytes(precision.grads) + num_bytes(precision.params)) / self.rates.host_link
+        return (owned - offloaded) * each / self.rates.memory + offloaded * (each / HOST_MEMORY + copies)

@@ -1,4 +1,4 @@
-"""Every layout of a model on a number of GPUs that the rules allow, as plans."""
+"""Enumeration of the valid layouts of a model on a number of GPUs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,6 @@ from itertools import product
 from math import isqrt
 
 from megatron_moe.config.attention import AttentionConfig
-from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -15,19 +14,19 @@ from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.pipeline.auto_layout import auto_layout, flop_costs
 from megatron_moe.pipeline.layout import LayoutError, PipelineLayout
 from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
-from megatron_moe.planner.memory_options import without_switches
+from megatron_moe.planner.memory_options import without_options
 
 LONG = 8192
-"""Tokens from which a sequence may be split: below, the exchange costs more than it saves (phase 2 of the paper)."""
+"""Shortest sequence for context parallelism; below it, the exchange costs more than it saves (phase 2 of the paper)."""
 MICRO_BATCHES = (1, 2, 4)
-MOST_CP = 64
+MAX_CP = 64
 CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Virtual stages of a pipeline rank."""
+"""Virtual stages per pipeline rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Sizes of the axes, and the microbatch."""
+    """Parallel sizes and the microbatch size."""
 
     tp: int
     cp: int
@@ -39,22 +38,23 @@ class Degrees:
 
 
 class Layouts:
-    """Layouts of one model, batch and number of GPUs. `plan`: everything else of the run."""
+    """Layouts of the model, batch and number of GPUs of a plan."""
 
     def __init__(self, plan: RunPlan, gpu: GPU) -> None:
-        self.plan = without_switches(plan)
+        self.plan = without_options(plan)
         self.gpu = gpu
         self.world = plan.parallel.world_size
         self._costs = flop_costs(plan.model, plan.data.seq_length)
         self._stages: dict[tuple[int, int], PipelineLayout | None] = {}
 
     def grids(self) -> Iterator[Degrees]:
-        """Sizes of the two grids and of the microbatch that divide the model and the ranks, one chunk per rank."""
+        """Sizes that divide the model and the ranks, for each microbatch size, with one chunk per pipeline rank."""
         model = self.plan.model
         tps = [tp for tp in _divisors(self.world) if tp <= self.gpu.per_node]
-        cps = [cp for cp in _divisors(self.world) if cp == 1 or (self.plan.data.seq_length >= LONG and cp <= MOST_CP)]
+        cps = [cp for cp in _divisors(self.world) if cp == 1 or (self.plan.data.seq_length >= LONG and cp <= MAX_CP)]
         pps = [pp for pp in _divisors(self.world) if pp <= len(model.layers)]
-        eps = [ep for ep in _divisors(self.world) if _experts(model) % ep == 0]
+        num_experts = model.moe_configs[0].experts.num_experts if model.moe_configs else 1
+        eps = [ep for ep in _divisors(self.world) if num_experts % ep == 0]
         for tp, cp, pp, ep in product(tps, cps, pps, eps):
             for etp in sorted({1, tp}):
                 degrees = Degrees(tp=tp, cp=cp, pp=pp, vpp=1, ep=ep, etp=etp, micro=1)
@@ -62,7 +62,7 @@ class Layouts:
                     yield from (replace(degrees, micro=micro) for micro in MICRO_BATCHES)
 
     def of_grid(self, grid: Degrees) -> Iterator[RunPlan]:
-        """Plans with these sizes, by number of chunks, without and with exchanges that another microbatch hides."""
+        """Plans with these sizes and each number of chunks, without and with overlapped expert communication."""
         for vpp in CHUNKS if grid.pp > 1 else (1,):
             plan = self.of(replace(grid, vpp=vpp))
             if plan is not None:
@@ -71,7 +71,7 @@ class Layouts:
                     yield overlapped(plan)
 
     def of(self, degrees: Degrees) -> RunPlan | None:
-        """The plan with these sizes, or None where a rule forbids it."""
+        """The plan with these sizes; None if the layers or the batch do not divide."""
         stages = self._layout(degrees.pp, degrees.vpp)
         if stages is None:
             return None
@@ -96,7 +96,7 @@ class Layouts:
         )
 
     def _divides(self, degrees: Degrees) -> bool:
-        """Do heads, channels, experts, words and the sequence divide among the ranks, and the ranks form both grids?"""
+        """Whether heads, channels, vocabulary and sequence divide among the ranks, and both grids cover the world."""
         model, tp, cp = self.plan.model, degrees.tp, degrees.cp
         ranks = tp * cp * degrees.pp
         if self.world % ranks or (self.world // degrees.pp) % (degrees.ep * degrees.etp):
@@ -126,11 +126,10 @@ class Layouts:
         return True
 
     def _layout(self, pp: int, vpp: int) -> PipelineLayout | None:
-        """Balanced by operations, with multi-token prediction where it is allowed."""
+        """Stages balanced by operations; None if the layers cannot fill them."""
         if (pp, vpp) not in self._stages:
-            mtp = self.plan.model.mtp
             try:
-                found = auto_layout(self._costs, pp=pp, vpp=vpp, num_mtp=mtp.num_layers if mtp else 0)
+                found = auto_layout(self._costs, pp=pp, vpp=vpp, num_mtp=self.plan.model.num_mtp)
             except LayoutError:
                 found = None
             self._stages[pp, vpp] = found
@@ -138,27 +137,17 @@ class Layouts:
 
 
 def overlapped(plan: RunPlan) -> RunPlan:
-    """The plan with exchanges of rows beside the work of another microbatch."""
+    """The plan with expert communication overlapped with another microbatch."""
     return replace(plan, pipeline=replace(plan.pipeline, overlap=True, split_backward=True))
 
 
-def _experts(model: ModelConfig) -> int:
-    moe = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)]
-    return moe[0].experts.num_experts if moe else 1
-
-
 def _may_overlap(plan: RunPlan) -> bool:
-    """Something travels, virtual stages are there if there is a pipeline, and shared experts do not overlap by
-    themselves."""
-    moe = [layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)]
-    if (
-        plan.parallel.ep == 1
-        or not moe
-        or any(config.dispatcher == "allgather" or config.shared_overlap for config in moe)
-    ):
+    """Whether the rules of `--overlap-moe-expert-parallel-comm` allow it for this plan."""
+    moe = plan.model.moe_configs
+    if plan.parallel.ep == 1 or not moe or any(each.dispatcher == "allgather" or each.shared_overlap for each in moe):
         return False
-    mtp = plan.model.mtp.num_layers if plan.model.mtp else 0
-    return mtp <= 1 and (plan.parallel.pp == 1 or plan.layout.vpp > 1) and plan.precision.params == "bf16"
+    staged = plan.parallel.pp == 1 or plan.layout.vpp > 1
+    return plan.model.num_mtp <= 1 and staged and plan.precision.params == "bf16"
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Memory-saving options that the planner and the dry run may enable, with what each one saves."""
+"""Memory-saving options of a plan: how to enable or disable each, the bytes it saves and the time it costs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -7,7 +7,6 @@ from functools import partial
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GPU
@@ -16,24 +15,23 @@ from megatron_moe.cost_model.placement import Placement
 from megatron_moe.planner.estimator import Estimator
 
 SELECTIVE = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "moe")
-"""Modules that can be computed again one by one. core_attn is not among them: it frees the log-sum-exp and nothing
-else."""
-MOVABLE = ("expert_fc1", "moe_act", "core_attn")
-"""Modules whose inputs can wait in host memory."""
+"""Modules of selective recompute, without core_attn, which would free the log-sum-exp only."""
+OFFLOADABLE = ("expert_fc1", "moe_act", "core_attn")
+"""Modules whose inputs can be offloaded to host memory."""
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """One way to need less memory."""
+    """A change of a plan's memory use."""
 
     flags: str
-    """As on a command line."""
+    """Command-line flags of the option."""
     apply: Callable[[RunPlan], RunPlan]
 
 
 def modules_of(model: ModelConfig) -> tuple[str, ...]:
-    """Those of `SELECTIVE` that the model has."""
-    moe = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)]
+    """Modules of `SELECTIVE` that the model has."""
+    moe = model.moe_configs
     absent = {
         "moe_act": not moe,
         "moe": not moe,
@@ -44,50 +42,48 @@ def modules_of(model: ModelConfig) -> tuple[str, ...]:
     return tuple(name for name in SELECTIVE if not absent.get(name, False))
 
 
-def recomputing(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
-    """The plan with these modules computed again, and no others."""
-    wanted = tuple(modules)
-    config = RecomputeConfig(granularity="selective", modules=wanted) if wanted else RecomputeConfig()
+def with_recompute(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
+    """The plan with selective recompute of exactly these modules."""
+    names = tuple(modules)
+    config = RecomputeConfig(granularity="selective", modules=names) if names else RecomputeConfig()
     return replace(plan, memory=replace(plan.memory, recompute=config))
 
 
-def moving(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
-    """The plan with the inputs of these modules in host memory, and of no others."""
+def with_offload(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
+    """The plan with activation offload of exactly these modules."""
     offload = replace(plan.memory.offload, modules=tuple(modules))
     return replace(plan, memory=replace(plan.memory, offload=offload))
 
 
-def whole_layers(plan: RunPlan) -> RunPlan:
-    """The plan with every layer computed again. Modules need nothing then, and their inputs do not move."""
+def with_full_recompute(plan: RunPlan) -> RunPlan:
+    """The plan with full recompute of every layer, without activation offload and paged stash."""
     config = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
-    return _trading(plan, config, replace(plan.memory.offload, modules=()))
+    return _with_memory(plan, config, replace(plan.memory.offload, modules=()))
 
 
-def without_switches(plan: RunPlan) -> RunPlan:
-    """The plan with all activations kept on the device; the optimizer stays as it is, and when experts get their weight
-    gradients."""
+def without_options(plan: RunPlan) -> RunPlan:
+    """The plan without recompute, activation offload and paged stash; optimizer options are unchanged."""
     offload = ActivationOffloadConfig(optimizer_fraction=plan.memory.offload.optimizer_fraction)
-    return _trading(plan, RecomputeConfig(), offload)
+    return _with_memory(plan, RecomputeConfig(), offload)
 
 
-def _trading(plan: RunPlan, recompute: RecomputeConfig, offload: ActivationOffloadConfig) -> RunPlan:
-    """The plan with these, without pages, and with weight gradients of experts when they were."""
+def _with_memory(plan: RunPlan, recompute: RecomputeConfig, offload: ActivationOffloadConfig) -> RunPlan:
     return replace(plan, memory=replace(plan.memory, recompute=recompute, offload=offload, stash=None))
 
 
 def more_switches(plan: RunPlan) -> list[MemoryOption]:
-    """Every single switch that the plan has not turned already."""
-    found = [*_of_activations(plan), *_of_state(plan)]
+    """Every option that would reduce the plan's memory and is not enabled yet."""
+    found = [*_activation_options(plan), *_state_options(plan)]
     if plan.memory.expert_wgrad_interval > 1:
-        at_once = replace(plan.memory, expert_wgrad_interval=1)
-        found.append(MemoryOption("--moe-expert-wgrad-interval 1", lambda given: replace(given, memory=at_once)))
+        immediate = replace(plan.memory, expert_wgrad_interval=1)
+        found.append(MemoryOption("--moe-expert-wgrad-interval 1", partial(replace, memory=immediate)))
     if plan.batch.micro > 1 and plan.batch.global_size % (plan.batch.micro // 2 * plan.parallel.dp) == 0:
         half = replace(plan.batch, micro=plan.batch.micro // 2)
-        found.append(MemoryOption(f"--micro-batch-size {half.micro}", lambda given: replace(given, batch=half)))
+        found.append(MemoryOption(f"--micro-batch-size {half.micro}", partial(replace, batch=half)))
     return found
 
 
-def _of_activations(plan: RunPlan) -> list[MemoryOption]:
+def _activation_options(plan: RunPlan) -> list[MemoryOption]:
     recompute, offload, overlap = plan.memory.recompute, plan.memory.offload, plan.pipeline.overlap
     if recompute.granularity == "full":
         return []
@@ -97,133 +93,132 @@ def _of_activations(plan: RunPlan) -> list[MemoryOption]:
         if module not in on and "moe" not in on and not (module == "moe" and overlap):
             names = (*on, module)
             flags = f"--recompute-granularity selective --recompute-modules {' '.join(names)}"
-            found.append(MemoryOption(flags, lambda given, names=names: recomputing(given, names)))  # type: ignore[misc]
-    for module in MOVABLE:
+            found.append(MemoryOption(flags, partial(with_recompute, modules=names)))
+    for module in OFFLOADABLE:
         if module not in offload.modules and "moe" not in on:
             names = (*offload.modules, module)
             flags = f"--fine-grained-activation-offloading --offload-modules {' '.join(names)}"
-            found.append(MemoryOption(flags, lambda given, names=names: moving(given, names)))  # type: ignore[misc]
+            found.append(MemoryOption(flags, partial(with_offload, modules=names)))
     if not overlap:
         flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        found.append(MemoryOption(flags, whole_layers))
+        found.append(MemoryOption(flags, with_full_recompute))
     return found
 
 
-def _of_state(plan: RunPlan) -> list[MemoryOption]:
+def _state_options(plan: RunPlan) -> list[MemoryOption]:
     precision, parallel, found = plan.precision, plan.parallel, []
     if not plan.data_parallel.sharded_optimizer and parallel.dp * parallel.cp > 1:
         sharded = replace(plan.data_parallel, sharded_optimizer=True)
-        found.append(MemoryOption("--use-distributed-optimizer", lambda given: replace(given, data_parallel=sharded)))
-    if precision_aware(plan).precision != precision:
-        found.append(MemoryOption("--use-precision-aware-optimizer", precision_aware))
+        found.append(MemoryOption("--use-distributed-optimizer", partial(replace, data_parallel=sharded)))
+    if with_remainders(plan).precision != precision:
+        found.append(MemoryOption("--use-precision-aware-optimizer", with_remainders))
     if precision.params == "bf16" and {precision.exp_avg, precision.exp_avg_sq} == {"fp32"}:
         flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-        found.append(MemoryOption(flags, moments_in_bf16))
+        found.append(MemoryOption(flags, with_bf16_moments))
     if plan.memory.offload.optimizer_fraction == 0:
-        found.append(MemoryOption("--optimizer-cpu-offload --use-precision-aware-optimizer", optimizer_on_host))
+        found.append(MemoryOption("--optimizer-cpu-offload --use-precision-aware-optimizer", with_host_optimizer))
     return found
 
 
-def precision_aware(plan: RunPlan) -> RunPlan:
-    """The plan with the 16 bits alone of master weights that bf16 weights lack, where that is possible."""
+def with_remainders(plan: RunPlan) -> RunPlan:
+    """The plan with 16-bit remainders of master weights (`PrecisionConfig.remainders`), where possible."""
     precision = plan.precision
     if precision.params != "bf16" or precision.master != "fp32" or precision.low_params:
         return plan
     return replace(plan, precision=replace(precision, remainders=True))
 
 
-def moments_in_bf16(plan: RunPlan) -> RunPlan:
-    """The plan with both moments in bf16, unless they are narrow already, and what comes with their flags."""
+def with_bf16_moments(plan: RunPlan) -> RunPlan:
+    """The plan with bf16 moments and 16-bit master remainders, unless a moment already has a narrow format."""
     precision = plan.precision
     if precision.params != "bf16" or {precision.exp_avg, precision.exp_avg_sq} != {"fp32"}:
         return plan
-    return precision_aware(replace(plan, precision=replace(precision, exp_avg="bf16", exp_avg_sq="bf16")))
+    return with_remainders(replace(plan, precision=replace(precision, exp_avg="bf16", exp_avg_sq="bf16")))
 
 
-def optimizer_on_host(plan: RunPlan) -> RunPlan:
-    """The plan with master weights and moments in host memory, and stepped there."""
+def with_host_optimizer(plan: RunPlan) -> RunPlan:
+    """The plan with master weights and moments in host memory and a CPU optimizer step."""
     return replace(
-        precision_aware(plan),
+        with_remainders(plan),
         memory=replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=1.0)),
         optimizer=replace(plan.optimizer, offload=OptimizerOffloadConfig(fraction=1.0, host_steps=True, overlap=True)),
     )
 
 
 def saved(plan: RunPlan, switch: MemoryOption, rank: int, num_microbatches: int) -> float:
-    """Bytes of one pipeline rank that a switch saves."""
+    """Bytes that an option saves on one pipeline rank."""
     changed = switch.apply(plan)
-    more = num_microbatches * plan.batch.micro // changed.batch.micro
+    changed_microbatches = num_microbatches * plan.batch.micro // changed.batch.micro
     before = RankMemory(plan).of_rank(rank, num_microbatches)
-    return before.total - RankMemory(changed).of_rank(rank, more).total
+    return before.total - RankMemory(changed).of_rank(rank, changed_microbatches).total
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnabledOption:
-    """One switch of a plan."""
+    """Effect of an enabled memory option."""
 
     flags: str
-    """As on a command line."""
+    """Command-line flags of the option."""
     saves: float
-    """Bytes of a pipeline rank: what it would need more if this switch alone were turned back."""
+    """Additional bytes of a pipeline rank if only this option were disabled."""
     slower: float
-    """Share by which a step takes longer than with this switch turned back, by the model of docs/planning.md."""
+    """Relative increase of the step time over disabling only this option, by the model of docs/planning.md."""
 
 
 def enabled(
     plan: RunPlan, memory: RankMemory, rank: int, num_microbatches: int, gpu: GPU, placements: dict[str, Placement]
 ) -> list[EnabledOption]:
-    """Every memory switch of the plan, with its effect on one pipeline rank. Effects do not add up: a module that is
-    computed again inside of another one that is frees nothing more."""
-    before = memory.of_rank(rank, num_microbatches).total
+    """Enabled memory options of the plan, with their effect on one pipeline rank. Effects do not add up: a
+    module inside a recomputed module saves nothing more."""
+    num_bytes = memory.of_rank(rank, num_microbatches).total
     seconds = Estimator(plan, gpu, placements).step().total
     found = []
-    for switch in ways_back(plan):
-        back = switch.apply(plan)
-        more = memory.on_another_plan(back).of_rank(rank, num_microbatches).total - before
-        quicker = Estimator(back, gpu, placements).step().total
-        found.append(EnabledOption(flags=switch.flags, saves=more, slower=seconds / quicker - 1))
+    for option in _enabled_options(plan):
+        without = option.apply(plan)
+        saves = memory.on_another_plan(without).of_rank(rank, num_microbatches).total - num_bytes
+        slower = seconds / Estimator(without, gpu, placements).step().total - 1
+        found.append(EnabledOption(flags=option.flags, saves=saves, slower=slower))
     return found
 
 
-def ways_back(plan: RunPlan) -> Iterator[MemoryOption]:
-    """Every memory switch of the plan, with what turns it back."""
+def _enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
+    """Enabled memory options of the plan; `apply` disables them."""
     recompute, offload = plan.memory.recompute, plan.memory.offload
     if recompute.granularity == "full":
         flags = f"--recompute-granularity full --recompute-method {recompute.method}"
         flags += f" --recompute-num-layers {recompute.num_layers}"
         memory = replace(plan.memory, recompute=RecomputeConfig())
-        yield MemoryOption(flags, lambda given: replace(given, memory=memory))
+        yield MemoryOption(flags, partial(replace, memory=memory))
     elif recompute.granularity == "selective":
         for module in recompute.modules:
             rest = [name for name in recompute.modules if name != module]
-            yield MemoryOption(f"--recompute-modules {module}", lambda given, rest=rest: recomputing(given, rest))  # type: ignore[misc]
+            yield MemoryOption(f"--recompute-modules {module}", partial(with_recompute, modules=rest))
     for module in offload.modules:
         rest = [name for name in offload.modules if name != module]
-        yield MemoryOption(f"--offload-modules {module}", lambda given, rest=rest: moving(given, rest))  # type: ignore[misc]
+        yield MemoryOption(f"--offload-modules {module}", partial(with_offload, modules=rest))
     interval = plan.memory.expert_wgrad_interval
     if interval > 1:
-        at_once = replace(plan.memory, expert_wgrad_interval=1)
-        yield MemoryOption(f"--moe-expert-wgrad-interval {interval}", lambda given: replace(given, memory=at_once))
-    yield from _enabled_of_state(plan)
+        immediate = replace(plan.memory, expert_wgrad_interval=1)
+        yield MemoryOption(f"--moe-expert-wgrad-interval {interval}", partial(replace, memory=immediate))
+    yield from _enabled_state_options(plan)
 
 
-def _enabled_of_state(plan: RunPlan) -> Iterator[MemoryOption]:
+def _enabled_state_options(plan: RunPlan) -> Iterator[MemoryOption]:
     precision, parallel = plan.precision, plan.parallel
     if plan.data_parallel.sharded_optimizer and parallel.dp * parallel.cp > 1:
-        whole = replace(plan.data_parallel, sharded_optimizer=False)
-        yield MemoryOption("--use-distributed-optimizer", lambda given: replace(given, data_parallel=whole))
+        replicated = replace(plan.data_parallel, sharded_optimizer=False)
+        yield MemoryOption("--use-distributed-optimizer", partial(replace, data_parallel=replicated))
     if {precision.exp_avg, precision.exp_avg_sq} != {"fp32"} and precision.master == "fp32":
         wide = replace(precision, exp_avg="fp32", exp_avg_sq="fp32")
         flags = f"--exp-avg-dtype {precision.exp_avg} --exp-avg-sq-dtype {precision.exp_avg_sq}"
-        yield MemoryOption(flags, lambda given: replace(given, precision=wide))
+        yield MemoryOption(flags, partial(replace, precision=wide))
     if precision.grads == "bf16":
         fp32 = replace(precision, grads="fp32")
-        yield MemoryOption("gradients in bf16", lambda given: replace(given, precision=fp32))
+        yield MemoryOption("gradients in bf16", partial(replace, precision=fp32))
     if precision.remainders:
         masters = replace(precision, remainders=False)
-        yield MemoryOption("16-bit remainders of master weights", lambda given: replace(given, precision=masters))
+        yield MemoryOption("16-bit remainders of master weights", partial(replace, precision=masters))
     if plan.memory.offload.optimizer_fraction:
-        stays = replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=0.0))
+        memory = replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=0.0))
         optimizer = replace(plan.optimizer, offload=OptimizerOffloadConfig())
-        back = partial(replace, memory=stays, optimizer=optimizer)
-        yield MemoryOption("the optimizer's state on the host", back)
+        yield MemoryOption("the optimizer's state on the host", partial(replace, memory=memory, optimizer=optimizer))

@@ -1,8 +1,8 @@
-"""How much of a machine's data sheet a training step reaches: shares measured on one H200, taken for all kinds.
+"""Efficiency of a training step relative to data sheets: measured on one H200, assumed for all kinds of GPU.
 
-Measured (`benchmarks/2026-11-21-h200-step.md`): the matrices of Q6 outside the experts run at 768 TFLOP/s of 989, its
-attention at 399 by the causal count; grouped matrices alone at 674 and more; copies at 4.29 of 4.8 TB/s. Not measured,
-and marked so: everything about FP8, host links and host memory. Waiting for the host between kernels is not modelled.
+Measured (`benchmarks/2026-11-21-h200-step.md`): dense GEMMs of Q6 reach 768 of 989 TFLOP/s, its attention 399 (causal
+count), grouped GEMMs 674 and more, copies 4.29 of 4.8 TB/s. Values for FP8, host links and host memory are estimates,
+and marked as such. Launch overhead of the host is not modelled.
 """
 
 from dataclasses import dataclass
@@ -11,48 +11,48 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.cost_model.hardware import GPU
 
 DENSE = 0.77
-"""Of the peak: matrices outside the experts."""
+"""GEMMs outside the experts, as a share of the peak."""
 GROUPED = 0.68
-"""Of the peak: expert matrices, apart from reading their weights and gradients."""
+"""Grouped GEMMs of the experts, as a share of the peak, without the time to read weights and gradients."""
 CORE_ATTENTION = 0.41
-"""Of the bf16 peak, forward and backward, operations counted under the causal mask."""
+"""Attention forward and backward, as a share of the bf16 peak, with operations counted under the causal mask."""
 LOW_PRECISION = 0.64
-"""Of the FP8 peak: one blockwise product of 8192 x 4096 x 4096 (1261 TFLOP/s). An estimate for whole steps."""
+"""FP8 GEMMs, as a share of the FP8 peak: estimated from one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
 BANDWIDTH = 0.89
-"""Of HBM's data sheet."""
+"""Memory bandwidth, as a share of the data sheet's."""
 PASSES = 7.5
-"""Times that bandwidth-bound kernels of forward and backward move as many bytes as a layer keeps: norms, rotation,
-router, permutation, activation and residual sums of Q6 (7.7) and M8 (7.1)."""
+"""Bytes moved by bandwidth-bound kernels (norms, RoPE, router, permutation, activation, residual sums) in forward and
+backward, as a multiple of a layer's saved bytes: 7.7 for Q6, 7.1 for M8."""
 LOGIT_PASSES = 3.0
-"""Times that the loss moves the logits: read once forward, read and written backward."""
+"""Bytes moved by the loss as a multiple of the logits: one read in forward, one read and one write in backward."""
 PASSES_AGAIN = 3.0
-"""Times that computing something again in bandwidth-bound kernels moves what was freed."""
+"""Bytes moved by recomputed bandwidth-bound kernels, as a multiple of the bytes that recompute frees."""
 LOW_PASSES = 3.0
-"""Times that quantising moves a matrix's input, with its gradient. An estimate."""
+"""Bytes moved to quantise a GEMM's input and its gradient, as a multiple of the input; an estimate."""
 OFFLOAD_DISTURBANCE = 0.018
-"""Share of the computing time that copies of activations cost though they are hidden: 1.6 to 2 % in the paper."""
+"""Slowdown of computation by overlapped activation copies: 1.6 to 2 % in the paper."""
 HIDDEN_AT_BEST = 0.95
-"""Share of an exchange of rows that another microbatch can hide: the paper's 5 % are left."""
+"""Largest share of expert communication that another microbatch hides, from the paper."""
 HOST_MEMORY = 60e9
-"""Bytes per second of host memory for one GPU's part of a step of the optimizer there. An estimate."""
+"""Bandwidth of host memory per GPU during an optimizer step on the CPU, bytes per second; an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one GPU, in operations and bytes per second."""
+    """Attainable rates of one GPU, in FLOP/s and bytes per second."""
 
     dense: float
     head: float
-    """Of the head, which stays in the parameters' format."""
+    """Output head, which always uses the parameters' format."""
     experts: float
     core_attention: float
     memory: float
     host_link: float
-    """To host memory, one direction."""
+    """Host memory, per direction."""
 
 
 def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
-    """What a GPU reaches with the products of a run."""
+    """Attainable rates of a GPU with the number formats of a run."""
     peak, _ = gpu.rate(precision.params)
     low = gpu.fp8 * LOW_PRECISION
     return Rates(

@@ -1,8 +1,8 @@
-"""The fastest plans that fit, by the cost model of `estimate.py`, among all layouts and sets of memory switches.
+"""Search for the fastest plans that fit into device memory, over layouts and memory options.
 
-Phase 1 asks what fits, phase 2 which layout is best, phase 3 which switches are cheapest. All three are one search here
-(best first): grids, and then their layouts, come in the order of a time that they cannot beat, each layout takes the
-cheapest switches with which it fits, and the search ends when nothing that is left can be better than what is found.
+A best-first search with the estimates of `estimator.py`: grids, then their layouts, are visited in order of a lower
+bound on the step time. Each layout gets the cheapest memory options with which it fits. The search ends when no
+remaining lower bound is below the plans found.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,40 +30,41 @@ from megatron_moe.planner.layouts import (
 )
 from megatron_moe.planner.memory_options import (
     modules_of,
-    moments_in_bf16,
-    moving,
-    optimizer_on_host,
-    precision_aware,
-    recomputing,
-    whole_layers,
-    without_switches,
+    with_bf16_moments,
+    with_full_recompute,
+    with_host_optimizer,
+    with_offload,
+    with_recompute,
+    with_remainders,
+    without_options,
 )
 
-_MOVED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
+_OFFLOADED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
 _SAFETY = 0.97
-"""Savings of single switches add up but for what is at work: sets this much below the need are not tried."""
+"""Sets of options are tried if the sum of their individual savings reaches this share of the excess. The sum is not
+exact because the peak workspace may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """A plan that fits."""
+    """A plan with its estimated step time and memory."""
 
     plan: RunPlan
     step: StepEstimate
     memory: RankBytes
-    """Of its heaviest pipeline rank."""
+    """Memory of its heaviest pipeline rank."""
     plain_bytes: float
-    """What it would need there without switches."""
+    """Peak bytes of the heaviest pipeline rank without memory options."""
 
 
 class Planner:
-    """Plans on one kind of GPU."""
+    """Search for plans on one kind of GPU."""
 
     def __init__(self, gpu: GPU, imbalance: float = 1.0, *, offload: bool = True) -> None:
-        """`imbalance`: rows of the fullest rank's experts, as a multiple of the mean. `offload`: inputs of modules may
-        wait in host memory."""
+        """`imbalance`: expert rows of the most loaded rank as a multiple of the mean. `offload`: allows activation
+        offload."""
         self.gpu = gpu
-        self._moves = _MOVED if offload else _MOVED[:1]
+        self._offloads = _OFFLOADED if offload else _OFFLOADED[:1]
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
@@ -72,131 +73,127 @@ class Planner:
     def best(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> list[PlannedLayout]:
-        """The fastest `count` plans of the model, precision and global batch of `plan` on its number of GPUs.
+        """The fastest `count` plans for the model, precision, global batch and number of GPUs of `plan`.
 
-        `accepts`: does a plan that fits obey the rules that are not known here?
+        `accepts`: checks rules that the planner does not know, for a plan that fits.
         """
         layouts = Layouts(plan, self.gpu)
-        order = count_up()
-        waiting: list[tuple[float, int, Degrees | RunPlan]] = []
+        order = count_up()  # breaks ties of the heap
+        queue: list[tuple[float, int, Degrees | RunPlan]] = []
         for grid in layouts.grids():
             simple = layouts.of(grid)
             if simple is not None and RankMemory(simple).state_of_rank(grid.pp // 2).total < self.room:
-                heappush(waiting, (self._at_least(overlapped(simple)), next(order), grid))
+                heappush(queue, (self._lower_bound(overlapped(simple)), next(order), grid))
         found: list[PlannedLayout] = []
-        while waiting:
-            at_least, _, each = heappop(waiting)
-            if len(found) == count and at_least >= found[-1].step.total:
+        while queue:
+            bound, _, each = heappop(queue)
+            if len(found) == count and bound >= found[-1].step.total:
                 break
             if isinstance(each, Degrees):
                 for option in layouts.of_grid(each):
-                    heappush(waiting, (self._at_least(option), next(order), option))
+                    heappush(queue, (self._lower_bound(option), next(order), option))
                 continue
             fitting = self.fit(each)
             if fitting is not None and accepts(fitting.plan):
                 found = sorted([*found, fitting], key=lambda one: one.step.total)[:count]
         return found
 
-    def _at_least(self, plan: RunPlan) -> float:
-        """Seconds that no schedule and no switch can go below."""
+    def _lower_bound(self, plan: RunPlan) -> float:
+        """Step time in seconds without bubble."""
         return self.estimator(plan).without_bubble().total
 
     def estimator(self, plan: RunPlan) -> Estimator:
         """The cost model of a plan."""
         return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel), self._destinations)
 
-    def as_it_is(self, plan: RunPlan) -> PlannedLayout:
-        """A plan with its own switches, whether it fits or not."""
-        plain = self.heaviest(without_switches(plan))
+    def evaluate(self, plan: RunPlan) -> PlannedLayout:
+        """A plan with its own memory options, whether it fits or not."""
+        plain = self.heaviest(without_options(plan))
         return PlannedLayout(
             plan=plan, step=self.estimator(plan).step(), memory=self.heaviest(plan), plain_bytes=plain.total
         )
 
     def fits(self, memory: RankBytes) -> bool:
-        """Is enough left for CUDA, NCCL, workspaces and fragmentation?"""
+        """Whether enough memory remains for CUDA, NCCL, workspaces and fragmentation."""
         return memory.total <= self.room
 
     def heaviest(self, plan: RunPlan) -> RankBytes:
-        """The pipeline rank that needs most."""
-        return heaviest(RankMemory(plan, self.imbalance).all_ranks(_microbatches(plan)))
+        """Memory of the pipeline rank with the highest peak."""
+        return heaviest(RankMemory(plan, self.imbalance).all_ranks(plan.num_microbatches))
 
-    def fit_at_any_price(self, plan: RunPlan) -> PlannedLayout | None:
-        """As `fit`, but before any activation is traded master weights are kept as what their weights lack, which costs
-        no time; where activations are not enough, with moments in bf16, the optimizer on the host, or both."""
+    def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
+        """Like `fit`, with optimizer options if needed: 16-bit master remainders, which cost no time; then also bf16
+        moments, the optimizer on the host, or both."""
         found = self.fit(plan)
-        if found is not None and found.plan == without_switches(plan):
+        if found is not None and found.plan == without_options(plan):
             return found
-        exact, narrow = precision_aware(plan), moments_in_bf16(plan)
-        ways = map(self.fit, (exact, narrow, optimizer_on_host(exact), optimizer_on_host(narrow)))
-        return next((found for found in ways if found is not None), None)
+        exact, narrow = with_remainders(plan), with_bf16_moments(plan)
+        options = map(self.fit, (exact, narrow, with_host_optimizer(exact), with_host_optimizer(narrow)))
+        return next((found for found in options if found is not None), None)
 
     def fit(self, plan: RunPlan) -> PlannedLayout | None:
-        """The plan with the cheapest recompute and offload of activations with which it fits, whatever it has now; None
-        when none are enough."""
-        plain, count = without_switches(plan), _microbatches(plan)
+        """The plan with the cheapest activation recompute and offload with which it fits, replacing its own; None if it
+        does not fit with any."""
+        plain, count = without_options(plan), plan.num_microbatches
         memory = RankMemory(plain, self.imbalance)
-        # the heaviest are among the first, who have most in flight, or it is the one with the loss
+        # the heaviest rank is one of the first two, which have the most in flight, or the last, which has the loss
         likely = sorted({0, min(1, plain.layout.pp - 1), plain.layout.pp - 1})
         before = heaviest([memory.of_rank(rank, count) for rank in likely])
-        for changed in self._ways(plain, memory, before):
-            counted = memory.with_switches(changed.memory)
-            if not self.fits(counted.of_rank(before.rank, count)):
+        for changed in self._candidates(plain, memory, before):
+            changed_memory = memory.with_options(changed.memory)
+            if not self.fits(changed_memory.of_rank(before.rank, count)):
                 continue
-            after = heaviest(counted.all_ranks(count))
+            after = heaviest(changed_memory.all_ranks(count))
             if self.fits(after):
                 step = self.estimator(changed).step()
                 return PlannedLayout(plan=changed, step=step, memory=after, plain_bytes=before.total)
         return None
 
-    def _ways(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
-        """Plans with sets of switches that may be enough, the cheapest first."""
-        need = before.total - self.room
-        singles = [recomputing(plain, [name]) for name in modules_of(plain.model)]
-        moves = [moving(plain, names) for names in self._moves if names]
+    def _candidates(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
+        """Plans with sets of options that may save enough, cheapest first."""
+        excess = before.total - self.room
+        singles = [with_recompute(plain, [name]) for name in modules_of(plain.model)]
+        singles += [with_offload(plain, names) for names in self._offloads if names]
         gains: dict[object, float] = {(): 0.0}
-        for each in (*singles, *moves):
-            after = memory.with_switches(each.memory).of_rank(before.rank, _microbatches(plain))
+        for each in singles:
+            after = memory.with_options(each.memory).of_rank(before.rank, plain.num_microbatches)
             gains[_key(each)] = before.total - after.total
-        hopeful = [each for each in self._sets(plain) if _hope(each, gains) >= _SAFETY * need]
-        if hopeful and need > 0:
-            base = self._at_least(plain)
-            costs = {_key(each): self._at_least(each) - base for each in (*singles, *moves)} | {(): 0.0}
-            hopeful.sort(key=lambda each: self._cost(each, base, costs))
-        return iter(hopeful)
+        found = [each for each in self._sets(plain) if _expected_gain(each, gains) >= _SAFETY * excess]
+        if found and excess > 0:
+            base = self._lower_bound(plain)
+            costs = {_key(each): self._lower_bound(each) - base for each in singles} | {(): 0.0}
+            found.sort(key=lambda each: self._cost(each, base, costs))
+        return iter(found)
 
     def _cost(self, plan: RunPlan, base: float, costs: Mapping[object, float]) -> float:
-        """Seconds that a set of switches adds."""
+        """Seconds that a set of options adds."""
         recompute = plan.memory.recompute
         if recompute.granularity == "full":
-            return self._at_least(plan) - base
+            return self._lower_bound(plan) - base
         return sum(costs[name] for name in recompute.modules) + costs[plan.memory.offload.modules]
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
-        """Selective modules and moved inputs in every combination that makes sense, and whole layers."""
+        """Useful combinations of selective recompute and offload, and full recompute."""
         modules = [name for name in modules_of(plain.model) if name != "moe"]
         sets = chain.from_iterable(combinations(modules, count) for count in range(len(modules) + 1))
         for names in sets:
-            for moved in self._moves:
-                yield moving(recomputing(plain, names), moved)
+            for offloaded in self._offloads:
+                yield with_offload(with_recompute(plain, names), offloaded)
         if not plain.pipeline.overlap:
             dense = [name for name in modules if name not in ("moe_act", "shared_experts")]
-            yield recomputing(plain, ["moe"])
-            yield recomputing(plain, [*dense, "moe"])
-            yield whole_layers(plain)
+            yield with_recompute(plain, ["moe"])
+            yield with_recompute(plain, [*dense, "moe"])
+            yield with_full_recompute(plain)
 
 
 def _key(plan: RunPlan) -> object:
-    """Of a plan with one switch."""
+    """The only option of a plan."""
     return plan.memory.offload.modules or plan.memory.recompute.modules[0]
 
 
-def _hope(plan: RunPlan, gains: Mapping[object, float]) -> float:
-    """Bytes that a set of switches saves, as if savings added up."""
+def _expected_gain(plan: RunPlan, gains: Mapping[object, float]) -> float:
+    """Bytes that a set of options saves, as the sum of its individual savings."""
     recompute = plan.memory.recompute
     if recompute.granularity == "full":
         return inf
     return sum(gains[name] for name in recompute.modules) + gains[plan.memory.offload.modules]
-
-
-def _microbatches(plan: RunPlan) -> int:
-    return plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)

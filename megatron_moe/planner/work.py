@@ -1,16 +1,15 @@
-"""Seconds that one microbatch takes in the layers of one rank, forward and backward, by kind of work."""
+"""Computing time of one microbatch in the layers of one rank, forward and backward, by kind of work."""
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     ActivationSizes,
-    KeptTensor,
+    SavedTensor,
     layer_tensors,
     num_bytes,
 )
@@ -26,21 +25,20 @@ from megatron_moe.planner.rates import (
 )
 
 _FORWARD = 1 / 3
-"""Of a layer's operations."""
+"""Share of the forward in a layer's operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds."""
+    """Computing time in seconds, by kind."""
 
     dense: float = 0.0
-    """Matrices outside the experts, head included."""
+    """GEMMs outside the experts, head included."""
     core_attention: float = 0.0
     experts: float = 0.0
     bandwidth: float = 0.0
-    """Kernels that do little more than move data."""
-    again: float = 0.0
-    """Computed a second time, in the backward."""
+    """Bandwidth-bound kernels."""
+    recompute: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
@@ -50,53 +48,52 @@ class Work:
 
     @property
     def total(self) -> float:
-        return self.dense + self.core_attention + self.experts + self.bandwidth + self.again
+        return self.dense + self.core_attention + self.experts + self.bandwidth + self.recompute
 
 
 class LayerWork:
-    """Work of the layers of a plan."""
+    """Computing time of the layers of a plan."""
 
     def __init__(self, plan: RunPlan, rates: Rates) -> None:
         self.plan = plan
         self.rates = rates
-        self.sizes = ActivationSizes.of(
-            plan.parallel, plan.precision, micro=plan.batch.micro, seq_length=plan.data.seq_length
-        )
+        self.sizes = ActivationSizes.of(plan)
         self._share = plan.batch.micro / (plan.parallel.tp * plan.parallel.cp)
-        """Of the operations of one sequence: those of a rank for one microbatch."""
+        """A rank's share of the operations of one microbatch, relative to those of one sequence."""
         self._plain: dict[LayerConfig, Work] = {}
-        self._tensors: dict[LayerConfig, list[KeptTensor]] = {}
-        self._again: dict[tuple[LayerConfig, tuple[str, ...]], float] = {}
+        self._tensors: dict[LayerConfig, list[SavedTensor]] = {}
+        self._recompute: dict[tuple[LayerConfig, tuple[str, ...]], float] = {}
 
     def of_stages(self) -> list[Work]:
-        """One microbatch in every stage, with what its recompute adds."""
-        model, known = self.plan.model, {}
+        """Work of one microbatch in each stage, recompute included."""
+        model = self.plan.model
+        cache: dict[tuple[tuple[int, ...], int, bool], Work] = {}
         kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(model.layers))}
-        of_index = [kinds[layer] for layer in model.layers]
+        kind_of = [kinds[layer] for layer in model.layers]
         found = []
         for stage in self.plan.layout.stages:
-            key = (tuple(of_index[index] for index in stage.layers), stage.num_mtp, stage.loss)
-            if key not in known:
-                known[key] = self.of_stage(stage)
-            found.append(known[key])
+            key = (tuple(kind_of[index] for index in stage.layers), stage.num_mtp, stage.loss)
+            if key not in cache:
+                cache[key] = self.of_stage(stage)
+            found.append(cache[key])
         return found
 
     def of_stage(self, stage: StageLayout) -> Work:
-        """One microbatch in one stage."""
+        """Work of one microbatch in one stage, recompute included."""
         model, recompute = self.plan.model, self.plan.memory.recompute
         work = Work()
         first = recompute.num_layers if recompute.granularity == "full" and recompute.method == "block" else 0
         for (layer, early), count in Counter(self._places(stage, first)).items():
-            work += (self.of_layer(layer) + Work(again=self.again(layer, early))) * count
-        depths = model.mtp.num_layers if model.mtp and stage.num_mtp else 0
-        if depths:
+            work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
+        if stage.num_mtp:
             layer = model.layers[-1]
-            joined = 6 * 2 * model.hidden_size**2 * self.plan.data.seq_length * self._share / self.rates.dense
-            work += (self.of_layer(layer) + Work(again=self.again(layer, True), dense=joined)) * depths
+            projection = 6 * 2 * model.hidden_size**2 * self.plan.data.seq_length * self._share / self.rates.dense
+            one = self.of_layer(layer) + Work(recompute=self.recompute(layer, True), dense=projection)
+            work += one * model.num_mtp
         return work + self._head() if stage.loss else work
 
     def of_layer(self, layer: LayerConfig) -> Work:
-        """Without anything computed again."""
+        """Work of one microbatch in a layer, without recompute."""
         if layer not in self._plain:
             self._plain[layer] = self._of_layer(layer)
         return self._plain[layer]
@@ -104,78 +101,71 @@ class LayerWork:
     def _of_layer(self, layer: LayerConfig) -> Work:
         rates, flops = self.rates, count_layer_flops(layer, self.plan.data.seq_length)
         tensors = self.tensors(layer)
-        moved = PASSES * sum(each.bytes for each in tensors)
+        num_bytes_moved = PASSES * sum(each.bytes for each in tensors)
         if self.plan.precision.low:
-            moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
+            num_bytes_moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
         return Work(
             dense=(flops.attention + flops.dense_mlp + flops.shared) * self._share / rates.dense,
             core_attention=flops.core_attention * self._share / rates.core_attention,
-            experts=flops.experts * self._share / rates.experts + self._weights_of_experts(layer) / rates.memory,
-            bandwidth=moved / rates.memory,
+            experts=flops.experts * self._share / rates.experts + self._expert_weight_bytes(layer) / rates.memory,
+            bandwidth=num_bytes_moved / rates.memory,
         )
 
-    def _weights_of_experts(self, layer: LayerConfig) -> float:
-        """Bytes: read forward and backward; the gradient read and written, once for several microbatches where it
-        waits for them. A few rows per expert do not hide them."""
+    def _expert_weight_bytes(self, layer: LayerConfig) -> float:
+        """Bytes of expert weights read in forward and backward, and of their gradients read and written once per
+        `expert_wgrad_interval`. With few rows per expert, computation does not hide this traffic."""
         plan, precision = self.plan, self.plan.precision
         weight = 1 if precision.low else num_bytes(precision.params)
-        number = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
-        together = max(1, min(plan.memory.expert_wgrad_interval, number))
-        gradient = 2 * num_bytes(precision.grads) / together
+        interval = max(1, min(plan.memory.expert_wgrad_interval, plan.num_microbatches))
+        gradient = 2 * num_bytes(precision.grads) / interval
         return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
     def _head(self) -> Work:
-        """Logits and loss, once per depth of multi-token prediction too; in the parameters' format."""
+        """Logits and loss of the next token and of each MTP depth, in the parameters' format."""
         plan, model = self.plan, self.plan.model
-        times = 1 + (model.mtp.num_layers if model.mtp else 0)
-        rank = self.sizes.inner * (model.vocab_size // plan.parallel.tp) * times
+        num_logits = self.sizes.inner * (model.vocab_size // plan.parallel.tp) * (1 + model.num_mtp)
         return Work(
-            dense=6 * model.hidden_size * rank / self.rates.head,
-            bandwidth=LOGIT_PASSES * rank * self.sizes.activation / self.rates.memory,
+            dense=6 * model.hidden_size * num_logits / self.rates.head,
+            bandwidth=LOGIT_PASSES * num_logits * self.sizes.activation / self.rates.memory,
         )
 
-    def tensors(self, layer: LayerConfig) -> list[KeptTensor]:
-        """What a layer keeps when nothing is recomputed."""
+    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
+        """Saved tensors of a layer without recompute."""
         if layer not in self._tensors:
             self._tensors[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
         return self._tensors[layer]
 
     def _places(self, stage: StageLayout, first: int) -> Iterator[tuple[LayerConfig, bool]]:
-        """(layer, is it one of the `first` ones of the stage)."""
+        """(layer, whether it is among the `first` of its stage)."""
         for place, index in enumerate(stage.layers):
             yield self.plan.model.layers[index], place < first
 
-    def again(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds to compute again what recompute made the forward forget; `early`: the layer is one of the first that
-        "block" recomputes."""
+    def recompute(self, layer: LayerConfig, early: bool) -> float:
+        """Seconds of recompute per microbatch; `early`: method "block" includes the layer."""
         recompute = self.plan.memory.recompute
         if recompute.granularity == "none":
             return 0.0
         if recompute.granularity == "full":
             whole = recompute.method == "uniform" or early
             return _FORWARD * self.of_layer(layer).total if whole else 0.0
-        if (layer, recompute.modules) not in self._again:
-            self._again[layer, recompute.modules] = self._of_modules(layer, recompute.modules)
-        return self._again[layer, recompute.modules]
+        if (layer, recompute.modules) not in self._recompute:
+            self._recompute[layer, recompute.modules] = self._of_modules(layer, recompute.modules)
+        return self._recompute[layer, recompute.modules]
 
     def _of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
-        """Seconds to compute modules of a layer again: their matrices, and passes over what they had freed."""
-        wanted = set(modules)
-        freed = sum(each.bytes for each in self.tensors(layer) if wanted & set(each.forgotten))
-        if "moe" in wanted and isinstance(layer.feed_forward, MoEConfig):
-            wanted -= {"moe_act", "shared_experts"}
-        flops, share = self._forward_of(layer, wanted), self._share
+        """Seconds to recompute modules of a layer: their GEMMs, and passes over the freed bytes."""
+        freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
+        flops, share = self._forward_of(layer, set(modules)), self._share
         seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense
         seconds += flops.core_attention * share / self.rates.core_attention
         seconds += flops.experts * share / self.rates.experts
         return seconds + PASSES_AGAIN * freed / self.rates.memory
 
     def _forward_of(self, layer: LayerConfig, modules: set[str]) -> FlopCount:
-        """Operations of the matrices of modules, forward alone, of one sequence."""
-        whole = count_layer_flops(layer, self.plan.data.seq_length)
-        none = FlopCount()
-        third = {each.name: getattr(whole, each.name) // 3 for each in fields(whole)}
-        forward, moe = replace(none, **third), "moe" in modules
+        """Forward operations of modules for one sequence."""
+        layer_flops = count_layer_flops(layer, self.plan.data.seq_length)
+        forward = FlopCount(**{each.name: getattr(layer_flops, each.name) // 3 for each in fields(layer_flops)})
+        moe = "moe" in modules
         return FlopCount(
             attention=self._up_projections(layer) if "mla_up_proj" in modules else 0,
             core_attention=forward.core_attention if "core_attn" in modules else 0,
@@ -188,5 +178,4 @@ class LayerWork:
         config, seq = layer.mixer, self.plan.data.seq_length
         if not isinstance(config, MLAConfig):
             return 0
-        query = (config.q_lora_rank or 0) * config.num_heads * config.q_head_dim
-        return 2 * seq * (query + config.kv_lora_rank * config.num_heads * (config.qk_head_dim + config.v_head_dim))
+        return 2 * seq * ((config.q_lora_rank or 0) * config.q_width + config.kv_lora_rank * config.kv_up_width)

@@ -27,11 +27,10 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.cost_model.activations import (
     ActivationSizes,
-    KeptTensor,
+    SavedTensor,
     expert_rows,
     layer_tensors,
     stage_tensors,
@@ -55,7 +54,7 @@ BATCH, SEQ, HIDDEN, VOCAB = 2, 48, 192, 256
 TOKENS = BATCH * SEQ
 FP32 = 4
 ALONE = ParallelConfig()
-SIZES = ActivationSizes.of(ALONE, PrecisionConfig(), micro=BATCH, seq_length=SEQ)
+SIZES = ActivationSizes(residual=TOKENS, inner=TOKENS, activation=FP32, internal=FP32, length=SEQ)
 
 
 def moe(**changes) -> MoEConfig:
@@ -140,7 +139,7 @@ def saved_bytes(config: ModelConfig) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 
-def listed(config: ModelConfig) -> list[KeptTensor]:
+def listed(config: ModelConfig) -> list[SavedTensor]:
     (stage,) = whole_model(config)
     layers = [each for one in config.layers for each in layer_tensors(one, ALONE, SIZES)]
     return layers + stage_tensors(config, stage, ALONE, SIZES)
@@ -174,7 +173,7 @@ def test_the_list_has_every_byte_that_autograd_keeps(name):
 def test_a_tensor_parallel_rank_keeps_its_heads_channels_and_positions():
     """With sequence parallelism everything but the router's constants and kv's shared rotated part is halved."""
     both = ParallelConfig(tp=2, world_size=2, sequence_parallel=True)
-    sizes = ActivationSizes.of(both, PrecisionConfig(), micro=BATCH, seq_length=SEQ)
+    sizes = replace(SIZES, residual=TOKENS // 2)
     one = layer(gqa(num_heads=8, num_query_groups=4), moe(router={"dtype": "fp32"}))
     whole = {(each.module, each.name): each.bytes for each in layer_tensors(one, ALONE, SIZES)}
     half = {(each.module, each.name): each.bytes for each in layer_tensors(one, both, sizes)}

@@ -55,7 +55,7 @@ CASES = (
     Case(
         "injected_faults_are_valid",
         "--inject a@0:3",
-        "there is no fault 'a'",
+        "unknown fault 'a'",
         "--inject kill@0:3",
         environ=FAULTS_ALLOWED,
     ),

@@ -63,8 +63,8 @@ def test_a_layout_written_out_reads_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ettx|tL", r"has 'x' where none is understood"),
-        ("E(t(t|))*2tL", r"has '\(' where none is understood.*do not nest"),
+        ("Ettx|tL", r"has 'x', which is not understood"),
+        ("E(t(t|))*2tL", r"has '\(', which is not understood.*do not nest"),
         ("E(tt)tL", r"has '\('"),
         ("Ett|tttL", r"has 5 decoder layers \(t\); the model has 4"),
         ("EEtt|ttL", r"has 2 embeddings \(E\); the model has 1"),
@@ -85,7 +85,7 @@ def test_what_breaks_a_rule_of_the_language_is_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Et|tmm|t|tL", "t behind an m"),
+        ("Et|tmm|t|tL", "t after an m"),
         ("Ett|tt|m|mL", r"has m in stages \[2, 3\]"),
         ("Ett|ttmm||L", "has m in stage 1, chunk 0 of rank 1.*stages 3 to 3"),
         ("Ett|tt|mm|L", "has m in stage 2, chunk 1 of rank 0.*a rank other than 0"),
@@ -176,12 +176,12 @@ def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
         ),
         ({"num_layers": 61, "pp": 8, "first": 4, "last": 4}, "61 layers less 4 and 4 leave 53.*the other 6"),
         ({"num_layers": 4, "pp": 2, "first": 3, "last": 2}, "leave -1"),
-        ({"num_layers": 4, "pp": 1, "first": 2, "last": 2}, "no first and last rank apart"),
+        ({"num_layers": 4, "pp": 1, "first": 2, "last": 2}, "first and the last rank are the same"),
         (
             {"num_layers": 7, "pp": 3, "vpp": 2, "first": 3, "last": 2},
             "3 layers of pipeline rank 0 cannot be divided into 2",
         ),
-        ({"num_layers": 7, "pp": 2, "first": 3, "account_for_loss": True}, "exclude each other"),
+        ({"num_layers": 7, "pp": 2, "first": 3, "account_for_loss": True}, "cannot be combined"),
     ],
 )
 def test_numbers_that_do_not_divide_are_refused(sizes, message):

@@ -33,7 +33,7 @@ SLOW = {"deepseek-v3-h100-1024", "deepseek-v3-gb200-256", "qwen3-235b-a22b-h100-
 def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, num_gpus):
     settings = plan_search.settings_of(["--recipe", name], REGISTRY)
     planner = plan_search.planner_of(settings, GPUS[kind])
-    published = planner.as_it_is(plan_search.as_given(settings, num_gpus))
+    published = planner.evaluate(plan_search.as_given(settings, num_gpus))
     best = planner.best(plan_search.to_search(settings, num_gpus), 10, partial(plan_search.legal, settings))
     assert planner.fits(published.memory)
     assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
@@ -53,7 +53,7 @@ def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
     layouts = Layouts(plan, planner.gpu)
     for number, grid in enumerate(islice(layouts.grids(), 0, None, 7)):
         for each in layouts.of_grid(grid):
-            found = planner.as_it_is(each)
+            found = planner.evaluate(each)
             ready = plan_search.settings_for(settings, each)
             if not plan_search.legal(settings, each):
                 continue
@@ -95,7 +95,7 @@ def test_what_costs_no_time_comes_before_activations():
     planner = Planner(GPUS["h200"])
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0, 4).total - less * GIB
-        found = planner.fit_at_any_price(plan)
+        found = planner.fit_with_optimizer(plan)
         assert found is not None and found.plan.memory.recompute.granularity == "none"
         assert found.plan.precision == replace(plan.precision, remainders=remainders)
 
@@ -105,10 +105,10 @@ def test_the_optimizer_leaves_only_when_activations_are_not_enough():
     plan = plan_search.as_given(settings, 1)
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
     assert planner.fit(plan) is None
-    found = planner.fit_at_any_price(plan)
+    found = planner.fit_with_optimizer(plan)
     assert found is not None and found.plan.optimizer.offload.host_steps
     planner.room = 1 * GIB
-    assert planner.fit_at_any_price(plan) is None
+    assert planner.fit_with_optimizer(plan) is None
 
 
 def test_the_model_is_within_six_percent_of_what_an_h200_took():
@@ -116,20 +116,20 @@ def test_the_model_is_within_six_percent_of_what_an_h200_took():
     planner = Planner(GPUS["h200"])
     for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
         words = ["--recipe", name, "--micro-batch-size", str(micro)]
-        found = planner.as_it_is(plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1))
+        found = planner.evaluate(plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1))
         assert abs(found.step.total * 1e3 / measured - 1) < 0.06, (name, micro, found.step.total)
 
 
 def test_more_work_and_slower_links_take_longer():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     plan, gpu = plan_search.as_given(settings, 32), GPUS["h100"]
-    before: PlannedLayout = Planner(gpu).as_it_is(plan)
-    slow = Planner(replace(gpu, network=gpu.network / 2)).as_it_is(plan)
+    before: PlannedLayout = Planner(gpu).evaluate(plan)
+    slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
     config = replace(plan.memory.recompute, granularity="selective", modules=("moe_act",))
-    again = Planner(gpu).as_it_is(replace(plan, memory=MemoryConfig(recompute=config)))
+    again = Planner(gpu).evaluate(replace(plan, memory=MemoryConfig(recompute=config)))
     assert again.step.recompute > 0 and again.memory.total < before.memory.total
-    overlapped = Planner(gpu).as_it_is(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))
+    overlapped = Planner(gpu).evaluate(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))
     assert overlapped.step.expert_parallel < 0.2 * before.step.expert_parallel
 
 
