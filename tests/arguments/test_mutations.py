@@ -84,9 +84,9 @@ def answers(seed: int, number: int) -> int:
     return plans
 
 
-def test_two_thousand_spoilt_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_six_hundred_spoilt_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert answers(seed=1, number=2000) > 50  # small enough changes for some to be legal
+    assert answers(seed=1, number=600) > 15  # small enough changes for some to be legal
 
 
 @pytest.mark.slow
