@@ -40,11 +40,13 @@ class Mutant:
         return found, name
 
     def apply(self) -> None:
-        """Replaces the target, also where a module has imported it by name."""
+        """Replaces the target, and its imports by name if the target module defines it."""
         owner, name = self.owner()
         original = getattr(owner, name)
         wrong = self.replacement(original)
         setattr(owner, name, wrong)
+        if getattr(owner, "__name__", "") != original.__module__:
+            return
         for module in list(modules.values()):
             if getattr(module, "__name__", "").startswith("megatron_moe") and getattr(module, name, None) is original:
                 setattr(module, name, wrong)
