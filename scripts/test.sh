@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs what the tests need and passes them all: lint, types, then tests from the quickest to the slowest.
+# Installs the test dependencies and runs everything that CI runs: lint, types, then tests from fast to slow.
 #   bash scripts/test.sh                 everything, into the active virtual environment or into .venv
 #   INSTALL=no bash scripts/test.sh      without installing
 #   PYTHON=python3.12 bash scripts/test.sh
-# The stages stop at the first that fails. The last line sums all tests of all stages, and their seconds.
+# Stops at the first stage that fails. The last line has the test counts and seconds of all stages.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 3
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
@@ -26,14 +26,14 @@ stage() { # stage NAME COMMAND...: runs it unless an earlier stage failed
     "$@" || failed=$name
 }
 
-beside() { # beside NAME COMMAND...: starts it beside the next stage, unless an earlier one failed; `join` ends it
+background() { # background NAME COMMAND...: runs it alongside the next stage unless an earlier one failed; see `join`
     [ -z "$failed" ] || return 0
     other=$1
     "${@:2}" >"$reports/other.log" 2>&1 &
     process=$!
 }
 
-join() { # shows what the stage beside has said, and learns how it ended
+join() { # waits for the background stage and shows its output
     [ -n "${process:-}" ] || return 0
     wait "$process" || failed=${failed:+$failed, }$other
     process=""
@@ -41,30 +41,30 @@ join() { # shows what the stage beside has said, and learns how it ended
     cat "$reports/other.log"
 }
 
-tests() { # tests REPORT ARGUMENTS...: one pytest session whose counts go into the last line
+tests() { # tests REPORT ARGUMENTS...: one pytest session; its counts go into the last line
     python -m pytest -q --durations=10 --junitxml="$reports/$1.xml" "${@:2}"
 }
 
-existing() { # existing PATH...: those that are there
+existing() { # existing PATH...: the paths that exist
     for path in "$@"; do
         [ ! -e "$path" ] || printf '%s ' "$path"
     done
 }
 
 quick=$(existing tests/house_rules tests/arguments tests/config tests/helpers/test_tolerances.py)
-slow=$(existing tests/parity tests/end_to_end tests/faults tests/kernels)
+whole_runs=$(existing tests/parity tests/end_to_end tests/faults tests/recipes)
 
 [ "${INSTALL:-yes}" = no ] || stage "install" bash scripts/install.sh test
 stage "lint" python -m ruff check .
-# stages run two by two, since each keeps about one core busy
-beside "types" python -m mypy
+# two stages run at a time, since each keeps about one core busy
+background "types" python -m mypy
 # shellcheck disable=SC2086
-stage "rules, flags and plain Python" tests quick $quick
+stage "house rules and flags" tests quick $quick
 join
 # shellcheck disable=SC2086
-[ -z "$slow" ] || beside "parity, whole runs and kernels" tests slow $slow
+[ -z "$whole_runs" ] || background "parity and whole runs" tests whole_runs $whole_runs
 # shellcheck disable=SC2046,SC2086
-stage "one process and threads" tests rooms tests $(printf -- '--ignore=%s ' $quick $slow)
+stage "all other tests" tests others tests $(printf -- '--ignore=%s ' $quick $whole_runs)
 join
 
 [ -z "$failed" ] || printf '\nstage "%s" failed\n' "$failed"

@@ -1,11 +1,11 @@
-"""Everything that CI runs, the slow tests, and the planted bugs; counts and times as a table in `benchmarks/`.
+"""Runs the CI suite, the slow tests and the mutants; stores counts and times as a table in `benchmarks/`.
 
 python -m tests.nightly                               what `make nightly` does
-python -m tests.nightly --only slow                   one stage: ci, slow or planted; more than one may be named
+python -m tests.nightly --only slow                   one or more stages: ci, slow, mutants
 python -m tests.nightly tests/parity --only slow      the slow tests of these paths
-python -m tests.nightly --only slow --sample 100      so many of the slow tests, drawn by chance
+python -m tests.nightly --only slow --sample 100      a random sample of the slow tests
 
-Every stage runs, whatever the ones before found. Exit code 1 when one fails.
+All stages run even if one fails; then the exit code is 1.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.helpers.reports import store
 
 ROOT = Path(__file__).parent.parent
-STAGES = ("ci", "slow", "planted")
+STAGES = ("ci", "slow", "mutants")
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Line:
     what: str
     passed: int
     failed: int
-    left_out: int
+    not_run: int
     seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The tests of a night.")
-    parser.add_argument("paths", nargs="*", default=["tests"], help="where the slow tests stand")
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, help="of three stages")
-    parser.add_argument("--sample", type=int, help="so many of the slow tests, drawn by chance")
+    parser = argparse.ArgumentParser(description="Nightly tests.")
+    parser.add_argument("paths", nargs="*", default=["tests"], help="paths of the slow tests")
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, help="stages to run")
+    parser.add_argument("--sample", type=int, help="number of slow tests to draw at random")
     arguments = parser.parse_args()
     started = time.monotonic()
     lines: list[Line] = []
@@ -54,16 +54,16 @@ def main() -> int:
 
 
 def _program(stage: str) -> Line:
-    """A stage that tells its own details, and here only whether all was well."""
+    """Runs a stage that prints its own details."""
     command = ["bash", "scripts/test.sh"] if stage == "ci" else [sys.executable, "-m", "tests.mutants", "--store"]
-    what = "everything that CI runs" if stage == "ci" else "every planted bug is noticed"
+    what = "CI suite" if stage == "ci" else "all mutants are killed"
     started = time.monotonic()
     failed = subprocess.run(command, cwd=ROOT).returncode != 0
-    return Line(what, passed=int(not failed), failed=int(failed), left_out=0, seconds=time.monotonic() - started)
+    return Line(what, passed=int(not failed), failed=int(failed), not_run=0, seconds=time.monotonic() - started)
 
 
 def _slow_tests(paths: Sequence[str], sample: int | None) -> list[Line]:
-    """A line per group of tests; with `sample` of so many of them, always the same ones."""
+    """One line per test function; `sample` limits the run to a fixed random sample."""
     names = _slow_names(paths)
     chosen = names if sample is None else random.Random(0).sample(names, min(sample, len(names)))
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def _slow_tests(paths: Sequence[str], sample: int | None) -> list[Line]:
 
 
 def slow_lines(names: Sequence[str], ran: Sequence[xml.Element]) -> Iterator[Line]:
-    """One line per test function: of the tests `names`, those that ran, as pytest's report has them."""
+    """One line per test function of `names`; `ran` are the test cases of the JUnit report."""
     groups = dict.fromkeys(_group(name.split("::")[-1]) for name in names)
     for group in groups:
         cases = [case for case in ran if _group(case.get("name", "")) == group]
@@ -87,10 +87,10 @@ def slow_lines(names: Sequence[str], ran: Sequence[xml.Element]) -> Iterator[Lin
 
 def report(lines: Sequence[Line], seconds: float) -> str:
     """A table in Markdown."""
-    rows = [f"| {line.what} | {line.passed} | {line.failed} | {line.left_out} | {line.seconds:.0f} |" for line in lines]
-    head = ["| tests | passed | failed | left out | s |", "|---|---|---|---|---|"]
+    rows = [f"| {line.what} | {line.passed} | {line.failed} | {line.not_run} | {line.seconds:.0f} |" for line in lines]
+    head = ["| tests | passed | failed | not run | s |", "|---|---|---|---|---|"]
     command = f"`python -m tests.nightly {' '.join(sys.argv[1:])}`".replace(" `", "`")
-    return "\n".join(["# The tests of a night", "", f"{command}: {seconds:.0f} s.", "", *head, *rows]) + "\n"
+    return "\n".join(["# Nightly tests", "", f"{command}: {seconds:.0f} s.", "", *head, *rows]) + "\n"
 
 
 def _slow_names(paths: Sequence[str]) -> list[str]:
@@ -102,7 +102,7 @@ def _slow_names(paths: Sequence[str]) -> list[str]:
 
 
 def _group(name: str) -> str:
-    """The test function, without the case."""
+    """Name of the test function, without parameters."""
     return name.split("[")[0]
 
 

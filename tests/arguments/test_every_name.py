@@ -20,12 +20,12 @@ from tests.helpers.command_lines import plan_of, texts_of
 REGISTRY = Registry.declared()
 TABLE = Path(__file__).parents[1] / "data_files" / "megatron_flags.tsv"
 LIST = Path(recognised.__file__).with_name("recognised.txt")
-OF_DOCUMENTS = (
+DOCUMENTED = (
     "--moe-token-capacity-factor", "--bias-activation-fusion", "--external-cuda-graph", "--cuda-graph-scope",
     "--moe-enable-deepep", "--moe-router-padding-for-fp8", "--moe-hybridep-num-sms", "--moe-deepep-num-sms",
     "--offload-optimizer-states", "--use-rotary-position-embeddings", "--recompute-activations",
 )  # fmt: skip
-"""Names of documents and of earlier versions that people still write."""
+"""Names from documentation and earlier Megatron versions."""
 
 
 def rows() -> list[dict[str, str]]:
@@ -41,7 +41,7 @@ def decided(name: str) -> bool:
     return REGISTRY.find(name) is not None or name in old_names() or find_recognised(name) is not None
 
 
-def test_the_table_is_whole():
+def test_the_table_is_complete():
     assert (len(rows()), sum("zoo" in row["seen in"] for row in rows())) == (923, 337)
 
 
@@ -54,18 +54,18 @@ def refused(name: str) -> bool:
     return known is not None and known[0].refused
 
 
-def test_no_name_that_people_use_is_refused_for_ever():
+def test_no_common_flag_is_rejected_permanently():
     used = [row for row in rows() if row["priority"] in ("A", "B") or "zoo" in row["seen in"]]
     assert [row["flag"] for row in used if refused(normal(row["flag"]))] == []
 
 
-@pytest.mark.parametrize("name", OF_DOCUMENTS)
-def test_names_of_documents_and_of_earlier_versions_are_accepted(name):
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_and_earlier_names_are_accepted(name):
     assert decided(name) and not refused(name)
     assert not old_names().get(name, "").startswith("refused")
 
 
-def test_every_old_name_becomes_flags_that_exist():
+def test_every_deprecated_name_maps_to_existing_flags():
     for old, today in old_names().items():
         if not today.startswith("rejected: "):
             assert [word for word in today.split() if word.startswith("--") and not REGISTRY.find(word)] == [], old

@@ -1,4 +1,4 @@
-"""Command lines that somebody spoilt: whatever they are, the answer is a plan or a report, never a traceback."""
+"""Random mutations of command lines: the result is a plan or an error report, never a traceback."""
 
 import random
 from pathlib import Path
@@ -38,8 +38,8 @@ ENVIRONMENTS = (
 )
 
 
-def spoilt(draw: random.Random) -> list[str]:
-    """The small command line after a few changes."""
+def mutated(draw: random.Random) -> list[str]:
+    """The small command line after a few random changes."""
     found = words(SMALL)
     for _ in range(draw.choice((1, 1, 1, 2, 3, 6))):
         place = draw.randrange(len(found) + 1)
@@ -60,7 +60,7 @@ def spoilt(draw: random.Random) -> list[str]:
 
 
 def fitting(draw: random.Random) -> list[str]:
-    """A flag with a value of its type, so that it is the checks that have something to say."""
+    """A flag with a value of its type, so that the line reaches the rules."""
     flag = draw.choice(list(REGISTRY.flags.values()))
     if flag.is_switch:
         return [draw.choice((flag.option, flag.off_options[0]))]
@@ -68,10 +68,10 @@ def fitting(draw: random.Random) -> list[str]:
 
 
 def answers(seed: int, number: int) -> int:
-    """How many of the spoilt lines have a plan; any other exception than a report goes through."""
+    """Number of mutated lines that have a plan. Raises AssertionError for anything but an error report."""
     draw, plans = random.Random(seed), 0
     for _ in range(number):
-        argv = [word for word in spoilt(draw) if not word.startswith(ANSWERS)]
+        argv = [word for word in mutated(draw) if not word.startswith(ANSWERS)]
         try:
             plan = read_plan(argv, draw.choice(ENVIRONMENTS), vocab_size_of=lambda config: VOCAB_SIZE)
         except (FlagErrors, AnotherModel, Finished) as ending:
@@ -84,29 +84,29 @@ def answers(seed: int, number: int) -> int:
     return plans
 
 
-def test_two_thousand_spoilt_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_six_hundred_mutated_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert answers(seed=1, number=2000) > 50  # small enough changes for some to be legal
+    assert answers(seed=1, number=600) > 15  # small enough changes for some to be legal
 
 
 @pytest.mark.slow
-def test_ten_thousand_spoilt_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ten_thousand_mutated_command_lines_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert answers(seed=2, number=10_000) > 250
 
 
-def test_dry_runs_with_a_flag_less_and_some_spoilt_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A dry run goes on where a run would be refused, so that it meets plans that nobody has checked whole."""
+def test_dry_runs_with_a_flag_less_and_some_mutated_give_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A dry run also reports invalid plans, so its code must accept them."""
     monkeypatch.chdir(tmp_path)
-    draw, told = random.Random(3), 0
+    draw, num_reports = random.Random(3), 0
     for option in [word for word in words(SMALL) if word.startswith("--")] * 6:
         argv = [*words(SMALL, without=option), *fitting(draw), *fitting(draw), "--dry-run"]
         try:
             read_plan(argv, {}, vocab_size_of=lambda config: VOCAB_SIZE)
         except Finished:
-            told += 1
+            num_reports += 1
         except FlagErrors as refused:
             assert str(refused), argv
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error} from {argv}") from error
-    assert told > 50
+    assert num_reports > 50

@@ -88,6 +88,7 @@ def test_rows_of_experts_are_unequal_and_whole(small_cases: dict[str, Case]):
     assert all(each == sorted(each) and each[-1] == 128 for each in ends)
 
 
+@pytest.mark.slow
 def test_all_rows_come_with_times(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

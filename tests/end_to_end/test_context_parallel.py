@@ -9,6 +9,7 @@ from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, records
 from tests.helpers.ranks import run_torchrun
+from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 
 DOCUMENTS = (
@@ -33,7 +34,7 @@ def one_rank(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return figures(run)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", nightly_only(WAYS, ["a degree per microbatch"]))
 def test_two_ranks_with_half_a_sequence_each_log_what_one_does(
     way: str, one_rank: dict[str, list[Any]], data: str, tmp_path: Path
 ) -> None:

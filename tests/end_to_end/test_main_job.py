@@ -17,6 +17,7 @@ from tests.helpers.ranks import (
     run_program,
     run_torchrun,
 )
+from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 
 
@@ -93,7 +94,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", nightly_only(VARIANTS, ["quantile balancing"]))
 def test_two_ranks_log_and_evaluate_what_one_does(variant, data, tmp_path):
     common = ["--fp64", "--kernel-backend", "reference", "--train-iters", "3", "--eval-interval", "2"]
     common += VARIANTS[variant].split()
@@ -113,6 +114,7 @@ def test_two_ranks_log_and_evaluate_what_one_does(variant, data, tmp_path):
                 FP64_LAYOUT.check(theirs[name], ours[name], f"{name} of iteration {ours['iteration']}")
 
 
+@pytest.mark.slow
 def test_srun_variables_make_the_ranks_meet(data, tmp_path):
     job = free_port(range(20000, 40000)) - 20000  # of which the ranks make the port again
     processes = []

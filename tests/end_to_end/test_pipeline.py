@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.end_to_end.tiny_run import arguments, records
 from tests.helpers.ranks import (
     REPOSITORY,
@@ -27,6 +29,7 @@ def by_iteration(run, key):
     return {row["iteration"]: row[key] for row in reversed(records(run)) if key in row}
 
 
+@pytest.mark.slow
 def test_two_stages_train_as_one_rank_does_and_one_rank_goes_on(data, tmp_path):
     common = (*EXACT_NUMBERS, "--save-interval", "3", "--train-iters", "6")
     succeed(run_program(arguments(data, tmp_path / "one", *common), cwd=tmp_path))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.end_to_end.tiny_run import arguments
 from tests.helpers.ranks import REPOSITORY
+from tests.helpers.thinned import thinned
 
 STEP_LINE = re.compile(r"^ \[[^\]]+\] iteration +(\d+)/ +4 \| consumed samples:", re.MULTILINE)
 VALIDATION_LINE = " validation loss at iteration 4 on validation set | lm loss value: "
@@ -37,7 +38,7 @@ def run(data: str, *more: str, terminal: bool) -> str:
     return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", shown.decode()).replace("\r", "\n")
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("terminal", thinned([True, False]))
 def test_a_terminal_shows_one_live_line_and_a_pipe_megatrons_lines(terminal: bool, data: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shown = run(data, "--run-dir", str(folder), terminal=terminal)

@@ -92,6 +92,7 @@ def test_a_rank_that_dies_fails_the_test():
         on_processes(PAIR, die_on_rank_1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_with_its_stack():
     # on a busy machine the other rank may be late as well
     with pytest.raises(RankFailure, match=r"ranks \[0(, 1)?\] of 2 still ran after 1.5 s[\s\S]*wait_for_nobody"):

@@ -13,6 +13,7 @@ from megatron_moe.config.memory import (
 )
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
+from tests.helpers.thinned import thinned
 from tests.memory_emulation.agreement import (
     FEATURES,
     can_be_emulated,
@@ -113,7 +114,7 @@ def with_dropout_of_attention(plan: RunPlan, exchange: ContextExchange, cp: int)
 
 
 @pytest.mark.parametrize(("exchange", "cp"), [("p2p", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2)])
-@pytest.mark.parametrize("name", ["m8", "ds4"])
+@pytest.mark.parametrize("name", thinned(["m8", "ds4"]))
 def test_dropout_of_attention_takes_a_number_per_pair_of_query_and_key(
     name: str, exchange: ContextExchange, cp: int
 ) -> None:

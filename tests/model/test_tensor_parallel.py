@@ -13,9 +13,10 @@ from tests.helpers.sharded_models import (
     SPARSE,
     batches,
 )
+from tests.helpers.thinned import thinned
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", thinned(LAYOUTS.values()), ids=LAYOUTS)
 @pytest.mark.parametrize("config", DENSE.values(), ids=DENSE)
 def test_a_dense_model_trains_as_on_one_rank(config, layout):
     check_training(config, batches(), layout)

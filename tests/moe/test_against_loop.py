@@ -22,6 +22,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.oracle import loop_moe
 from tests.moe.routers import make_mb
@@ -121,7 +122,7 @@ def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None =
 
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("router", list(_router_variants()))
+@pytest.mark.parametrize("router", thinned(_router_variants()))
 def test_layer_equals_the_loop(router, capacity, shared):
     compare(make_config(router, CAPACITIES[capacity], SHARED[shared]))
 

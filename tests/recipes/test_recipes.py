@@ -1,4 +1,4 @@
-"""Every recipe: it is legal, it means the published model, its ranks form groups, it survives being written."""
+"""Every recipe is valid, equals its published model, forms its process groups and survives a YAML round trip."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ WITHOUT_A_ROW = {
     "DeepSeek-V3, 4 layers of 8 experts", "Moonlight-16B-A3B, 8 layers", "Qwen3-30B-A3B, 6 layers",
     "Qwen3-30B-A3B, 24 layers",
 }  # fmt: skip
-"""Models with mixers that this program does not have, and parts of models."""
+"""Models with unsupported mixers, and truncated models."""
 UPDATE = "run python tools/docs_gen.py recipes, and review the difference"
 
 
@@ -45,26 +45,26 @@ def launched(num_ranks: int) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(num_ranks, 8))}
 
 
-def is_chosen_here(row: Row) -> bool:
-    """Is a part of its layout, batch or recomputation ours?"""
+def is_unpublished(row: Row) -> bool:
+    """Whether a part of its layout, batch or recompute is not published."""
     return row.about.gpu == "h200" or "ours" in row.about.source or bool(row.about.mended)
 
 
 def texts_of(words: str, num_ranks: int) -> list[str]:
-    """What is wrong with a command line."""
+    """Problems of a command line."""
     with pytest.raises(FlagErrors) as caught:
         read_plan(words.split(), launched(num_ranks))
     return [problem.what for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
-def test_a_recipe_breaks_no_rule_and_waits_for_features_alone(row: Row):
+def test_a_recipe_violates_only_rules_about_missing_features(row: Row):
     assert [problem.what for problem in row.problems if not problem.waits] == []
     assert row.settings.notes == []
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if not row.waits_for], ids=lambda row: row.name)
-def test_a_recipe_that_waits_for_nothing_is_accepted_on_its_ranks(row: Row):
+def test_a_supported_recipe_is_accepted_on_its_ranks(row: Row):
     plan = read_plan(
         ["--recipe", row.name], launched(row.about.gpus), vocab_size_of=lambda config: row.plan.data.vocab_size
     )
@@ -73,14 +73,14 @@ def test_a_recipe_that_waits_for_nothing_is_accepted_on_its_ranks(row: Row):
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if row.waits_for_speed], ids=lambda row: row.name)
-def test_a_recipe_that_waits_for_speed_alone_trains_without_it(row: Row):
+def test_a_recipe_that_lacks_only_speed_features_trains_without_them(row: Row):
     words = ["--recipe", row.name, "--moe-token-dispatcher-type", "alltoall", "--allow-ignored-flags"]
     plan = read_plan(words, launched(row.about.gpus), vocab_size_of=lambda config: config.vocab_size or 0)
     assert (plan.parallel, plan.batch) == (row.plan.parallel, row.plan.batch)
 
 
 @pytest.mark.parametrize("row", OF_THE_ZOO, ids=lambda row: row.name)
-def test_a_recipe_means_the_published_model(row: Row):
+def test_a_recipe_equals_the_published_model(row: Row):
     published = ZOO[row.about.model]
     assert differences(row.plan.model, model_config(published)) == []
     total = count_parameters(row.plan.model).without_mtp.total
@@ -89,7 +89,7 @@ def test_a_recipe_means_the_published_model(row: Row):
     assert (f"{total / 1e9:.2f}", f"{active / 1e9:.2f}") == expected
 
 
-def test_every_model_is_one_of_the_table_or_known_to_be_none():
+def test_every_model_is_in_the_table_or_a_known_exception():
     assert {row.about.model for row in TABLE.values()} - set(ZOO) == WITHOUT_A_ROW
 
 
@@ -106,7 +106,7 @@ def test_all_ranks_agree_on_groups_that_cover_the_world_once(row: Row):
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
-def test_a_recipe_is_the_same_when_it_is_written_and_read_back(tmp_path, row: Row):
+def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     path = tmp_path / "run.yaml"
     path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
     again = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
@@ -114,15 +114,15 @@ def test_a_recipe_is_the_same_when_it_is_written_and_read_back(tmp_path, row: Ro
     assert planned(again, Launch(world_size=row.about.gpus)) == row.plan
 
 
-@pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_chosen_here(row)], ids=lambda row: row.name)
-def test_what_was_chosen_here_fits_into_the_memory_of_its_gpu(row: Row):
-    """Published recipes have run where they say; what is ours or mended is known from the dry run alone."""
+@pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_unpublished(row)], ids=lambda row: row.name)
+def test_unpublished_layouts_fit_the_gpu_memory(row: Row):
+    """Published layouts have run on their hardware; others are verified by the dry run only."""
     with pytest.raises(Finished) as caught:
         read_plan(["--recipe", row.name, "--dry-run=json"], {}, vocab_size_of=lambda config: config.vocab_size or 0)
     assert json.loads(caught.value.text)["memory"]["fits"]
 
 
-def test_the_list_of_recipes_that_wait_is_the_golden_one():
+def test_the_list_of_unsupported_recipes_is_the_golden_one():
     golden = ROOT / "tests" / "goldens" / "recipes_waiting.txt"
     assert golden.read_text(encoding="utf-8") == waiting(list(TABLE.values())), UPDATE
 
@@ -144,15 +144,15 @@ def test_every_part_is_part_of_a_recipe():
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
-def test_a_recipe_says_where_it_runs_and_where_it_comes_from(row: Row):
-    said = row.about
-    assert said.model and said.gpus >= 1
-    assert said.gpu in ("", "h100", "h200", "b200", "b300", "gb200", "gb300")
-    assert said.gpu == "" or said.source or said.gpu == "h200"
-    assert said.source or not (said.published or said.mended)
+def test_a_recipe_names_its_hardware_and_source(row: Row):
+    about = row.about
+    assert about.model and about.gpus >= 1
+    assert about.gpu in ("", "h100", "h200", "b200", "b300", "gb200", "gb300")
+    assert about.gpu == "" or about.source or about.gpu == "h200"
+    assert about.source or not (about.published or about.mended)
 
 
-def test_the_original_layouts_that_were_mended_are_refused(tmp_path):
+def test_corrected_layouts_were_invalid(tmp_path):
     kimi = texts_of("--recipe kimi-k2-gb200-128 --expert-model-parallel-size 64", 128)
     assert "experts cannot be folded: 1 x 64 x 4 = 256 does not divide 128 ranks" in kimi
     path = tmp_path / "original.yaml"
@@ -166,14 +166,14 @@ def test_the_original_layouts_that_were_mended_are_refused(tmp_path):
     assert "both the number of virtual stages and their number of layers are given" in texts_of(v2, 256)
 
 
-def test_a_recipe_that_is_not_there_is_answered_with_those_that_are_near():
+def test_an_unknown_recipe_is_answered_with_similar_names():
     with pytest.raises(FlagErrors) as caught:
         read_plan(["--recipe", "deepseek-v3-h100-1042"], {})
     (problem,) = caught.value.problems
     assert "deepseek-v3-h100-1024" in problem.remedy
 
 
-def test_a_recipe_is_shorter_on_the_command_line():
+def test_the_command_line_overrides_a_recipe():
     words = "--recipe q6 --num-layers 2 --train-iters 7 --lr 1e-3".split()
     plan = read_plan(words, {}, vocab_size_of=lambda config: 151936)
     assert (len(plan.model.layers), plan.loop.train_iters, plan.lr.max_lr) == (2, 7, 1e-3)

@@ -7,6 +7,7 @@ from megatron_moe.layout_check.fault_seeds import FaultSeed, UnknownFaultSeed
 from megatron_moe.layout_check.table import Comparison, ComparisonRow
 from megatron_moe.layout_check.verify import summary
 from tests.helpers.command_lines import SMALL, words
+from tests.helpers.thinned import thinned
 from tools.verify_layout import main
 
 LAYOUT = """
@@ -25,12 +26,15 @@ def verify(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        "",
-        # with Megatron's defaults for dropout, 0.1
-        "--moe-router-load-balancing-type global_aux_loss --moe-input-jitter-eps 0.01",
-        "--num-query-groups 1",
-    ],
+    thinned(
+        [
+            "",
+            # with Megatron's defaults for dropout, 0.1
+            "--moe-router-load-balancing-type global_aux_loss --moe-input-jitter-eps 0.01",
+            "--num-query-groups 1",
+        ],
+        3,
+    ),
     ids=["balancing per sequence", "global balancing with dropout", "ranks that share a query group"],
 )
 def test_a_right_layout_is_equal_to_one_rank(more, capsys):

@@ -82,9 +82,9 @@ def packed(plan: RunPlan) -> RunPlan:
 @pytest.mark.parametrize(
     ("exchange", "mixer", "parallel"),
     [
-        ("p2p", "mla", CP4),
+        pytest.param("p2p", "mla", CP4, marks=pytest.mark.slow),
         ("allgather", "gqa", CP2),
-        ("a2a", "window and sinks", CP4),
+        pytest.param("a2a", "window and sinks", CP4, marks=pytest.mark.slow),
         ("a2a+p2p", "gqa", LEVELS),
     ],
 )

@@ -35,6 +35,7 @@ from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
 from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads
+from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import FP64_LAYOUT
 
 STEPS = 2
@@ -139,7 +140,7 @@ def trained(each: RunPlan) -> list[dict[str, Tensor]]:
     return on_threads(each.parallel, train)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
     expected = trained(CASES[case])
     for interval in (2, 3) if CASES[case].parallel.world_size == 1 else (2,):

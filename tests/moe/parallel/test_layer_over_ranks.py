@@ -6,6 +6,7 @@ import torch
 
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
+from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 from tests.moe.parallel.folded import (
     EXPERTS,
@@ -40,7 +41,7 @@ OTHER_ORDERS = [
     parallel(8, tp=2, etp=2, ep=4, order="ep-tp-dp-cp-pp"),
     parallel(8, tp=4, etp=2, ep=2, order="dp-ep-tp-cp-pp"),
 ]
-EVERY_FOLD = pytest.mark.parametrize("fold", FOLDS + WITH_CP + OTHER_ORDERS, ids=name_of)
+EVERY_FOLD = pytest.mark.parametrize("fold", thinned(FOLDS, 3) + WITH_CP + OTHER_ORDERS, ids=name_of)
 SOME_FOLDS = pytest.mark.parametrize(
     "fold", [parallel(4, ep=4), parallel(4, tp=2, etp=2, ep=2), parallel(4, cp=2, etp=2)], ids=name_of
 )

@@ -1,0 +1,292 @@
+"""Mutants: semantic errors, each a replacement of one function or method, and the tests that must fail with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+from importlib import import_module
+from sys import modules
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+Replacement = Callable[[Any], Any]
+
+PARITY = "tests/parity/test_parity.py::test_one_feature_equals_one_rank"
+NORMS = "tests/optim/test_norms_over_ranks.py::test_norms_in_every_fold_of_four_ranks_are_those_of_one"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One error."""
+
+    name: str
+    target: str
+    """`module:qualified.name` below megatron_moe."""
+    replacement: Replacement
+    """Takes the original function and returns the wrong one."""
+    tests: tuple[str, ...]
+    """Arguments of pytest: the shortest selection that must fail."""
+    reason: str
+
+    def owner(self) -> tuple[Any, str]:
+        """Returns the module or class of the target and its attribute name. Raises AttributeError or ImportError."""
+        module, _, path = self.target.partition(":")
+        found: Any = import_module(f"megatron_moe.{module}")
+        *classes, name = path.split(".")
+        for each in classes:
+            found = getattr(found, each)
+        getattr(found, name)
+        return found, name
+
+    def apply(self) -> None:
+        """Replaces the target, and its imports by name if the target module defines it."""
+        owner, name = self.owner()
+        original = getattr(owner, name)
+        wrong = self.replacement(original)
+        setattr(owner, name, wrong)
+        if getattr(owner, "__name__", "") != original.__module__:
+            return
+        for module in list(modules.values()):
+            if getattr(module, "__name__", "").startswith("megatron_moe") and getattr(module, name, None) is original:
+                setattr(module, name, wrong)
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(target: str, *tests: str) -> Callable[[Replacement], Replacement]:
+    """Registers a replacement under its function name; its docstring is the reason."""
+
+    def register(replacement: Replacement) -> Replacement:
+        name = replacement.__name__
+        MUTANTS[name] = Mutant(name, target, replacement, tests, replacement.__doc__ or "")
+        return replacement
+
+    return register
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces a function by one without effect."""
+
+
+@mutant("optim.param_gather:is_first_owner", NORMS)
+def norm_counts_replicated_parameters_per_tp_rank(original: Any) -> Any:
+    """Clipping then depends on the layout."""
+    return lambda key, context, *, sharded: original(replace(key, replicated=False), context, sharded=sharded)
+
+
+@mutant("optim.param_gather:replica_group", NORMS)
+def norm_misses_experts_of_other_ranks(original: Any) -> Any:
+    """Reported upstream: 11.51 instead of 12.28, so clipping was 6.6 % too weak."""
+    return lambda grid: "dp_cp"
+
+
+@mutant(
+    "train.trainer:clip_coefficient",
+    "tests/train/test_trainer.py::test_every_gradient_is_clipped_by_the_norm_of_all_of_them",
+)
+def gradients_are_not_clipped(original: Any) -> Any:
+    """A single bad batch moves the weights without bound."""
+    return lambda norm, limit: torch.ones_like(norm)
+
+
+@mutant("optim.finish_grads:_sum_parts", f"{PARITY}[tp=2 sp=on]", f"{PARITY}[pp=2 accumulation=4 head=tied]")
+def partial_gradients_are_not_summed(original: Any) -> Any:
+    """Copies of norms, routers and tied embeddings drift apart."""
+    return nothing
+
+
+@mutant("train.trainer:all_reduce_", f"{PARITY}[dp=2 loss=token]")
+def per_token_loss_counts_local_tokens(original: Any) -> Any:
+    """Gradients are dp times too large."""
+    return lambda tensor, group, *args: tensor if group.name == "dp_cp" else original(tensor, group, *args)
+
+
+@mutant("moe.router:Router._balancing_loss", f"{PARITY}[dp=2 balance=global]")
+def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
+    """Reported upstream: balancing fades as the job grows."""
+    return lambda self, *args: original(self, *args) / self.ctx.group("dp").size
+
+
+@mutant(
+    "moe.router:Router._count",
+    "tests/moe/test_balancing.py::test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches",
+)
+def expert_bias_sees_the_last_microbatch(original: Any) -> Any:
+    """The bias follows noise."""
+
+    def count(self: Any, *args: Any) -> None:
+        if self.expert_bias is not None:
+            self.tokens_since_update.zero_()
+        original(self, *args)
+
+    return count
+
+
+@mutant("moe.balancing:all_reduce_", f"{PARITY}[dp=2 balance=bias]")
+def expert_bias_sees_local_tokens(original: Any) -> Any:
+    """Replicas of the router select different experts."""
+    return lambda tensor, *args: tensor
+
+
+@mutant("moe.router:Router._attach_losses", f"{PARITY}[dp=2 accumulation=4]")
+def aux_losses_are_not_scaled_by_microbatches(original: Any) -> Any:
+    """Their weight grows with gradient accumulation."""
+    return lambda self, routing, made, meta: original(self, routing, made, replace(meta, aux_scale=1.0))
+
+
+@mutant("moe.balancing:BalancingLosses._whole_counts", f"{PARITY}[tp=2 sp=on balance=seq]")
+def sequence_loss_sees_the_local_part(original: Any) -> Any:
+    """Each rank balances its own positions."""
+    return lambda self: self._counts_GE
+
+
+@mutant("moe.token_dispatcher.alltoall:index_rows", f"{PARITY}[dp=2 ep=2 dispatcher=alltoall]")
+def dispatched_probabilities_have_no_gradient(original: Any) -> Any:
+    """The router learns from the balancing loss alone."""
+
+    def index(*args: Any) -> Any:
+        rows, probs = original(*args)
+        return rows, probs.detach()
+
+    return index
+
+
+@mutant(
+    "moe.token_dispatcher.alltoall:_arrival_order",
+    "tests/moe/parallel/test_dispatch_over_ranks.py::test_combine_undoes_dispatch_forward_and_backward",
+)
+def received_rows_are_in_reverse_order(original: Any) -> Any:
+    """Tokens meet the wrong experts."""
+    return lambda ctx: original(ctx)[::-1]
+
+
+@mutant("moe.token_dispatcher.allgather:AllGatherDispatcher.__init__", f"{PARITY}[dp=2 ep=2 dispatcher=allgather]")
+def every_rank_holds_the_first_experts(original: Any) -> Any:
+    """Half of the experts never see a token."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.first = 0
+
+    return init
+
+
+@mutant("moe.experts:ExpertStack.__init__", "tests/moe/parallel/test_layer_over_ranks.py")
+def every_etp_rank_adds_the_bias(original: Any) -> Any:
+    """The bias counts etp times."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._bias_is_here = True
+
+    return init
+
+
+@mutant("moe.capacity:within_capacity", "tests/moe/test_capacity.py")
+def capacity_drops_by_position(original: Any) -> Any:
+    """The end of every sequence learns less."""
+    return lambda ids, probs, counts, capacity, policy: original(ids, probs, counts, capacity, "position")
+
+
+@mutant("data.batch:split_sequence", "tests/data/test_context_split.py")
+def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
+    """The model learns to predict another token."""
+
+    def split(batch: Any, context: Any) -> Any:
+        part = original(batch, context)
+        return part if part is batch else replace(part, labels_BS=part.labels_BS.roll(1, dims=1))
+
+    return split
+
+
+@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_one_place_to_the_left")
+def mtp_predicts_across_documents(original: Any) -> Any:
+    """Packed documents predict each other."""
+    return lambda x_BS, segments_BS, fill=0: original(x_BS, None, fill)
+
+
+@mutant("optim.grad_reduce:GradReducer._complete", "tests/optim/test_grad_reduce.py")
+def bucket_is_reduced_after_one_microbatch(original: Any) -> Any:
+    """Later gradients stay on their rank."""
+    return lambda self, bucket: bucket.num_arrived == bucket.per_microbatch
+
+
+@mutant("optim.grad_buffers:MainGrad.begin_step", "tests/optim/test_grad_buffers.py")
+def gradients_of_the_last_step_are_kept(original: Any) -> Any:
+    """An unrequested momentum."""
+
+    def begin(self: Any, *args: Any) -> None:
+        filled = self.filled
+        original(self, *args)
+        self.filled = filled
+
+    return begin
+
+
+@mutant("parallel.parameter:BatchedWeightGrad.with_later", "tests/train/test_late_weight_gradients.py")
+def only_the_last_deferred_weight_gradient_counts(original: Any) -> Any:
+    """Experts learn from every other microbatch."""
+    return lambda self, later: later
+
+
+@mutant("optim.cpu_offload:apply", "tests/optim/test_distributed_optimizer.py")
+def norms_and_biases_decay(original: Any) -> Any:
+    """Trains a little worse without any message."""
+
+    def apply(update: Any, config: Any, kernels: Any, state: Any, *rest: Any) -> None:
+        key = replace(state.buffer.key, decay=True)
+        original(update, config, kernels, SimpleNamespace(buffer=SimpleNamespace(key=key)), *rest)
+
+    return apply
+
+
+@mutant(
+    "train.trainer:Trainer._verdict",
+    "tests/train/test_trainer.py::test_an_infinite_gradient_of_a_finite_loss_is_not_applied",
+)
+def an_infinite_gradient_is_applied(original: Any) -> Any:
+    """One infinite gradient ends the run, and the checkpoint has it."""
+    return lambda self, loss, norm: original(self, loss, torch.zeros_like(norm))
+
+
+@mutant(
+    "data.loader:TrainLoader.restore",
+    "tests/data/test_loader.py::test_resuming_after_any_step_continues_the_same_order",
+)
+def a_resumed_run_repeats_a_sample(original: Any) -> Any:
+    """The data order depends on the number of interruptions."""
+    return lambda self, consumed: original(self, max(consumed - 1, 0))
+
+
+@mutant("checkpoint.load:_mismatches", "tests/checkpoint/test_load.py")
+def missing_tensors_keep_random_values(original: Any) -> Any:
+    """Half of the model is loaded, the other half is noise."""
+    return lambda *args: [line for line in original(*args) if not line.startswith("missing")]
+
+
+@mutant(
+    "checkpoint.async_save:HostCopies._copied",
+    "tests/checkpoint/test_async_save.py::test_every_file_is_that_of_a_plain_save_although_training_went_on",
+)
+def a_background_save_reads_live_weights(original: Any) -> Any:
+    """A checkpoint of no iteration, with valid checksums."""
+    return lambda self, sources: (source.detach() for source in sources)
+
+
+@mutant("train.checkpointing:Checkpointing._wait_for_pending", "tests/train/test_resume_table.py")
+def a_pending_save_is_not_completed(original: Any) -> Any:
+    """The end of a run loses the checkpoint that is being written."""
+    return nothing
+
+
+@mutant("resilience.replica_check:odd_ones", "tests/resilience/test_replica_check.py")
+def replica_differences_are_not_reported(original: Any) -> Any:
+    """Silent corruption stays unnoticed."""
+
+    @wraps(original)
+    def none(*args: Any) -> list[str]:
+        return []
+
+    return none
