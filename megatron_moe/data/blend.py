@@ -92,17 +92,17 @@ def blend_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
 
     Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals.
     """
-    weights = np.asarray(weights, dtype=np.float64)
-    used = np.zeros(len(weights), dtype=np.float64)
+    shares = np.asarray(weights, dtype=np.float64)
+    used = np.zeros(len(shares), dtype=np.float64)
     deficit = np.empty_like(used)
     dataset = np.zeros(size, dtype=np.int16)
     for sample in range(size):
-        np.multiply(weights, max(sample, 1), out=deficit)
+        np.multiply(shares, max(sample, 1), out=deficit)
         deficit -= used
         chosen = deficit.argmax()
         dataset[sample] = chosen
         used[chosen] += 1
-    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(weights))}
+    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(shares))}
 
 
 def exhaustive_order(sizes: Sequence[int], size: int) -> dict[str, np.ndarray]:
