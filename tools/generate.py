@@ -1,7 +1,7 @@
-"""Continues a text with a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
+"""Samples text from a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
 
 Model, tokenizer and precision come from the checkpoint's run.yaml; its relative paths refer to the folder in which the
-run was started. There is no KV cache: every step processes the whole text, so use it for short samples.
+run was started. Without a KV cache every step processes the whole text, so use it for short samples.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Times the steps of a recipe on a GPU, computed and as CUDA graphs, and says what the graphs cost.
+"""Times the steps of a recipe on a GPU, eager and with CUDA graphs, and reports the memory of the graphs.
 
     python benchmarks/harness/bench_graphs.py [--steps 10] none attn,moe full_iteration -- --recipe q6
     --micro-batch-size 1
 
-Every mode is a run of its own in this process: `none`, `full_iteration`, or the modules of --cuda-graph-modules with
-commas between them. What stands behind `--` is the command line of pretrain_moe.py. Weights are drawn on the device.
+Every mode is a separate run in this process: `none`, `full_iteration`, or a comma-separated list for
+--cuda-graph-modules. Arguments after `--` go to pretrain_moe.py. Weights are drawn on the device.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from tools._common import split_at_dashes  # noqa: E402
 
 MIB = 2**20
 _WARMUP = 4
-"""Steps before the timed ones; the last of them records."""
+"""Number of warm-up steps; the last one captures."""
 
 
 def flags_of(mode: str) -> list[str]:
-    """The flags of a mode. Where parts with experts are recorded their weight gradients do not wait."""
+    """Flags of a mode. Captured modules with experts exclude batched weight gradients."""
     flags = ["--cuda-graph-warmup-steps", str(_WARMUP - 1), "--cuda-graph-impl"]
     if mode in ("none", "full_iteration"):
         return [*flags, mode]
@@ -42,7 +42,7 @@ def flags_of(mode: str) -> list[str]:
 
 
 def measure(argv: Sequence[str], steps: int) -> list[str]:
-    """A run: its median step, its memory, its last loss, and its recordings."""
+    """Median step time, memory, last loss and graph summary of one run."""
     run = Run(plan_to_run(argv), quick=True)
     try:
         timed_steps(run, _WARMUP)

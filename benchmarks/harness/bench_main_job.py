@@ -1,12 +1,12 @@
-"""Runs the quickstart recipe on the CPU and on a GPU and lays the loss curves over each other.
+"""Compares loss curves of the quickstart recipe on the CPU and on a GPU.
 
     python benchmarks/harness/bench_main_job.py [--iterations 200] [--output-dir benchmarks] [--variants "GPU, fp32"
     "GPU, bf16"]
         [-- --lr 1e-3 ...]
 
-writes `<date>-<machine>-main-job.md` with a picture. The variants train on the same samples in the same order from the
-same weights; they differ in device, dtype and kernels. Each is compared with the first that runs. Flags behind `--` are
-added to every variant. Without a GPU only the CPU's variants run, and the report says so.
+Writes `<date>-<machine>-main-job.md` with a plot. The variants train on the same samples in the same order from the
+same weights and differ in device, dtype and kernels; each is compared with the first one. Flags after `--` are added to
+every variant. Without a GPU only the CPU variants run, which the report mentions.
 """
 
 import argparse
@@ -52,18 +52,18 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one variant did."""
+    """Result of one variant."""
 
     variant: Variant
     command: str
     losses: dict[int, float]
     validation: float
     milliseconds: float
-    """Of one step, median of the reports after the first two."""
+    """Median step time of the reports after the first two."""
 
 
 def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> Result:
-    """Trains one variant in a run folder of its own. `more`: flags of all variants."""
+    """Trains one variant in a separate run folder. `more`: flags of all variants."""
     run = folder / re.sub(r"\W+", "_", variant.name.lower())
     flags = ["--recipe", "quickstart", "--run-dir", str(run), "--train-iters", str(iterations), "--log-interval", "1"]
     flags += ["--save-interval", str(iterations), "--fresh", *variant.flags, *more]
@@ -92,7 +92,7 @@ def largest_difference(result: Result, reference: Result, end: int) -> tuple[flo
 
 
 def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
-    """Those that were asked for, in the table's order; unasked, all that this machine can run."""
+    """Variants of these names in table order; None selects all that this machine can run."""
     if names is None:
         return [variant for variant in VARIANTS if has_gpu or not variant.needs_gpu]
     chosen = [variant for variant in VARIANTS if variant.name in names]
@@ -105,7 +105,7 @@ def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
 def report(
     results: list[Result], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
 ) -> str:
-    """The benchmark document. `names`: of the variants that were asked for, None: all; `more`: flags of all."""
+    """Benchmark document. `names`: requested variants, None for all; `more`: flags of all variants."""
     reference = results[0]
     iterations = max(reference.losses)
     asked = [] if names is None else ["--variants", *names]
@@ -139,7 +139,7 @@ def report(
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """All curves over each other; below, their distance to the first."""
+    """Plots all curves, and their relative difference to the first one below."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
-"""Times the MoE layer of recipes alone on one GPU, forward and backward, at several numbers of tokens.
+"""Times the MoE layer of recipes on one GPU, forward and backward, at several numbers of tokens.
 
     python benchmarks/harness/bench_moe_layer.py q6 m8 ds4 [--rows-per-expert 128 4096]
 
-One layer with random weights and inputs, weight gradients added to fp32 buffers, routing as the recipe says. TFLOP/s
-count the router, the chosen experts and the shared ones, beside their share of what a large bf16 product reached in the
-same run. "experts" is the experts' part alone: two matrices, the activation, and all their gradients.
+One layer with random weights and inputs, weight gradients added to fp32 buffers, and the recipe's routing. TFLOP/s
+count the router, the selected and the shared experts, relative to a large bf16 matrix product in the same run.
+"experts" is the experts only: two matrices, the activation, and all their gradients.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
-    """The last layer of the recipe, whose weight gradients go to fp32 buffers."""
+    """Last layer of the recipe, with fp32 gradient buffers."""
     plan = read_plan(["--recipe", recipe], os.environ, vocab_size_of=vocab_size_of)
     context = build.build_context(plan)
     config = plan.model.layers[-1].feed_forward
@@ -63,7 +63,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
 
 
 def row(layer: MoELayer, config: MoEConfig, tokens: int, peak: float) -> str:
-    """The measured cells at this number of tokens."""
+    """Table cells measured at this number of tokens."""
     device = torch.device("cuda")
     hidden_SBH = torch.randn(tokens, 1, config.router.hidden_size, device=device).bfloat16().requires_grad_()
     meta = TokenMeta(positions_BS=torch.arange(tokens, device=device)[None])
@@ -81,7 +81,7 @@ def row(layer: MoELayer, config: MoEConfig, tokens: int, peak: float) -> str:
 
 
 def both_ways(run: Callable[[], Tensor]) -> Callable[[], None]:
-    """The function and its backward."""
+    """Wraps a function to run its forward and backward."""
     grad = torch.randn_like(run())
 
     def work() -> None:
@@ -91,7 +91,7 @@ def both_ways(run: Callable[[], Tensor]) -> Callable[[], None]:
 
 
 class Sink:
-    """Adds every weight gradient to one buffer."""
+    """Gradient accumulator with one fp32 buffer."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -101,13 +101,13 @@ class Sink:
 
 
 def expert_flop(config: MoEConfig, tokens: int) -> float:
-    """Of the chosen experts, forward."""
+    """Forward FLOPs of the selected experts."""
     matrices = config.experts.activation.fan + 1
     return 2.0 * tokens * config.router.topk * matrices * config.experts.hidden_size * config.experts.ffn_hidden_size
 
 
 def layer_flop(config: MoEConfig, tokens: int) -> float:
-    """Of router, chosen and shared experts, forward."""
+    """Forward FLOPs of router, selected and shared experts."""
     flop = expert_flop(config, tokens) + 2.0 * tokens * config.router.hidden_size * config.router.num_experts
     if config.shared is not None:
         mlp = config.shared.mlp

@@ -1,9 +1,10 @@
-"""Proves layouts on the GPUs of one host: `python benchmarks/harness/bench_nccl_parity.py --num-gpus 2 --data
-data/quickstart`.
+"""Compares layouts with one device on the GPUs of a host.
+
+    python benchmarks/harness/bench_nccl_parity.py --num-gpus 2 --data data/quickstart
 
 Runs the cover of `tests/gpu/test_parity_nccl.py` for 2 or 4 ranks, then the quickstart recipe under several layouts, in
-fp64 and in fp32, and lays the losses beside those of one device that gets the same microbatches. Writes
-`<date>-<device>-<ranks>-nccl-parity.md`. Exit code 6: something differs. `--device cpu` tries only the recipe, on gloo.
+fp64 and in fp32, and compares the losses with those of one device on the same microbatches. Writes
+`<date>-<device>-<ranks>-nccl-parity.md`. Exit code 6: different. `--device cpu` runs only the recipe, on gloo.
 """
 
 import argparse
@@ -83,7 +84,7 @@ class Result:
     losses: dict[int, float]
     validation: float
     milliseconds: float
-    """Of one step, median."""
+    """Median step time."""
 
 
 def runs_of(ranks: int, options: argparse.Namespace) -> list[Run]:
@@ -122,7 +123,7 @@ def play(rank: int, runs: list[Run], output: Path) -> None:
 
 
 def play_all(runs: list[Run], ranks: int, folder: Path) -> list[str]:
-    """All runs: those of one device beside the others. Says which processes failed."""
+    """Runs everything, single-device runs concurrently with the others; returns messages about failed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [(rank, [run for run in runs if run.layout.ranks > 1]) for rank in range(ranks)]
     parts.append((0, [run for run in runs if run.layout.ranks == 1]))

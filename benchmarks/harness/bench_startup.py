@@ -1,4 +1,4 @@
-"""How long the answers take that need no torch: help, search, settings, a refused command line, a dry run.
+"""Times commands that need no torch: help, search, printed configuration, a rejected command line, a dry run.
 
 python benchmarks/harness/bench_startup.py --repeats 5 --output benchmarks/2026-11-21-2-cores-startup.md
 """
@@ -26,7 +26,7 @@ HEAD = "| command | processor time | wall time | exit code |\n|---|---|---|---|"
 
 
 def measured(question: str, repeats: int) -> str:
-    """One row: medians in seconds, each run a process of its own."""
+    """Table row with median times in seconds; each run is a separate process."""
     command = [sys.executable, str(ROOT / "pretrain_moe.py"), *question.split()]
     processor, wall, code = [], [], 0
     for _ in range(repeats):
@@ -39,7 +39,6 @@ def measured(question: str, repeats: int) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table, and writes it where told."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="runs of every command")
     parser.add_argument("--output", type=Path, help="file for the table")

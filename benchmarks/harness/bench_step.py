@@ -3,10 +3,9 @@
     python benchmarks/harness/bench_step.py [--cases q6 m8 ...] [--budget 600] [--output-dir benchmarks] [--
     --manual-gc ...]
 
-Writes `<date>-<machine>-step-table.md` anew after every case, so that a run that is stopped keeps what it measured. A
-case that fails is told in its row; those that would not end within the budget are left out and told as well. Flags
-behind `--` are added to every case. Weights are drawn on the device. The cases of learned routing train on the corpus
-that `bash scripts/quickstart.sh` makes.
+Rewrites `<date>-<machine>-step-table.md` after every case, so that an interrupted run keeps its results. Failed cases,
+and cases that exceed the budget, have a remark in their row. Flags after `--` are added to every case. Weights are
+drawn on the device. Cases of learned routing train on the corpus of `bash scripts/quickstart.sh`.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
 
 FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueError)
-"""What a case may end with: a refusal, torch and CUDA, files, and mistakes of this program."""
+"""Exceptions that fail a case but not the table."""
 COLUMNS = (
     "case", "steps", "ms per step (least, most)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
     "W of limit", "SM MHz", "loss, first to last", "busiest expert", "took s",
@@ -51,19 +50,19 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """Result of a case, or the reason why there is none."""
 
     case: Case
     words: Sequence[str]
-    """Of pretrain_moe.py."""
+    """Arguments of pretrain_moe.py."""
     seconds: float = 0.0
     result: Profile | None = None
     remark: str = ""
-    """Why there is no result."""
+    """Reason for a missing result."""
 
 
 def measured(case: Case, words: Sequence[str]) -> Profile:
-    """Builds and times a case. What is printed meanwhile goes to stderr, beside the rows of the table."""
+    """Builds and times a case; redirects its output to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         plan = plan_to_run(words)
         return profile(plan, warmup=case.warmup, steps=case.steps, traced=case.traced, trace=None, quick=True)
@@ -75,7 +74,7 @@ def outcomes(
     measure: Callable[[Case, Sequence[str]], Profile] = measured,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """What comes of every case with its words, one after the other. `budget`: seconds for all of them."""
+    """Runs all cases in order. `budget`: seconds for all of them."""
     begin = clock()
     for case, words in cases:
         start = clock()

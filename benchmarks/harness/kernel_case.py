@@ -1,4 +1,4 @@
-"""One row of the table of `benchmarks/harness/time_kernels.py`: an op, its inputs, and what it cannot do without."""
+"""Case of `benchmarks/harness/time_kernels.py`: an op, its inputs, and its minimum of bytes and operations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,19 @@ class Case:
     """One row of the table."""
 
     name: str
-    """Starts with the op whose backend is varied."""
+    """Name of the row; starts with the op whose backend is varied."""
     run: Callable[..., Results]
-    """From a bundle and the inputs to the results."""
+    """Function of a kernel set and the inputs."""
     inputs: tuple[Tensor, ...] = ()
-    """Those that want gradients; none: there is no backward."""
+    """Inputs that require gradients; empty: no backward."""
     gigabytes: float = 0.0
-    """That must move at least, forward and backward: every tensor read or written once in each of the two."""
+    """Minimum memory traffic of forward and backward, each tensor read or written once per direction."""
     teraflop: float = 0.0
-    """Of products."""
+    """Operations of matrix products."""
     beside: tuple[str, ...] = ()
-    """Other ops that the backend takes over in this row, if it has them."""
+    """Other ops that the backend also provides in this row."""
     compiled: str | None = "reference"
-    """The backend whose torch torch.compile is given; None: the row is timed without it, and without the backends that
-    `auto` would not take."""
+    """Backend whose code torch.compile gets; None omits torch.compile and all backends that `auto` does not select."""
 
     @property
     def op(self) -> str:
@@ -35,22 +34,22 @@ class Case:
 
 
 class Draw:
-    """Random tensors, and their sizes."""
+    """Random tensors of one device and dtype."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Wants gradients."""
+        """Normal tensor that requires gradients."""
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype, requires_grad=True)
 
     def fixed(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self(*shape, dtype=dtype).detach()
 
     def ids(self, end: int, *shape: int) -> Tensor:
-        """int64, each below `end` as likely."""
+        """Uniform int64 ids below `end`."""
         return torch.randint(end, shape, device=self.device)
 
     def moved(self, numel: int) -> float:
-        """Gigabytes of so many elements."""
+        """Gigabytes of `numel` elements."""
         return numel * self.dtype.itemsize / 1e9

@@ -68,7 +68,7 @@ def rows_of_experts(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
 
 
 def pages(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
-    """As many pages as the rows fill, all of them used."""
+    """Page operations on a stash that the rows fill completely."""
     rows_RW = draw.fixed(args.tokens * args.topk, args.hidden)
     valid = torch.tensor(len(rows_RW), dtype=torch.int32, device=draw.device)
     kept, taken = stash(rows_RW, draw), stash(rows_RW, draw)

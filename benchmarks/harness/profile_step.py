@@ -1,10 +1,10 @@
-"""Runs a recipe for a few steps on a GPU and prints where the step goes.
+"""Profiles a few steps of a recipe on a GPU.
 
     python benchmarks/harness/profile_step.py [--warmup 4] [--steps 10] [--output-dir FOLDER] -- --config my.yaml
 
-What stands behind `--` is the command line of pretrain_moe.py. Prints the median step time, TFLOP/s by Megatron's
-formula, peak memory, and the milliseconds of every kind of kernel. With `--output-dir` the table, a chart and the
-chronological trace (for chrome://tracing or Perfetto) are written there. Nothing of the run is saved.
+Arguments after `--` go to pretrain_moe.py. Prints the median step time, TFLOP/s by Megatron's formula, peak memory and
+the time of every kind of kernel. `--output-dir` also writes the table, a chart and the trace (for chrome://tracing or
+Perfetto).
 """
 
 import argparse
@@ -40,24 +40,24 @@ from tools._common import split_at_dashes  # noqa: E402
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of one run."""
+    """Measurements of one run."""
 
     step_ms: tuple[float, ...]
-    """Of every timed step."""
+    """Milliseconds of every timed step."""
     tflops: float
-    """Per second and GPU, by Megatron's formula, at the median step."""
+    """TFLOP/s per GPU by Megatron's formula, at the median step."""
     tokens_per_second: float
     peak_mib: float
-    """Largest allocation after warm-up, and what replays of recordings use beside it."""
+    """Peak allocation after the warm-up, plus memory of CUDA graph pools."""
     losses: tuple[float, ...]
-    """Of every step, from the first of the warm-up to the last that was timed."""
+    """Loss of every step, including the warm-up."""
     loads: tuple[float, ...]
-    """Of the timed steps, see `Run.take_loads`."""
+    """Busiest expert over the mean per layer; see `Run.take_loads`."""
     kinds: tuple[Share, ...]
-    """Empty where nothing was traced, as the next."""
+    """Kernel times by kind; like `kernels` empty without a trace."""
     kernels: tuple[Share, ...]
     board: Reading | None = None
-    """Medians over the timed steps; None: nothing told."""
+    """Medians over the timed steps; None without readings."""
 
     @property
     def median_ms(self) -> float:
@@ -65,7 +65,7 @@ class Profile:
 
 
 def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool) -> Profile:
-    """Warms up, times `steps` steps, and then traces a few more."""
+    """Runs warm-up steps, timed steps and traced steps."""
     run = Run(plan, quick=quick)
     print(run.kernel_table, flush=True)
     try:
@@ -73,7 +73,7 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
             _, before = timed_steps(run, warmup)
             run.take_loads()
             torch.cuda.reset_peak_memory_stats()
-            board.forget()
+            board.reset()
             times, losses = timed_steps(run, steps)
             reading = board.medians()
         peak, loads = torch.cuda.max_memory_allocated() + graph_pool_bytes(run), run.take_loads()
@@ -97,7 +97,7 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
 
 
 def report(result: Profile, num_kernels: int = 30) -> str:
-    """The table for people."""
+    """Summary and kernel tables as text."""
     times = sorted(result.step_ms)
     lines = [
         f"step {result.median_ms:.1f} ms (of {len(times)}: {times[0]:.1f} to {times[-1]:.1f}), "
@@ -118,7 +118,7 @@ def _table(title: str, shares: Sequence[Share]) -> list[str]:
 
 
 def draw(result: Profile, path: Path) -> None:
-    """One bar per kind."""
+    """Draws one bar per kind of kernel."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -133,7 +133,7 @@ def draw(result: Profile, path: Path) -> None:
 
 
 def store(result: Profile, folder: Path) -> None:
-    """Table, numbers and chart in a folder."""
+    """Writes table, JSON and chart to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.txt").write_text(report(result, num_kernels=200) + "\n")
     (folder / "profile.json").write_text(json.dumps(asdict(result), indent=1) + "\n")

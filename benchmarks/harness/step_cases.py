@@ -1,4 +1,4 @@
-"""The cases of benchmarks/harness/bench_step.py: which steps on one GPU are timed, and how fast they are to be."""
+"""Cases of benchmarks/harness/bench_step.py: flags and target speeds of the timed steps on one GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,16 @@ from typing import Any
 BF16_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 SKEWED = "--no-moe-router-force-load-balancing --moe-router-force-biased 1.0"
 LEARNED = "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 --train-iters 400"
-"""No --vocab-size: the recipe's own stays, which is larger than the tokenizer's and a multiple of 128."""
+"""Keeps the recipe's vocabulary size, which is larger than the tokenizer's and a multiple of 128."""
 BEST = "--micro-batch-size 8 --moe-expert-wgrad-interval 1"
-"""A step is one microbatch, so no weight gradient has another to wait for."""
+"""One microbatch per step, hence no batching of weight gradients."""
 WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
-"""The third step of the warm-up records."""
+"""Captures in the third warm-up step."""
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
-"""Half of all rows find no room at their expert, so that buffers are twice as long as what is used of them. Rows in
-pages cannot wait for weight gradients."""
+"""Drops half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
-"""About what building a model with its first step takes, and what tracing does besides the steps."""
+"""Approximate time of building a model including the first step, and overhead of tracing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +27,18 @@ class Case:
     name: str
     title: str
     flags: str
-    """Of pretrain_moe.py."""
+    """Flags of pretrain_moe.py."""
     target: str = ""
-    """What must be reached: TFLOP/s, or percent of the balanced figure."""
+    """Required speed: TFLOP/s, or percent of the balanced case."""
     aim: str = ""
-    """What would be good, in the same unit."""
+    """Desired speed, in the same unit."""
     warmup: int = 3
     steps: int = 10
     traced: int = 0
     step_seconds: float = 0.45
-    """About, on an H200."""
+    """Approximate step time on an H200."""
     unbalanced: bool = False
-    """Compared with the case of the same recipe whose routing is balanced."""
+    """True to compare with the balanced case of the same recipe."""
     on_text: bool = False
 
     @property
@@ -49,13 +48,13 @@ class Case:
 
     @property
     def seconds(self) -> float:
-        """About what it takes."""
+        """Approximate duration of the case."""
         steps = self.warmup + self.steps + self.traced
         return _START_SECONDS + steps * self.step_seconds + (_TRACE_SECONDS if self.traced else 0.0)
 
 
 def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]], **rest: Any) -> tuple[Case, ...]:
-    """A case of either model. `goals`: (target, aim) of each."""
+    """One case per model. `goals`: (target, aim) of each model."""
     return tuple(
         Case(
             name=recipe + suffix,
@@ -90,7 +89,7 @@ CASES = (
 
 
 def words_of(case: Case, data_path: Path, tokenizer_model: Path, more: Sequence[str] = ()) -> list[str]:
-    """The words of pretrain_moe.py. The cases on text read this corpus."""
+    """Arguments of pretrain_moe.py; cases on text read the given corpus."""
     text = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer_model)]
     text += ["--data-path", str(data_path)]
     return [*case.flags.split(), *(text if case.on_text else ()), *more]

@@ -5,11 +5,10 @@ python benchmarks/harness/time_kernels.py --device cuda --dtype bf16 --compile -
 --ffn 768
     --experts 128 --topk 8 --vocab 151936 --heads 32 --groups 4 --head-dim 128 --weights 500000000
 
-Beside the milliseconds of each backend stands what the backend that `auto` takes achieves: bytes that must move, or
-floating-point operations, over its time, and the share of what a large copy or matrix product reached in the same run;
-of the two, the one that takes longer at that rate. Runs follow each other on the same tensors, so the smallest may be
-read from the cache. `--compile` adds plain torch by torch.compile, for at most `--compile-seconds` in all. A cell that
-could not be measured says why, the reason goes to stderr, and the exit code is 1; too little memory is no failure.
+For the backend that `auto` selects the table also has the achieved bandwidth or TFLOP/s (whichever is the bottleneck)
+and its fraction of a large copy or matrix product in the same run. Successive runs use the same tensors, so small ones
+may be cached. `--compile` adds torch.compile of plain torch, for at most `--compile-seconds` in total. A cell without a
+measurement has the reason; errors are printed to stderr and set exit code 1, except running out of memory.
 """
 
 import argparse
@@ -155,7 +154,7 @@ class Meter:
         return times
 
     def compiled(self, case: Case, source: str) -> float | str:
-        """Of the torch of one backend; empty where that cannot."""
+        """Time of the compiled torch code of one backend; empty if the backend does not support the case."""
         torch.compiler.reset()  # it gives up on functions that it has met too often, and all cases look alike to it
         kernels = dict(bundles(case, source, self.device, self.dtype)).get(source)
         if kernels is None:
@@ -207,8 +206,8 @@ def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callab
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median of seven runs after three. On a GPU by its own clock, with all runs queued behind a pause: the time that
-    the host takes to launch them does not count."""
+    """Median of seven runs after a warm-up. On a GPU all runs are queued after a pause and timed by events, which
+    excludes launch overhead."""
     work()
     waiting = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     waiting()
@@ -228,7 +227,10 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def lasting_milliseconds(work: Callable[[], object], each: float, device: torch.device) -> float:
-    """Of one run among many on a GPU, which takes `each` alone: the last third of `LASTING` ms without a pause."""
+    """Time of one run at sustained load on a GPU: the last third of `LASTING` ms without pauses.
+
+    `each`: time of a single run.
+    """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     runs = max(int(LASTING / 3 / each), 1)
     for third in range(3):

@@ -1,5 +1,5 @@
-"""A run of pretrain_moe.py on a GPU without its logs and checkpoints, whose steps are timed: what the tools that
-measure steps share."""
+"""Shared by the step benchmarks: a run without logs and checkpoints, timed and traced steps, power readings of the GPU,
+and kernel times by kind."""
 
 import os
 import re
@@ -49,12 +49,12 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("copies and fills", r"Memcpy|Memset|copy_kernel|FillFunctor|fill"),
     ("elementwise", r"elementwise|reduce_kernel|vectorized|CatArray"),
 )
-"""Kinds in the order in which their patterns are tried; the first that is found in a kernel's name is its kind."""
+"""(kind, pattern) pairs; the first pattern found in a kernel's name is its kind."""
 
 
 @dataclass(frozen=True)
 class KernelEvent:
-    """One kernel on the device; times in microseconds."""
+    """Kernel on the device; times in microseconds."""
 
     name: str
     start: float
@@ -67,41 +67,37 @@ class KernelEvent:
 
 @dataclass(frozen=True)
 class Share:
-    """What one kind, or one kernel, took of a step."""
+    """Time per step of one kernel, or of one kind of kernels."""
 
     name: str
     milliseconds: float
-    """Per step."""
     calls: float
-    """Per step."""
+    """Number of calls per step."""
 
 
 def plan_to_run(words: Sequence[str]) -> RunPlan:
-    """The plan of a command line of pretrain_moe.py, with its environment set in this process.
-
-    Raises FlagErrors.
-    """
+    """Plan of a pretrain_moe.py command line; sets its environment variables in this process. Raises FlagErrors."""
     plan = read_plan(list(words), os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
     return plan
 
 
 def require_gpu(what: str) -> None:
-    """Raises EnvironmentProblem where there is none."""
+    """Raises EnvironmentProblem without a GPU."""
     if not torch.cuda.is_available():
         raise EnvironmentProblem(f"torch sees no GPU here, and {what} what this tool times.")
 
 
 class Run:
-    """Everything that a step needs.
+    """Objects of a run for timing its steps.
 
-    `quick`: weights start from random numbers of the device instead of the run's own, which are drawn on the CPU.
+    `quick`: draws initial weights on the device, which is faster but gives other values than the run.
     """
 
     def __init__(self, plan: RunPlan, *, quick: bool = False) -> None:
         self.plan = plan
         self.context = build.build_context(plan)
-        with ExitStack() as undo:  # another run may follow one that finds no room
+        with ExitStack() as undo:  # another run may follow one that runs out of memory
             undo.callback(self.context.stop)
             kernels = build.build_kernels(plan, self.context)
             model = build.build_model(plan, self.context, kernels, initial=not quick)
@@ -115,7 +111,7 @@ class Run:
         self.state = TrainState()
         self.kernel_table = kernels.table()
         self.num_samples = 0
-        """Of the last step, over all ranks."""
+        """Samples of the last step over all ranks."""
 
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)
@@ -124,8 +120,8 @@ class Run:
         return outcome
 
     def take_loads(self) -> tuple[float, ...]:
-        """Of every MoE layer: load of its busiest expert over their mean load, mean over the microbatches of all steps
-        since the last call."""
+        """Load of the busiest expert over the mean load, per MoE layer, averaged over the microbatches since the last
+        call."""
         metric = self.trainer.metrics.take(self.context).get("moe/max_violation")
         figures = metric.layers.values() if metric else ()
         return tuple(1 + figure for figure in figures if isinstance(figure, float))
@@ -133,19 +129,19 @@ class Run:
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
-        torch.use_deterministic_algorithms(False)  # another run of this process may not have asked for it
+        torch.use_deterministic_algorithms(False)  # for later runs of this process
 
 
 @torch.no_grad()
 def draw_on_device(model: torch.nn.Module, std: float) -> None:
-    """Matrices normal, vectors one."""
+    """Initialises matrices from a normal distribution and vectors with one, on the device."""
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
 def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
-    """(milliseconds, loss) of each step. The host waits at the end alone."""
+    """Milliseconds and loss of each step; synchronises only at the end."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
     losses = []
     marks[0].record()
@@ -158,7 +154,7 @@ def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
 
 
 def graph_pool_bytes(run: Run) -> int:
-    """Device memory that replays use and that nothing is allocated in: recordings have given it back to their pools."""
+    """Memory in CUDA graph pools that replays use but that counts as free for the allocator."""
     if run.trainer.full_iteration is None and run.trainer.pipeline.graph_instances is None:
         return 0
     pools = (each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0))
@@ -166,7 +162,7 @@ def graph_pool_bytes(run: Run) -> int:
 
 
 def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEvent]:
-    """The kernels of a few steps."""
+    """Kernels of a few steps; writes a chrome trace to `trace`."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(num_steps):
@@ -183,11 +179,11 @@ def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEve
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one moment, or medians of several."""
+    """Power and clock of a GPU."""
 
     watts: float
     limit_watts: float
-    """At which the board slows down."""
+    """Power limit, at which the clock is reduced."""
     sm_mhz: float
 
     def __str__(self) -> str:
@@ -195,13 +191,13 @@ class Reading:
 
 
 def nvidia_smi(gpu: str) -> tuple[str, ...]:
-    """A command that prints readings, one a line, until it is ended. `gpu`: its UUID or its number."""
+    """Command that prints one reading per line until it is killed. `gpu`: UUID or index."""
     fields = "--query-gpu=power.draw,power.limit,clocks.sm"
     return ("nvidia-smi", f"--id={gpu}", fields, "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}")
 
 
 class Board:
-    """Reads the board from entering to leaving. Nothing is read where there is no such command."""
+    """Context manager that records readings of a GPU; records nothing if the command does not exist."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """`command`: see `nvidia_smi`."""
@@ -230,12 +226,12 @@ class Board:
         self._process.wait()
         self._reader.join()
 
-    def forget(self) -> None:
-        """What was read so far does not count."""
+    def reset(self) -> None:
+        """Discards the readings."""
         self._readings = []
 
     def medians(self) -> Reading | None:
-        """Of what was read since it was last forgotten; None: nothing was."""
+        """Medians of the readings since the last `reset`; None without readings."""
         readings = list(self._readings)
         if not readings:
             return None
@@ -251,7 +247,7 @@ class Board:
 
 
 def _reading(line: str) -> Reading | None:
-    """None: the line tells something else, such as [N/A]."""
+    """Parses a line; None if it is not a reading, such as [N/A]."""
     try:
         watts, limit, clock = map(float, line.split(","))
     except ValueError:
@@ -260,23 +256,23 @@ def _reading(line: str) -> Reading | None:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel by its name; "other" when no pattern is found in it."""
+    """Kind of a kernel by its name, or "other"."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def shares_of_kinds(events: Sequence[KernelEvent], num_steps: int) -> list[Share]:
-    """Milliseconds per step of every kind, the longest first, and last the time in which no kernel ran."""
+    """Time per step of every kind, longest first, followed by idle time."""
     shares = _sum(((kind_of(event.name), event) for event in events), num_steps)
     return [*shares, Share("idle", idle_microseconds(events) / 1e3 / num_steps, 0.0)]
 
 
 def shares_of_kernels(events: Sequence[KernelEvent], num_steps: int) -> list[Share]:
-    """Milliseconds per step of every kernel by name, the longest first."""
+    """Time per step of every kernel, longest first."""
     return _sum(((event.name, event) for event in events), num_steps)
 
 
 def idle_microseconds(events: Sequence[KernelEvent]) -> float:
-    """Time between the first and the last kernel in which none ran, on whatever stream."""
+    """Time between the first and the last kernel in which no kernel ran on any stream."""
     idle, busy_until = 0.0, None
     for event in sorted(events, key=lambda event: event.start):
         if busy_until is not None and event.start > busy_until:

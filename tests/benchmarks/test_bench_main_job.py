@@ -34,12 +34,6 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_main_job.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
 
-def test_all_variants_that_the_machine_can_run():
-    names = ["CPU, fp32", "GPU, fp32", "GPU, bf16", "GPU, bf16, plain torch"]
-    assert [variant.name for variant in chosen_variants(None, True)] == names
-    assert [variant.name for variant in chosen_variants(None, False)] == ["CPU, fp32"]
-
-
 def test_only_chosen_variants_run_and_the_first_is_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ):
@@ -57,15 +51,6 @@ def test_only_chosen_variants_run_and_the_first_is_the_reference(
     assert "no GPU" not in text
 
 
-def test_without_a_gpu_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]):
-    monkeypatch.setattr(bench_main_job.torch.cuda, "is_available", lambda: False)
-    assert main(["--iterations", "7", "--output-dir", str(tmp_path)]) == ExitCode.OK
-    assert runs == ["CPU, fp32"]
-    (document,) = tmp_path.glob("*-cpu-main-job.md")
-    assert "This machine has no GPU: the other variants were not run." in document.read_text()
-    assert "`python benchmarks/harness/bench_main_job.py --iterations 7`" in document.read_text()
-
-
 def test_a_variant_for_a_gpu_is_refused_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str], capsys: pytest.CaptureFixture[str]
 ):
@@ -75,9 +60,3 @@ def test_a_variant_for_a_gpu_is_refused_without_one(
     assert main(["--output-dir", str(tmp_path), "--variants", "GPU, fp32"]) == ExitCode.ENVIRONMENT
     assert "torch sees none here" in capsys.readouterr().err
     assert runs == []
-
-
-def test_an_unknown_variant_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["--variants", "TPU, bf16"])
-    assert "invalid choice: 'TPU, bf16'" in capsys.readouterr().err

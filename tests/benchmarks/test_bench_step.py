@@ -1,6 +1,5 @@
 """The table of steps: what its cases ask for, and what it says when one of them fails or finds no time."""
 
-import argparse
 import re
 from collections.abc import Sequence
 from itertools import count
@@ -28,7 +27,6 @@ from benchmarks.harness.step_cases import (
 )
 from benchmarks.harness.timed_run import Reading, Run, Share, graph_pool_bytes
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router_metrics import record_load
@@ -43,12 +41,6 @@ def plan_of(case: Case) -> RunPlan:
     return read_plan(
         words, {}, vocab_size_of=lambda config: (config.kind == "NullTokenizer" and config.vocab_size) or 8000
     )
-
-
-def routing_of(name: str) -> tuple[bool, float | None]:
-    config = plan_of(BY_NAME[name]).model.layers[-1].feed_forward
-    assert isinstance(config, MoEConfig)
-    return config.router.force_balancing, config.router.force_biased
 
 
 def result(ms: float, *, tflops: float = 400.0, kinds: tuple[Share, ...] = (), board: Reading | None = None) -> Profile:
@@ -71,51 +63,6 @@ def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
     assert plan.model.vocab_size == SHAPES[case.balanced] and plan.model.vocab_size % 128 == 0
     assert plan.parallel.world_size == 1 and plan.data.seq_length == 4096
     assert plan.loop.train_iters >= case.warmup + case.steps + case.traced
-
-
-@pytest.mark.parametrize(
-    ("name", "micro", "whole"),
-    [("m8", 2, 8), ("m8-mb8", 8, 8), ("q6-mb4", 4, 8), ("m8-mb1", 1, 8), ("q6-gb64", 2, 64), ("ds4", 1, 8)],
-)
-def test_the_batches_are_those_of_the_titles(name, micro, whole):
-    batch = plan_of(BY_NAME[name]).batch
-    assert (batch.micro, batch.global_size) == (micro, whole)
-
-
-@pytest.mark.parametrize("recipe", ["q6", "m8"])
-def test_routing_is_balanced_skewed_or_learned(recipe):
-    assert [routing_of(recipe + suffix) for suffix in ("", "-skewed", "-learned")] == [
-        (True, None),
-        (False, 1.0),
-        (False, None),
-    ]
-    data = plan_of(BY_NAME[f"{recipe}-learned"]).data
-    assert not data.mock and data.blend == ("my/corpus",) and data.tokenizer.model == Path("my/tokenizer.model")
-    assert plan_of(BY_NAME[recipe]).data.mock
-
-
-@pytest.mark.parametrize("recipe", ["q6", "m8"])
-def test_the_optimizer_keeps_what_the_titles_say(recipe):
-    kept = [plan_of(BY_NAME[recipe + suffix]).precision for suffix in ("", "-fp32-masters", "-bf16-moments")]
-    assert [each.remainders for each in kept] == [True, False, True]
-    assert [(each.exp_avg, each.exp_avg_sq) for each in kept] == [("fp32", "fp32")] * 2 + [("bf16", "bf16")]
-    assert plan_of(BY_NAME[f"{recipe}-repeatable"]).precision.deterministic
-
-
-@pytest.mark.parametrize("name", ["q6-whole", "m8-whole", "q6-mb1-whole", "m8-mb1-whole"])
-def test_recorded_steps_are_replays_when_they_are_timed(name):
-    case = BY_NAME[name]
-    plan = plan_of(case)
-    assert plan.graphs.full_iteration and plan.graphs.warmup_steps < case.warmup
-    assert plan.memory.expert_wgrad_interval == 2
-
-
-def test_rows_in_pages_have_room_for_what_is_not_dropped():
-    whole, paged = (plan_of(BY_NAME[name]) for name in ("q6-half", "q6-half-pages"))
-    config = whole.model.layers[0].feed_forward
-    assert isinstance(config, MoEConfig) and config.capacity is not None and not config.capacity.pad
-    assert whole.memory.stash is None and paged.memory.stash is not None
-    assert config.capacity.factor < paged.memory.stash.factor < 1
 
 
 def test_a_row_has_what_was_measured():
@@ -151,46 +98,6 @@ def test_a_case_that_fails_or_finds_no_time_leaves_the_others(capsys):
     assert [cells(line)[0] for line in table] == ["case", *(case.title for case, _ in cases)]
     assert cells(table[1])[2].startswith("failed") and cells(table[3])[2].startswith("left out")
     assert "![m8](m8.png)" in text and "`--recipe q6-learned`" in text
-
-
-def test_kinds_of_kernels_stand_beside_each_other():
-    first = (Share("expert matrices", 100.0, 2.0), Share("idle", 5.0, 0.0))
-    second = (Share("attention", 40.0, 2.0), Share("idle", 6.0, 0.0))
-    done = [
-        Outcome(BY_NAME[name], (), 1.0, result(1.0, kinds=kinds)) for name, kinds in (("q6", first), ("m8", second))
-    ]
-    assert report(done, "Machine", "command", {}).split("| kind |")[1].splitlines()[2:5] == [
-        "| expert matrices | 100.0 |  |",
-        "| attention |  | 40.0 |",
-        "| idle | 5.0 | 6.0 |",
-    ]
-
-
-def test_the_document_is_written_after_every_case(tmp_path, monkeypatch, capsys):
-    def stopped(cases, budget):
-        yield Outcome(cases[0][0], cases[0][1], 1.0, result(1.0, kinds=(Share("idle", 5.0, 0.0),)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_step, "outcomes", stopped)
-    options = bench_step.parser().parse_args(["--output-dir", str(tmp_path), "--kernels-dir", str(tmp_path / "k")])
-    with pytest.raises(KeyboardInterrupt):
-        bench_step.write(options, ["--manual-gc"], "H200 NVL")
-    (document,) = tmp_path.glob("*-h200-nvl-step-table.md")
-    text = document.read_text()
-    assert "| Q6, micro batch 2 |" in text and "--recipe q6 --micro-batch-size 2 --manual-gc`" in text
-    assert "| Q6, micro batch 2 |" in capsys.readouterr().out
-    assert (
-        document.with_name(document.stem + "-q6.png").stat().st_size
-        and (tmp_path / "k" / "q6" / "profile.txt").exists()
-    )
-
-
-def test_cases_are_chosen_by_name():
-    options: argparse.Namespace = bench_step.parser().parse_args(["--cases", "ds4", "q6"])
-    assert options.cases == ["ds4", "q6"]
-    assert bench_step.command_of(options, ["--x"]) == "python benchmarks/harness/bench_step.py --cases ds4 q6 -- --x"
-    whole = bench_step.parser().parse_args(["--output-dir", "elsewhere"])
-    assert bench_step.command_of(whole, []) == "python benchmarks/harness/bench_step.py"
 
 
 def test_loads_are_of_the_steps_since_they_were_taken():

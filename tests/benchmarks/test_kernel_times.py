@@ -1,8 +1,19 @@
 """Where the time of a step goes."""
 
+import sys
+import time
+
 import pytest
 
-from benchmarks.harness.timed_run import KernelEvent, idle_microseconds, kind_of, shares_of_kernels, shares_of_kinds
+from benchmarks.harness.timed_run import (
+    Board,
+    KernelEvent,
+    Reading,
+    idle_microseconds,
+    kind_of,
+    shares_of_kernels,
+    shares_of_kinds,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,3 +41,15 @@ def test_shares_are_per_step_and_the_longest_comes_first() -> None:
 def test_time_under_another_stream_is_not_idle() -> None:
     events = [KernelEvent("a", 0, 10), KernelEvent("b", 2, 3), KernelEvent("c", 15, 5), KernelEvent("d", 12, 1)]
     assert idle_microseconds(events) == 2 + 2
+
+
+def test_board_readings_are_medians_until_the_command_ends() -> None:
+    lines = ["[N/A], [N/A], 345", "690.10, 700.00, 1500", "650.5, 700.00, 1980", "698.00, 700.00, 1455"]
+    program = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(600)"
+    with Board([sys.executable, "-c", program]) as board:
+        deadline = time.monotonic() + 120
+        while board.medians() != Reading(690.1, 700.0, 1500.0):
+            assert time.monotonic() < deadline, board.medians()
+            time.sleep(0.01)
+    with Board(["/no/such/command"]) as board:
+        assert board.medians() is None

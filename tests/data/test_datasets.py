@@ -216,7 +216,7 @@ def test_more_samples_than_any_host_keeps_in_order_are_refused_with_their_number
     corpus(tmp_path)
     loop = loop_config(train_iters=iterations, eval_interval=None)
     size = split_sizes(batch_config(), loop).train
-    with pytest.raises(MemoryProblem, match=f"no room for the order of {size:,} training, .* --train-iters"):
+    with pytest.raises(MemoryProblem, match=f"too little memory for the order of {size:,} training, .* --train-iters"):
         build(loop, blend=(str(tmp_path / "corpus"),))
 
 

@@ -27,14 +27,14 @@ def test_the_table_tells_documents_lengths_and_ids(tmp_path: Path, capsys):
     prefix = written(tmp_path / "a")
     assert main([str(prefix), "--vocab-size", "100", "--eod", "99"]) == ExitCode.OK
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
-        f"{prefix}: in order",
+        f"{prefix}: valid",
         "tokens 9 of int32",
         "sequences 5",
-        "documents 4, of them 1 without a token",
-        "tokens in a document 0 shortest, 2.5 median, 2.2 mean, 4 longest",
-        "ids 1 to 99, 8 different",
+        "documents 4, 1 of them empty",
+        "tokens per document 0 min, 2.5 median, 2.2 mean, 4 max",
+        "ids 1 to 99, 8 distinct",
         "vocabulary 100",
-        "documents that end 2 with the id 99",
+        "documents with end 2 end with id 99",
     ]
 
 
@@ -42,7 +42,7 @@ def test_ids_outside_the_vocabulary_are_told_with_their_place(tmp_path: Path, ca
     prefix = written(tmp_path / "a")
     assert main([f"{prefix}.bin", "--vocab-size", "7"]) == ExitCode.DATA
     said = capsys.readouterr().out
-    assert "NOT IN ORDER" in said
+    assert "INVALID" in said
     assert "document 0, token 2: id 7, expected 0 to 6" in said
     assert "document 0, token 3: id 99, expected 0 to 6" in said
     assert "document 2, token 3: id 99, expected 0 to 6" in said
@@ -79,7 +79,7 @@ def test_a_torn_file_is_damaged_and_the_next_is_looked_at(suffix: str, tmp_path:
     path.write_bytes(path.read_bytes()[:-1])
     assert main([str(torn), str(fine)]) == ExitCode.DATA
     said = capsys.readouterr().out
-    assert f"{torn}: DAMAGED" in said and f"{path}" in said and f"{fine}: in order" in said
+    assert f"{torn}: DAMAGED" in said and f"{path}" in said and f"{fine}: valid" in said
 
 
 def test_an_empty_pair_has_no_ids(tmp_path: Path, capsys):
@@ -91,7 +91,7 @@ def test_a_tokenizer_without_a_file_tells_the_vocabulary_too(tmp_path: Path, cap
     prefix = written(tmp_path / "a", ([[104, 105, 256]], [[300]]))
     assert main([str(prefix), "--tokenizer-type", "ByteTokenizer"]) == ExitCode.DATA
     said = capsys.readouterr().out
-    assert "document 1, token 0: id 300, expected 0 to 256" in said and "1 with the id 256" in said
+    assert "document 1, token 0: id 300, expected 0 to 256" in said and "1 end with id 256" in said
 
 
 def test_a_tokenizer_has_the_names_and_errors_of_the_program(tmp_path: Path, capsys):

@@ -34,7 +34,7 @@ def test_a_loss_that_was_not_finite_differs_from_everything(tmp_path, capsys):
 
 def test_what_is_no_curve_is_refused(tmp_path, capsys):
     good, texts = run_of(tmp_path / "good", 2.0), run_of(tmp_path / "texts", "two")
-    for other, sentence in ((texts, "values that are no numbers"), (str(tmp_path / "none"), "does not exist")):
+    for other, sentence in ((texts, "values that are not numbers"), (str(tmp_path / "none"), "does not exist")):
         assert main([good, other]) == ExitCode.DATA
         assert sentence in capsys.readouterr().err
 

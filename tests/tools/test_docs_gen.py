@@ -11,7 +11,11 @@ from tools.docs_gen import flag_texts, lowest_status, recipe_texts
 
 FILE = re.compile(r"\b(?:tools|scripts|docs|tests|megatron_moe|arguments)/[\w./-]*\w")
 NAMED = re.compile(r"--[a-z][a-z0-9-]+")
-SOURCES = [*(REPOSITORY / "tools").glob("*.py"), REPOSITORY / "arguments" / "explain.py"]
+SOURCES = [
+    *(REPOSITORY / "tools").glob("*.py"),
+    *(REPOSITORY / "benchmarks" / "harness").glob("*.py"),
+    REPOSITORY / "arguments" / "explain.py",
+]
 TOOL_FLAGS = {flag for path in SOURCES for flag in re.findall(r'"(--[a-z-]+)"', path.read_text())}
 
 

@@ -59,7 +59,7 @@ def test_something_required_that_is_not_right_is_an_environment_problem(wrong, c
     found = [replace(each, **wrong) if each.package.name == "numpy" else each for each in find_all()]
     monkeypatch.setattr(doctor, "find_all", lambda constraints: found)
     assert doctor.main(["--device", "cpu"]) == ExitCode.ENVIRONMENT
-    assert capsys.readouterr().out.endswith("not in order: numpy\n")
+    assert capsys.readouterr().out.endswith("broken or missing: numpy\n")
 
 
 def test_something_that_does_not_work_is_an_environment_problem(capsys, monkeypatch):
@@ -78,4 +78,4 @@ def test_a_wrong_package_brings_the_steps_that_build_the_right_one():
 def test_a_file_of_versions_that_is_not_there_is_not_taken_for_an_empty_one(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--constraints", "nowhere.txt"])
-    assert "--constraints nowhere.txt is no file" in capsys.readouterr().err
+    assert "--constraints nowhere.txt is not a file" in capsys.readouterr().err

@@ -161,4 +161,4 @@ def test_a_value_with_a_newline_is_refused_before_anything_is_written(here, caps
 def test_a_machine_without_slurm_is_told_so(here, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here / "nothing"))
     assert main(["--submit", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
-    assert "sbatch is not on this machine" in capsys.readouterr().err
+    assert "sbatch is not installed on this machine" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def test_fit_leaves_a_recipe_that_reads_back(tmp_path: Path, capsys):
 def test_what_fits_nowhere_says_so(capsys):
     words = ["--recipe", "deepseek-v3-h100-1024", "--gpu", "h100", "--gpus", "2"]
     assert plan.main(words) == ExitCode.MEMORY
-    assert "nothing fits" in capsys.readouterr().out
+    assert "no layout fits" in capsys.readouterr().out
 
 
 def test_wrong_flags_are_refused(capsys):

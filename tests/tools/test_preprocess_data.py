@@ -54,7 +54,7 @@ def test_documents_become_sequences_and_empty_texts_are_left_out(tmp_path: Path,
         "out_text_document.idx",
     ]
     out = capsys.readouterr().out
-    assert "wrote 5 documents" in out and "left out 1 empty texts" in out
+    assert "wrote 5 documents" in out and "skipped 1 empty texts" in out
     assert "docs/s" in out and "MB/s" in out
     assert f"--data-path {tmp_path / 'out_text_document'}" in out
 
@@ -169,7 +169,7 @@ def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsy
     captured = capsys.readouterr()
     for line in (2, 4, 5):
         assert f"in.jsonl, line {line}: " in captured.err
-    assert "left out 3 malformed lines" in captured.out
+    assert "skipped 3 malformed lines" in captured.out
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsy
             jsonl(["1 70000"]),
             ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
             4,
-            "id 70000 is none",
+            "id 70000 is not below",
         ),
         (
             jsonl(["1 -2"]),
@@ -278,7 +278,7 @@ def test_files_that_a_killed_run_left_are_reported(tmp_path: Path, capsys: pytes
         (tmp_path / other).write_bytes(b"")
     assert run(tmp_path, *BYTES) == 0
     assert capsys.readouterr().err.splitlines() == [
-        f"{left} is unfinished: remove it if its run was killed, or wait for that run"
+        f"{left} is incomplete: remove it if its process was killed, or wait for it"
     ]
     assert left.exists()
 

@@ -33,9 +33,9 @@ def test_1f1b_is_drawn_with_its_bubble_and_verdict(capsys):
         "rank 2 ....0-1-....0===2-1===3-2===4-3===5-4===..5===........",
         "rank 3 ......0-0===1-1===2-2===3-3===4-4===5-5===............",
         "",
-        "numbers are microbatches; - forward, = backward (of inputs), ~ of weights, # both at once, . idle",
-        "no deadlock when sends wait for their receives; every microbatch once, in order",
-        "bubble 33.3% of time 27; most in flight per rank: 4 3 2 1",
+        "numbers are microbatches; - forward, = backward (inputs), ~ backward (weights), # overlap, . idle",
+        "no deadlock with blocking sends; every microbatch once, in order",
+        "bubble 33.3% of time 27; peak in flight per rank: 4 3 2 1",
     ]
 
 

@@ -56,7 +56,7 @@ def test_a_right_pipeline_is_equal_to_one_rank_and_what_did_not_fit_is_named(cap
     # routers route, whatever a benchmark wants of them
     code, text = verify(f"{PIPELINE} --moe-router-force-biased 0.5 --nproc 4 --steps 1", capsys)
     assert "folded to 4 ranks: cp 2 pp 2 ep 2; stages Et|t||mL" in text
-    assert "NOT verified, since 4 ranks are too few: dp, edp" in text
+    assert "NOT verified, because 4 ranks are too few: dp, edp" in text
     assert "equal to one rank:" in text and "NOT equal" not in text
     assert code == ExitCode.OK
 

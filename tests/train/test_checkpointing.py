@@ -175,7 +175,7 @@ def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytes
     run = start(plan_of(save=tmp_path))
     run.train(1)
     monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
-    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is none yet; mend"):
+    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is none yet; fix"):
         run.checkpoints.save_last(run.state, run.loader)
     with pytest.raises(Preempted, match="why, without a checkpoint of it: there is none yet"):
         run.checkpoints.leave_preempted(run.state, run.loader, "why")

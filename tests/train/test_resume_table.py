@@ -114,7 +114,9 @@ def model_functions() -> dict[str, tuple[ModelConfig, str]]:
 @pytest.mark.parametrize("what", model_functions())
 def test_another_function_of_the_same_tensors_is_refused(trained: tuple[Path, Run], what: str) -> None:
     model, said = model_functions()[what]
-    with pytest.raises(CheckpointProblem, match="another model of the weights .* run.yaml.*, or --finetune") as problem:
+    with pytest.raises(
+        CheckpointProblem, match="another model than the weights .* run.yaml.*, or --finetune"
+    ) as problem:
         start(plan_of(load=trained[0], model=model))
     assert said in str(problem.value)
     run = start(plan_of(load=trained[0], model=model, flags={"finetune": True}))
