@@ -34,6 +34,7 @@ from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.memory.transfers import transfers_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
+from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
@@ -139,7 +140,7 @@ def build_trainer(
     plan: RunPlan, context: ParallelContext, model: GPT, kernels: KernelSet, timers: Timers | None = None
 ) -> Trainer:
     """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers."""
-    parallel = plan.data_parallel
+    parallel, rule = plan.data_parallel, AdamW(plan.optimizer, plan.precision)
     with room_asked_for(plan, context, 0):
         buffers = GradBuffers(
             named_parameters(model),
@@ -149,8 +150,9 @@ def build_trainer(
             optimizer=plan.optimizer,
             data_parallel=parallel,
             expert_interval=plan.memory.expert_wgrad_interval,
+            alignment=rule.alignment,
         )
-        optimizer = Optimizer(buffers, plan.precision)
+        optimizer = Optimizer(buffers, plan.precision, rule)
     experts = count_expert_elements(plan.model)
     if context.assumed_load is None:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})

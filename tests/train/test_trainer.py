@@ -132,7 +132,9 @@ def test_every_gradient_is_clipped_by_the_norm_of_all_of_them():
     # the first moment after one step is this share of what the optimizer was given
     share = (1 - plan.optimizer.beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
-        FP64_LAYOUT.check(state.kept.moments["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}")
+        FP64_LAYOUT.check(
+            state.kept.moments["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}"
+        )
 
 
 def test_an_infinite_gradient_of_a_finite_loss_is_not_applied():
