@@ -39,6 +39,7 @@ from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.optim.lr_scheduler import LRSchedule
@@ -173,7 +174,7 @@ def build_trainer(
 
     `has_peers`: False for one rank of a world without the others, whose counts cannot be compared.
     """
-    parallel = plan.data_parallel
+    parallel, rule = plan.data_parallel, AdamW(plan.optimizer, plan.precision)
     with room_asked_for(plan, context, 0):
         buffers = GradBuffers(
             named_parameters(model),
@@ -183,8 +184,9 @@ def build_trainer(
             optimizer=plan.optimizer,
             data_parallel=parallel,
             expert_interval=plan.memory.expert_wgrad_interval,
+            alignment=rule.alignment,
         )
-        optimizer = Optimizer(buffers, plan.precision)
+        optimizer = Optimizer(buffers, plan.precision, rule)
     experts = count_expert_elements(plan.model)
     if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})

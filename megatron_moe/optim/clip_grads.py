@@ -37,17 +37,17 @@ def gradient_norms(
 
 
 def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
-    """Buffers of which this rank counts what it owns. A rank that owns the whole model counts all of it."""
+    """Buffers whose owned ranges this rank counts: all buffers if the rank owns the whole model."""
     for buffer in buffers.buffers:
         if buffers.whole or buffer.counts:
             yield buffer
 
 
 def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Adds up what the ranks have counted, so that every element of the model counts once; in place.
+    """Sums per-rank counts over the world in place, so that every element of the model counts once.
 
-    Ranks that own the whole model have counted all of it, and to the same bits. Else one collective gives every rank
-    the same bits, so that all clip alike.
+    No-op on ranks that own the whole model: their values are bitwise equal. Otherwise one collective gives all ranks
+    the same bits, so all clip by the same factor.
     """
     return sums if buffers.whole else all_reduce_(sums, context.group("world"))
 

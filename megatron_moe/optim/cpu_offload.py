@@ -1,8 +1,8 @@
-"""Optimizer state in host memory: stepped there, or parked there and stepped on the device.
+"""Optimizer state in host memory: stepped on the CPU, or copied to the device for the step.
 
-Both give the numbers of a resident optimizer. A state that the host steps never is on the device: gradients go down,
-new weights come up. A parked state visits the device for its update, chunk by chunk, and what was copied back is what
-the verdict left of it; the host is not asked.
+Numbers equal those of resident state. State that the CPU steps never is on the device: gradients are copied to the host
+and new weights to the device. Parked state is copied to the device chunk by chunk, updated there under the step's
+device flags, and copied back, without a host synchronisation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,15 @@ from megatron_moe.optim.update_rule import StepScalars, UpdateRule
 from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
-"""Elements that travel and are stepped at a time: few enough for the host's caches."""
+"""Elements that are copied and stepped at a time: few enough for the host's caches."""
 
 
 class CPUStep:
-    """Steps states on the host.
+    """Steps states on the CPU.
 
-    The host waits until gradients, clip factor and verdict are there, and does nothing if the step is refused; the
-    device's own stream waits for nothing but the new weights. With `overlap` the gradients of the next chunk and the
-    weights of the last one travel while the host computes.
+    The host blocks until gradients, clip factor and the flag `proceed` have been copied, and returns if the step is
+    rejected. The device's compute stream waits only for the new weights. With `overlap` the gradients of the next chunk
+    and the weights of the last one are copied while the CPU steps a chunk.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CPUStep:
         kernels: Kernels,
         copies: HostCopies,
     ) -> None:
-        """`kernels`: of the device; where that is the CPU, they step host states too."""
+        """`kernels`: those of the device; they also step host states if the device is a CPU."""
         self._states = tuple(states)
         self._rule = rule
         self._config = config
@@ -56,7 +56,7 @@ class CPUStep:
             self._scalars = copies.host_buffer(4, torch.float64)
 
     def run(self, scalars: StepScalars) -> None:
-        """Steps everything. When it returns new weights are on their way, and the device waits for them."""
+        """Steps all states. The compute stream waits for the copies of the new weights."""
         if not self._states or not self._copies.has_data:
             return
         chunks = list(self._chunks())
@@ -104,7 +104,7 @@ class CPUStep:
         )
 
     def _bring(self, number: int, chunks: Sequence[tuple[OptimizerState, int, int]]) -> Event:
-        """Gradients of a chunk."""
+        """Starts the copy of a chunk's gradients to the host."""
         if number >= len(chunks):
             return None
         state, start, end = chunks[number]
@@ -119,8 +119,7 @@ class CPUStep:
 
 
 class StreamedStep:
-    """Steps parked states on the device: each chunk comes up while the one before is stepped and the one before that
-    goes down."""
+    """Steps parked states on the device in a three-stage pipeline over chunks: copy to the device, step, copy back."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class StreamedStep:
         self._copies = copies
 
     def run(self, scalars: StepScalars) -> None:
-        """Launches everything; the device's own stream goes on when all state has left."""
+        """Launches all copies and updates. The compute stream waits for the last copy back."""
         chunks = list(self._chunks())
         rooms: dict[int, tuple[StoredState, Event]] = {}
         gone: list[Event] = []
@@ -190,7 +189,7 @@ def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequ
 
 
 def _view(room: Tensor, like: Tensor) -> Tensor:
-    """The beginning of a room with the size and dtype of another tensor."""
+    """The start of a host buffer with the size and dtype of another tensor."""
     return room.view(torch.uint8)[: like.nbytes].view(like.dtype)
 
 

@@ -34,8 +34,8 @@ class StateRange:
     start: int
     """First element in this rank's part of the parameter, in row-major order."""
     data: Tensor
-    """[n] in fp32 (fp64 of fp64): the state itself, or a copy of it in host memory where it is kept in another format.
-    Copying into it restores the state once `weights_from_masters` has been called."""
+    """[n] in fp32 (fp64 in fp64 runs): the state, or a copy in host memory if its format is another. Values copied into
+    it take effect with `weights_from_masters`."""
 
     @property
     def whole(self) -> Tensor:
@@ -123,15 +123,15 @@ class Optimizer:
 
         Args:
             grad_scale: scalar on the device that multiplies every gradient (the clip factor).
-            proceed: bool scalar on the device. False: weights, moments and step count keep their very bits, whatever
-                the gradients hold.
-            decoupled_lr: learning rate of embedding and head when the run has one of their own.
+            proceed: bool scalar on the device. False: weights, moments and step count keep their bits, whatever the
+                gradients hold.
+            decoupled_lr: learning rate of embedding and head if it is decoupled.
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
         self.step_count.add_(proceed.to(torch.int64))
         self._copies = []
-        # a refused first step must not divide by 1 - beta^0
+        # a rejected first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
         scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, proceed, self.nonfinite)
         if self._overlapped_step is not None:
@@ -147,8 +147,8 @@ class Optimizer:
             self.finish_gather()
 
     def weights_from_masters(self) -> None:
-        """Takes over what was copied into `named_state`, and rounds the master weights to the parameters of all ranks.
-        Nothing to do where the parameters are the masters of one rank."""
+        """Stores the values copied into `named_state` and rounds the master weights to the parameters of all ranks.
+        No-op if the parameters are the masters of one rank."""
         self.finish_gather()
         self._host_copies.synchronize_all()
         for state, kind, numbers in self._copies:
@@ -168,9 +168,9 @@ class Optimizer:
             state.master_from_weights()
 
     def named_state(self) -> Iterator[StateRange]:
-        """All state that this rank owns, besides `step_count`, in a form that does not depend on how it is kept.
+        """All state that this rank owns except `step_count`, in fp32 (fp64 in fp64 runs) whatever its format.
 
-        Copying into the data restores the state; `weights_from_masters` must follow.
+        Copying into the data restores the state; `weights_from_masters` must be called afterwards.
         """
         self.finish_gather()
         self._host_copies.synchronize_all()

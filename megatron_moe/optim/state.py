@@ -116,13 +116,13 @@ class OptimizerState:
         )
 
     def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
-        """(start, end) of stretches of whole blocks."""
+        """(start, end) of consecutive parts of whole blocks."""
         size = max(size // BLOCK * BLOCK, BLOCK)
         for start in range(0, self.size, size):
             yield start, min(start + size, self.size)
 
     def read(self, kind: str) -> Tensor:
-        """The numbers in host memory, in fp32 (fp64 of fp64)."""
+        """Copies the values to host memory in fp32 (fp64 in fp64 runs)."""
         state = self.kinds[kind]
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
         out = torch.empty(self.size, dtype=wide)
@@ -131,13 +131,13 @@ class OptimizerState:
         return out
 
     def _numbers(self, state: PackedState, start: int, end: int) -> Tensor:
-        """Elements of a state, where it is."""
+        """Unpacked values on the device of the state."""
         part = state.part(start, end)
         beside = part.format == "remainder"
         return unpack(part, self.weights[start:end].to(part.data.device) if beside else None)
 
     def write(self, kind: str, numbers: Tensor) -> None:
-        """What `read` gave. Remainders bring their weights with them."""
+        """Stores values as returned by `read`. For remainders the weights are set too."""
         state = self.kinds[kind]
         for start, end in self.chunks():
             part, weights = state.part(start, end), self.weights[start:end]
@@ -148,7 +148,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds. Masters that no checkpoint holds follow the weights instead."""
+        """Rounds master weights to parameters; masters that are not in checkpoints are set from the weights."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return
@@ -169,7 +169,7 @@ class OptimizerState:
             _copy(part, pack(wide, part, weights))
 
     def sum_of_squares(self, kernels: Kernels) -> Tensor:
-        """Of the master weights. A scalar on the device."""
+        """Sum of squares of the master weights, a scalar on the device."""
         master = self.kept.master
         if master is None:
             return kernels.sum_of_squares(self.weights)
