@@ -56,7 +56,6 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     signals, status = supervise(plan, stack)  # writes status.json from here on
     with signals.exit_at_once(status):  # torch is imported here, so that --help and flag errors do not need it
         from megatron_moe import build
-        from megatron_moe.logs.reporter import Reporter
         from megatron_moe.parallel.agreement import check_agreement
         from megatron_moe.resilience.peer_failure import PeerFailures
         from megatron_moe.train.checkpointing import Checkpointing
@@ -71,7 +70,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     with peers:
         context = build.build_context(plan)
         stack.callback(context.stop)
-        reporter = Reporter(plan, context)
+        reporter = build.build_reporter(plan, context)
     stack.callback(reporter.close)
     stack.enter_context(peers)
     status.starting(say=reporter.note)

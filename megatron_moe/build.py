@@ -1,6 +1,6 @@
 """The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.profiler import StepProfile, mark_parts
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.timers import Timers
+from megatron_moe.logs.writers import Sink
 from megatron_moe.memory.activation_offload import ActivationOffload
 from megatron_moe.memory.cuda_graphs.capture import (
     CaptureReport,
@@ -86,6 +87,20 @@ def build_context(plan: RunPlan) -> ParallelContext:
         device=plan.device,
         dtype=plan.precision.params,
         seed=plan.loop.seed,
+    )
+
+
+def build_reporter(plan: RunPlan, context: ParallelContext, *, sinks: Sequence[Sink] | None = None) -> Reporter:
+    return Reporter(
+        plan.logging,
+        context,
+        model=plan.model,
+        params_dtype=plan.precision.params,
+        seq_length=plan.data.seq_length,
+        train_iters=plan.loop.train_iters,
+        run_yaml=plan.resolved_yaml,
+        command_line=plan.command_line,
+        sinks=sinks,
     )
 
 

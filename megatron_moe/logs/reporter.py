@@ -14,7 +14,9 @@ import torch
 import yaml
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.logging import LoggingConfig
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.precision import FloatName
 from megatron_moe.cost_model.flops import flops_per_step, peak_flops
 from megatron_moe.logs.log_line import (
     Interval,
@@ -72,29 +74,45 @@ class Reporter:
     method.
     """
 
-    def __init__(self, plan: RunPlan, context: ParallelContext, *, sinks: Sequence[Sink] | None = None) -> None:
-        """`sinks` replace metrics.jsonl, TensorBoard and W&B.
-
-        Raises EnvironmentProblem if the run folder cannot be written or is in use by another job, or if a requested
-        package is missing.
+    def __init__(
+        self,
+        config: LoggingConfig,
+        context: ParallelContext,
+        *,
+        model: ModelConfig,
+        params_dtype: FloatName,
+        seq_length: int,
+        train_iters: int,
+        run_yaml: str = "",
+        command_line: str = "",
+        sinks: Sequence[Sink] | None = None,
+    ) -> None:
         """
-        self.config = plan.logging
+        Args:
+            run_yaml: text of run.yaml; empty: none is written.
+            sinks: used instead of metrics.jsonl, TensorBoard and W&B.
+        Raises:
+            EnvironmentProblem: the run folder cannot be written, another job has it, or a requested package is missing.
+        """
+        self.config = config
         self.context = context
-        self._plan = plan
+        self._flops_of = partial(flops_per_step, model, seq_length=seq_length)
+        self._run_yaml = run_yaml
+        self._command_line = command_line
         self._lock: RunLock | None = None
         every_rank_does(self._prepare, context)
         self.interval = Interval(
-            train_iters=plan.loop.train_iters,
-            seq_length=plan.data.seq_length,
+            train_iters=train_iters,
+            seq_length=seq_length,
             world_size=context.group("world").size,
-            peak_flops=_device_peak(plan, context),
+            peak_flops=_device_peak(params_dtype, context),
         )
         self.timers = Timers(self.config.timing_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._report_failure)
         self._live = self.config.progress_bar and has_live_line()
         """True if the last rank's console shows a live line."""
-        self._console: Console = LiveConsole(plan.data.seq_length) if self._live and context.is_last else PlainConsole()
+        self._console: Console = LiveConsole(seq_length) if self._live and context.is_last else PlainConsole()
         self._log_file = LogFile(self.config.run_dir / "log.txt") if self.config.run_dir is not None else None
         self._samples = 0
         self._has_reported = False
@@ -111,8 +129,8 @@ class Reporter:
         self._lock = RunLock(folder, **RUN_FOLDER)
         write_provenance(
             folder,
-            run_yaml=self._plan.resolved_yaml,
-            command_line=self._plan.command_line,
+            run_yaml=self._run_yaml,
+            command_line=self._command_line,
             device=self.context.device,
         )
 
@@ -155,7 +173,7 @@ class Reporter:
         """Report of all steps since the last one. `metrics`: result of `MetricAccumulator.take`."""
         return self.interval.report(
             consumed_samples=self._samples,
-            flops_of=partial(flops_per_step, self._plan.model, seq_length=self._plan.data.seq_length),
+            flops_of=self._flops_of,
             metrics=metrics,
             num_zeros=num_zeros,
             params_norm=params_norm,
@@ -189,7 +207,7 @@ class Reporter:
 
     def arguments(self) -> None:
         """Prints Megatron's argument dump."""
-        values = _flat_values(self._plan.resolved_yaml)
+        values = _flat_values(self._run_yaml)
         dump = arguments_dump({name.replace("-", "_"): value for name, value in values.items()})
         for line in dump if values else ():
             self.note(line)
@@ -255,7 +273,7 @@ class Reporter:
         if directory is not None:
             sinks.append(TensorBoard(directory, iteration))
         if self.config.wandb_project:
-            sinks.append(WandB(self.config, _flat_values(self._plan.resolved_yaml)))
+            sinks.append(WandB(self.config, _flat_values(self._run_yaml)))
         return tuple(sinks)
 
     def _refuse_missing_packages(self) -> None:
@@ -275,10 +293,10 @@ class Reporter:
                 self._log_file.write(text)
 
 
-def _device_peak(plan: RunPlan, context: ParallelContext) -> float | None:
+def _device_peak(params_dtype: FloatName, context: ParallelContext) -> float | None:
     if context.device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(context.device), plan.precision.params)
+    return peak_flops(torch.cuda.get_device_name(context.device), params_dtype)
 
 
 def _flat_values(resolved_yaml: str) -> dict[str, Any]:

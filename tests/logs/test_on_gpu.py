@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megatron_moe.build import build_reporter
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.logs.reporter import MB, Reporter, memory_line, memory_tags
+from megatron_moe.logs.reporter import MB, memory_line, memory_tags
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
@@ -61,7 +62,7 @@ def test_memory_is_that_of_the_allocator(context):
 
 
 def test_the_share_of_the_peak_is_reported(context):
-    reporter = Reporter(tiny.plan(), context, sinks=[])
+    reporter = build_reporter(tiny.plan(), context, sinks=[])
     reporter.observe(Reading(1))
     utilization = reporter.summary({}).model_flops_utilization
     assert utilization is not None and utilization > 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_moe.build import build_reporter
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -74,7 +75,7 @@ def context():
 def test_a_run_leaves_its_folder(tmp_path, context):
     folder = tmp_path / "runs" / "one"
     config = LoggingConfig(run_dir=folder, log_interval=2, style="short")
-    reporter = Reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
+    reporter = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
     reporter.note("hello")
     run(reporter, range(1, 5))
     reporter.validation(ValidationReport(iteration=4, consumed_samples=32, losses={"lm loss": 2.0}))
@@ -105,7 +106,7 @@ def test_a_run_leaves_its_folder(tmp_path, context):
 
 def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    reporter = Reporter(plan(LoggingConfig(log_interval=1)), context)
+    reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context)
     run(reporter, range(1, 3))
     reporter.close()
     assert list(tmp_path.iterdir()) == []
@@ -113,13 +114,13 @@ def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch,
 
 
 def test_reports_are_due_every_interval_and_at_both_ends_of_a_run(context):
-    reporter = Reporter(plan(LoggingConfig(log_interval=30)), context)
+    reporter = build_reporter(plan(LoggingConfig(log_interval=30)), context)
     assert [iteration for iteration in range(1, 101) if reporter.due(iteration)] == [1, 30, 60, 90, 100]
 
 
 def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
     listener = Listener()
-    reporter = Reporter(plan(LoggingConfig(log_interval=2)), context, sinks=[listener])
+    reporter = build_reporter(plan(LoggingConfig(log_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
     reporter.close()
     steps = [each for each in listener.entries if each.record is None]
@@ -133,7 +134,7 @@ def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
 
 def test_dashboards_are_thinned_by_their_interval(context):
     listener = Listener()
-    reporter = Reporter(plan(LoggingConfig(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
+    reporter = build_reporter(plan(LoggingConfig(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
     assert [each.iteration for each in listener.entries if each.record is None] == [2, 4]
     (third,) = [each for each in listener.entries if each.iteration == 3]
@@ -143,7 +144,7 @@ def test_dashboards_are_thinned_by_their_interval(context):
 def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
     for wanted in (False, True):
         listener = Listener()
-        reporter = Reporter(plan(LoggingConfig(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
+        reporter = build_reporter(plan(LoggingConfig(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
         run(reporter, range(1, 2))
         report = listener.entries[-1]
         assert ("moe/max_violation_layer_1" in report.tags) == wanted
@@ -153,7 +154,7 @@ def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
 
 def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsys):
     listener = Listener()
-    reporter = Reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[Broken(), listener])
+    reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[Broken(), listener])
     run(reporter, range(1, 6))
     reporter.close()
     assert capsys.readouterr().err.count("telemetry: broken failed (RuntimeError: quota exceeded)") == 1
@@ -162,7 +163,7 @@ def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsy
 
 def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, capsys):
     folder = tmp_path / "run"
-    reporter = Reporter(plan(LoggingConfig(run_dir=folder, log_interval=1)), context)
+    reporter = build_reporter(plan(LoggingConfig(run_dir=folder, log_interval=1)), context)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -202,17 +203,17 @@ def test_a_closed_terminal_does_not_stop_training():
 def test_a_run_folder_that_cannot_be_written_is_refused_before_training(tmp_path, context):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match=r"run folder .*file/run cannot be written: .*--run-dir"):
-        Reporter(plan(LoggingConfig(run_dir=tmp_path / "file" / "run")), context)
+        build_reporter(plan(LoggingConfig(run_dir=tmp_path / "file" / "run")), context)
 
 
 def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, plots=False)
-    first = Reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="first"), context)
+    first = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="first"), context)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
     def second(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as caught:
-            Reporter(plan(config, resolved_yaml="lr: 0.2\n", command_line="second"), context)
+            build_reporter(plan(config, resolved_yaml="lr: 0.2\n", command_line="second"), context)
         return str(caught.value)
 
     sentences = on_threads(ParallelConfig(world_size=3), second)
@@ -224,7 +225,7 @@ def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left
     assert sentences == [sentences[0]] * 3
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     first.close()
-    Reporter(plan(config), context).close()
+    build_reporter(plan(config), context).close()
 
 
 class WithoutWandB(Reporter):
@@ -240,7 +241,14 @@ def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
 
     def main(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as caught:
-            WithoutWandB(plan(LoggingConfig(run_dir=tmp_path)), context)
+            WithoutWandB(
+                LoggingConfig(run_dir=tmp_path),
+                context,
+                model=tiny.model(),
+                params_dtype="fp64",
+                seq_length=tiny.SEQ,
+                train_iters=1,
+            )
         return str(caught.value)
 
     assert on_threads(ParallelConfig(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
@@ -251,7 +259,7 @@ def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch,
         raise OSError("no locks")
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    reporter = Reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
+    reporter = build_reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
     reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
     reporter.close()
     assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
@@ -259,18 +267,18 @@ def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch,
 
 def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
     with pytest.raises(EnvironmentProblem, match="--wandb-exp-name"):
-        Reporter(plan(LoggingConfig(wandb_project="moe")), context)
+        build_reporter(plan(LoggingConfig(wandb_project="moe")), context)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="not installed; run: pip install wandb"):
-        Reporter(plan(LoggingConfig(wandb_project="moe", wandb_exp_name="one")), context)
+        build_reporter(plan(LoggingConfig(wandb_project="moe", wandb_exp_name="one")), context)
 
 
 def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, log_interval=1, plots=False)
-    first = Reporter(plan(config, command_line="first"), context)
+    first = build_reporter(plan(config, command_line="first"), context)
     run(first, range(1, 6))
     first.close()
-    second = Reporter(plan(config, command_line="second"), context)
+    second = build_reporter(plan(config, command_line="second"), context)
     run(second, range(4, 7), consumed_samples=24)
     second.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -284,7 +292,7 @@ def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context)
     def losses(*parts: range) -> list:
         listener = Listener()
         for part in parts:
-            reporter = Reporter(plan(LoggingConfig(log_interval=3)), context, sinks=[listener])
+            reporter = build_reporter(plan(LoggingConfig(log_interval=3)), context, sinks=[listener])
             run(reporter, part, consumed_samples=8 * (part.start - 1))
         records = [each.record for each in listener.entries if each.record is not None]
         return [(record["iteration"], record["samples"], record["lm loss"]) for record in records]
@@ -294,7 +302,7 @@ def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context)
 
 def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
     config = plan(LoggingConfig())
-    reporter = Reporter(config, context, sinks=[])
+    reporter = build_reporter(config, context, sinks=[])
     reporter.observe(Reading(1, num_samples=6))
     assert reporter.summary({}).flops_per_step == flops_per_step(config.model, 6, tiny.SEQ)
 
@@ -304,7 +312,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
 
     def rank(context: ParallelContext) -> int:
         listener = Listener()
-        reporter = Reporter(config, context, sinks=[listener] if context.is_last else [])
+        reporter = build_reporter(config, context, sinks=[listener] if context.is_last else [])
         reporter.note("from the first")
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         with reporter.timers.span("forward-backward", level=1):
@@ -325,7 +333,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
 
 def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, context):
     config = plan(LoggingConfig(run_dir=tmp_path), resolved_yaml="moe:\n  num-experts: 8\nlr: 0.1\n")
-    reporter = Reporter(config, context)
+    reporter = build_reporter(config, context)
     reporter.arguments()
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["lr", "num_experts"]
@@ -333,7 +341,7 @@ def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, conte
 
 def test_training_does_not_wait_for_a_report(context):
     """What is observed must be host numbers already: a tensor would make the reporter wait for the device."""
-    reporter = Reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[listener := Listener()])
+    reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[listener := Listener()])
     run(reporter, range(1, 2))
     values = [value for each in listener.entries for value in each.tags.values()]
     assert values and not any(isinstance(value, torch.Tensor) for value in values)
@@ -354,7 +362,7 @@ def test_memory_lines_come_as_often_as_asked_for(tmp_path):
     config = plan(LoggingConfig(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
 
     def rank(context: ParallelContext) -> None:
-        reporter = Reporter(config, context, sinks=[])
+        reporter = build_reporter(config, context, sinks=[])
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         for iteration in (1, 2, 3, 4):
             reporter.observe(Reading(iteration))
