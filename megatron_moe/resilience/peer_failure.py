@@ -78,8 +78,8 @@ class PeerFailures:
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """Reports of other ranks in this start, by rank. Waits until all ranks have reported, one of them reports a
-        cause of its own, or the time is up."""
+        """Reports of other ranks in this start, by rank. Waits until all ranks have reported, one of them has reported
+        a cause, or the time is up."""
         until = time.monotonic() + self._seconds
         while True:
             found = {failure.rank: failure for failure in self._status.failures() if failure.rank != self._rank}

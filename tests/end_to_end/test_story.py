@@ -58,7 +58,7 @@ def test_a_second_signal_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
     monkeypatch.setattr(pretrain_moe, "pretrain", interrupted)
     assert main([], {}) == 130
-    assert capsys.readouterr().err == "rank 0: left at once: SIGTERM, the second signal\n"
+    assert capsys.readouterr().err == "rank 0: interrupted: SIGTERM, the second signal\n"
 
 
 def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(
@@ -68,7 +68,7 @@ def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(
     plan = plan_of(tmp_path)
     plan = replace(plan, resilience=replace(plan.resilience, exit_signals=("SIGUSR1",)))
     next_step, close = TrainLoader.next_step, Reporter.close
-    monkeypatch.setattr(signals, "_ONE_WISH_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "_SAME_REQUEST_SECONDS", 0.0)
     monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: plan)
     for owner, name, method in ((TrainLoader, "next_step", next_step), (Reporter, "close", close)):
         monkeypatch.setattr(owner, name, signalled(method))
@@ -106,7 +106,7 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
     with ExitStack() as goodbye:
         pretrain(replace(plan, loop=loop), goodbye)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "iteration 2: its" in log and "samples (--iterations-to-skip)" in log
+    assert "iteration 2: skipped its" in log
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "lm loss" in row and "learning-rate" in row]
     assert [(row["iteration"], row["samples"]) for row in steps] == [(1, 8), (3, 24)]
