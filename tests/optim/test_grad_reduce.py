@@ -17,9 +17,9 @@ from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.lanes import Lanes
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, named_parameters, new_parameter
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers.optim_parameters import FP64, main_grads
 from tests.helpers.ranks import on_threads
@@ -207,7 +207,7 @@ def test_the_first_step_brings_the_gradients_that_the_model_counts(
         if by_node:
             *steps, last = model.steps(batch)
             loss = replace(last, run=lambda state, last=last, batch=batch: scalar_loss(config, last.run(state), batch))
-            segments = SegmentedMicrobatch([*steps, loss], None, Lanes())
+            segments = SegmentedMicrobatch([*steps, loss], None, Streams())
             segments.forward()
             segments.output()
             segments.begin_backward(None)

@@ -9,11 +9,11 @@ from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfi
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.overlapped_step import SideStream
 from megatron_moe.optim.param_layout import OwnerAlignment
 from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.optim.state import MomentSpec, UpdateOperands
 from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.parallel.streams import Streams
 from tests.helpers.optim_parameters import BF16, FP64, give, main_grads, make_buffers, make_gradients, make_parameters
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
@@ -83,41 +83,41 @@ def test_whole_matrices_are_rejected_where_ranges_are_cut(settings: dict, messag
         stepped(Momentum(), **settings)
 
 
-class RecordingSide(SideStream):
+class RecordingStreams(Streams):
     """Records which updates were waited for."""
 
     def __init__(self) -> None:
         self.waited: list[int] = []
-        self._num_marks = 0
+        self._num_events = 0
 
-    def mark(self) -> int:
-        self._num_marks += 1
-        return self._num_marks - 1
+    def record(self) -> int:
+        self._num_events += 1
+        return self._num_events - 1
 
-    def wait(self, mark: int) -> None:
-        self.waited.append(mark)
+    def wait(self, event: int) -> None:
+        self.waited.append(event)
 
 
 def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     parameters = make_parameters()
     parameters[HEAD].requires_grad_(False)
     buffers = make_buffers(parameters, data_parallel=DataParallelConfig(bucket_size=1))
-    store, side = ParamStore(buffers), RecordingSide()
+    store, streams = ParamStore(buffers), RecordingStreams()
     buckets = buffers.layout.buckets_of_units()
     assert store.units_of([parameters[EXPERTS], parameters[HEAD]]) == ("layers.0.experts",)
     store.acquire("embedding")  # nothing is pending
     for bucket in range(sum(len(buffer.buckets) for buffer in buffers.layout.buffers)):
-        store.write_back(bucket, side)
+        store.write_back(bucket, streams)
     with pytest.raises(AssertionError, match="new weights of bucket 0 were never acquired"):
-        store.write_back(0, side)
+        store.write_back(0, streams)
     with pytest.raises(AssertionError, match="layers.0.experts was read while its buckets"):
         store.release("layers.0.experts")
     for _ in range(2):
         store.acquire("layers.0.experts")
     store.release("layers.0.experts")
-    assert side.waited == list(buckets["layers.0.experts"])
+    assert streams.waited == list(buckets["layers.0.experts"])
     store.acquire_all()
-    assert sorted(side.waited) == list(range(max(map(max, buckets.values())) + 1))
+    assert sorted(streams.waited) == list(range(max(map(max, buckets.values())) + 1))
 
 
 def test_gradients_of_units_are_views_of_all_gradients() -> None:
