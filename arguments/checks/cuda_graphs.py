@@ -120,7 +120,7 @@ def _modules_inside(captured: Sequence[str]) -> set[str]:
 def captured_experts_use_grouped_gemm(
     cuda_graph_impl: str, cuda_graph_modules: tuple[str, ...], num_experts: int | None, moe_grouped_gemm: bool
 ) -> Violation:
-    """Without grouped GEMM the host reads the number of rows of each expert."""
+    """Experts that run one by one need a host read of the number of rows of each."""
     experts_captured = cuda_graph_impl == "full_iteration" or "moe" in cuda_graph_modules
     if cuda_graph_impl == "none" or not experts_captured or not num_experts or moe_grouped_gemm:
         return None

@@ -12,7 +12,7 @@ def state_dtypes_need_precision_aware_optimizer(
     exp_avg_dtype: str,
     exp_avg_sq_dtype: str,
 ) -> Violation:
-    """As in Megatron, all optimizer state is fp32 without the precision-aware optimizer."""
+    """Megatron keeps all optimizer state in fp32 unless the precision-aware optimizer is enabled."""
     named = {
         "--main-grads-dtype": main_grads_dtype,
         "--main-params-dtype": main_params_dtype,

@@ -101,7 +101,7 @@ def unpadded_vocab_needs_tp1(
 def experts_need_sequence_parallel(
     num_experts: int | None, tensor_model_parallel_size: int, sequence_parallel: bool
 ) -> Violation:
-    """Without sequence parallelism every tensor-parallel rank would route and compute the same tokens."""
+    """Sequence parallelism keeps tensor-parallel ranks from routing and computing the same tokens."""
     if not num_experts or tensor_model_parallel_size == 1 or sequence_parallel:
         return None
     return (

@@ -68,11 +68,11 @@ def without_hardware(recipe: str, registry: Registry) -> tuple[Settings, list[st
     if draft.value("moe_token_dispatcher_type") == "flex":
         draft.put("moe_token_dispatcher_type", "alltoall", "no such library here")
     for name in ("cuda_graph_impl", "cuda_graph_modules", "moe_paged_stash"):
-        draft.default(name, "only with other hardware")
+        draft.reset("only with other hardware", name)
     for name, flag in registry.flags.items():
         waits = draft.settings.known(name) and not flag.available(draft.value(name))
         if waits and (flag.group == "precision" or flag.declaration.harmless):
-            draft.default(name, "not available")
+            draft.reset("not available", name)
     changed = [name for name, old in settings.values.items() if draft.settings.setting(name).value != old.value]
     return draft.settings, [registry.flags[name].option for name in changed]
 
