@@ -50,7 +50,7 @@ def test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it(folder: Pa
     """P8, faults 3 and 32."""
     found = vanished(folder, name, own)
     if name == "segfault":
-        assert "Fatal Python error: Segmentation fault" in found["said"][1] and "inject.py" in found["said"][1]
+        assert "Fatal Python error: Segmentation fault" in found["said"][1] and "fault_injection.py" in found["said"][1]
 
 
 def vanished(folder: Path, name: str, own: int) -> dict:
@@ -126,7 +126,7 @@ def test_a_flipped_bit_of_a_weight_is_named_with_its_rank(folder: Path) -> None:
     """P13, fault 42."""
     found = outcome(folder, "bit")
     assert found["codes"] == [12] * NUM_RANKS
-    assert "embedding.word_embeddings.weight: rank 1 of 3 departs" in found["status"]["sentence"]
+    assert "embedding.word_embeddings.weight: rank 1 of 3 differs" in found["status"]["sentence"]
 
 
 def test_a_full_disk_costs_one_checkpoint_and_a_sentence(folder: Path) -> None:
