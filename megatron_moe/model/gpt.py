@@ -39,7 +39,6 @@ from megatron_moe.moe.node_chain import (
 )
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.tensor_parallel import gather_from
 from megatron_moe.pipeline.layout import StageLayout, even_layout
 from megatron_moe.pipeline.overlap import Step
@@ -262,10 +261,10 @@ class GPT(nn.Module):
             self.output_layer.weight.uses = num_products
         if hasattr(self, "embedding"):
             num_lookups = sum(chunk.embedding + (depths if chunk.num_mtp else 0) for chunk in self.chunks)
-            for _, parameter in named_parameters(self.embedding):
-                parameter.uses = num_lookups
-            if self.config.tied_embeddings:
-                self.embedding.word_embeddings.weight.uses += num_products
+            words, positions = self.embedding.word_embeddings, self.embedding.position_embeddings
+            words.weight.uses = num_lookups + (num_products if self.config.tied_embeddings else 0)
+            if positions is not None:
+                positions.weight.uses = num_lookups
 
     @property
     def _tied_VH(self) -> Tensor | None:

@@ -14,6 +14,7 @@ whole sequence and then takes its part, because the next token of a position may
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from megatron_moe.moe.node_chain import (
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
-from megatron_moe.parallel.parameter import named_parameters
+from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
@@ -110,8 +111,8 @@ class MTP(nn.Module):
         }
         self.layers = nn.ModuleDict(layers)
         if config.mtp.repeated_layer:
-            for _, parameter in named_parameters(self):
-                parameter.uses = config.mtp.num_layers
+            for parameter in self.parameters():
+                cast(Parameter, parameter).uses = config.mtp.num_layers
         self._store: UnitStore | None = None
         inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
         whole = [(module_node(layer, inputs),) for layer in layers.values()]
