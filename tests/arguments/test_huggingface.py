@@ -187,7 +187,7 @@ def test_a_model_that_is_not_described_cannot_be_compared(tmp_path):
     [
         (None, "cannot be read: No such file or directory"),
         ("{", "is not JSON"),
-        ("[1]", "holds no names with values"),
+        ("[1]", "is not a JSON object"),
         ('{"model_type": "llama"}', "has the model type llama; supported are mixtral"),
         ('{"model_type": "mixtral"}', "has no hidden_size"),
         (json.dumps({**PUBLISHED["Qwen3-30B-A3B"], "head_dim": "x"}), "holds an invalid value"),

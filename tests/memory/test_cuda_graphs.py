@@ -253,7 +253,7 @@ def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, mo
     def train(plan, recorder):
         def on_rank(context):
             trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-            record_steps(trainer, recorder)
+            record_steps(trainer, recorder, plan.graphs)
             return run_steps(plan, trainer, TrainState(), 4)
 
         return on_threads(parallel, on_rank)

@@ -55,7 +55,7 @@ def test_the_rank_is_that_of_the_launcher_if_none_is_named(capsys: pytest.Captur
         ([*PLAYED, "--emulate-imbalance", "5"], "get at most 4 times an even share of top-2 choices among 8"),
         (
             [*PLAYED, "--moe-expert-capacity-factor", "0.5"],
-            "an emulation does not know what is dropped when experts have a capacity",
+            "an emulation cannot predict dropped tokens when experts have a capacity",
         ),
         ([*WORLD, "--emulate-rank", "all"], "--emulate-rank without --fake-init-process-group"),
         ([*TINY, "--world-size", "8"], "--world-size 8, but this run was started with 1 rank"),

@@ -102,7 +102,7 @@ def test_logits_are_compared_on_some_positions(number: str, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--load", "hf:a", "--save", "b", "--compare-logits", number])
     assert caught.value.code == ExitCode.CONFIG
-    assert f"--compare-logits: {number!r} is no whole number of at least 1" in capsys.readouterr().err
+    assert f"--compare-logits: {number!r} is not an integer of at least 1" in capsys.readouterr().err
 
 
 def test_other_logits_are_told_by_the_exit_code(folder: Path, tmp_path: Path, capsys):

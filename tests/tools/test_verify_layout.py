@@ -135,4 +135,4 @@ def test_the_summary_takes_layers_and_steps_together_and_shows_the_worst():
 def test_numbers_without_a_meaning_are_refused(number, capsys):
     with pytest.raises(SystemExit):
         main([*words(SMALL), *number.split()], {})
-    assert f"{number.split()[0]}: {number.split()[1]!r} is no whole number of at least 1" in capsys.readouterr().err
+    assert f"{number.split()[0]}: {number.split()[1]!r} is not an integer of at least 1" in capsys.readouterr().err

@@ -153,8 +153,13 @@ def in_order(case: str, order: str) -> RunPlan:
     return replace(each, pipeline=replace(ORDERS[order], layout=each.pipeline.layout))
 
 
-def check(found, case: str, tolerance: Tolerance = EXACT) -> None:
+def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = False) -> None:
+    """`captured`: without the tokens per expert, which hooks of the routers count and replays do not run."""
     for rank, (actual, expected) in enumerate(zip(found, plain(case), strict=True)):
+        if captured:
+            actual, expected = (
+                {k: v for k, v in each.items() if not k.startswith("tokens ")} for each in (actual, expected)
+            )
         assert len(expected) > 50
         tolerance.check_all(actual, expected, f"{case}, rank {rank}")
 
@@ -192,12 +197,15 @@ def test_pairs_over_processes_train_the_same_weights(case):
 def test_pairs_replay_captured_modules(case, order, modules):
     each = in_order(case, order)
     pipeline = replace(each.pipeline, split_backward=False)
-    check(ranks_of(replace(each, pipeline=pipeline, graphs=CudaGraphConfig(modules=modules, warmup_steps=0))), case)
+    check(
+        ranks_of(replace(each, pipeline=pipeline, graphs=CudaGraphConfig(modules=modules, warmup_steps=0))),
+        case,
+        captured=True,
+    )
 
 
 def test_shared_experts_overlap_exchanges_between_captured_modules():
     overlapped = plan(model(moe_config=moe(shared_overlap=True)))
     modules = ("attn", "mlp", "moe_router", "moe_preprocess")
-    check(
-        ranks_of(replace(overlapped, graphs=CudaGraphConfig(modules=modules, warmup_steps=1))), "experts over two ranks"
-    )
+    found = ranks_of(replace(overlapped, graphs=CudaGraphConfig(modules=modules, warmup_steps=1)))
+    check(found, "experts over two ranks", captured=True)
