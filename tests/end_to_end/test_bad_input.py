@@ -56,7 +56,7 @@ def test_an_update_that_makes_weights_nan(data, tmp_path):
     """Nothing of it is saved, although the loss and the gradients of the only step are finite."""
     more = ["--adam-eps", "0", "--lr-warmup-iters", "0", "--train-iters", "1"]
     argv = [*arguments(data, tmp_path / "run"), *more]
-    words = ("iteration 1: its update stored", "the weights of", "--adam-eps 0 divides")
+    words = ("iteration 1: its update stored", "the weights of", "--adam-eps 0 gives 0 / 0")
     refuse(argv, tmp_path, ExitCode.NUMERICS, *words)
     assert not checkpoints(tmp_path)
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_model(data, tmp_path):
 
 def test_numbers_that_go_bad_stop_the_run_before_the_weights(data, tmp_path):
     more = ["--lr", "1e30", "--min-lr", "0", "--clip-grad", "0", "--lr-warmup-iters", "0", "--save-interval", "100"]
-    refuse(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.NUMERICS, "not finite", "refused")
+    refuse(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.NUMERICS, "not finite", "rejected")
     assert not checkpoints(tmp_path)
 
 

@@ -164,4 +164,4 @@ def test_ranks_with_other_flags_are_refused_with_the_flags(folder: Path) -> None
 
 
 def test_faults_are_told_at_the_start(folder: Path) -> None:
-    assert "--inject: rank 1, iteration 3, step: kill, the process gets SIGKILL" in outcome(folder, "kill")["said"][0]
+    assert "--inject: rank 1, iteration 3, step: kill, SIGKILL to the process" in outcome(folder, "kill")["said"][0]
