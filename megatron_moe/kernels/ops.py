@@ -322,7 +322,7 @@ class Kernels(Protocol):
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
-        """Form of `sort_rows` for a dense map; `rows` is R when there is no capacity."""
+        """`sort_rows` for a dense map [T, E]; without a capacity, R = `rows`."""
         ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:

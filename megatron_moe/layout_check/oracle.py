@@ -130,7 +130,7 @@ class _Partition:
         self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
 
     def _over(self, degree: int) -> list[Tensor]:
-        """Each sequence is split over `degree` context-parallel ranks, and groups of so many share the sequences."""
+        """Splits each sequence over `degree` context-parallel ranks; groups of `degree` ranks share sequences."""
         num_sequences = self._plan.batch.micro
         sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
@@ -215,5 +215,5 @@ def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
 
 
 def _local(config: ModelConfig) -> ModelConfig:
-    """The same model with experts that are all here."""
+    """Config of the same model with all experts on this rank."""
     return with_experts(config, lambda moe: replace(moe, dispatcher="local", shared_overlap=False))

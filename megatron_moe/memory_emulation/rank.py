@@ -85,7 +85,7 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs two steps of the real program, the first to warm up. `load`: None: `context` is a world of its own."""
+    """Runs two steps of the real program, one to warm up. Without `load`, the other ranks of `context` join."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:

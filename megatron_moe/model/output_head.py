@@ -139,7 +139,7 @@ class _Settings:
     chunk: int
 
     def slices(self, num_tokens: int) -> Iterator[slice]:
-        """Slices of the chunks; one empty slice if there are no tokens."""
+        """Yields the token range of each chunk; one empty range if there are no tokens."""
         for start in range(0, max(num_tokens, 1), self.chunk):
             yield slice(start, min(start + self.chunk, num_tokens))
 

@@ -86,7 +86,7 @@ class Router(nn.Module):
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """By microbatch: counts of the global loss from a forward without gradients, for the one that repeats it."""
+        """Token counts of the global loss by microbatch, kept by a forward without gradients for its recomputation."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None

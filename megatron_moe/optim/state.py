@@ -45,7 +45,7 @@ class StoredState(NamedTuple):
     master: PackedState | None
     """None: the parameters themselves are the masters."""
     moments: Mapping[str, PackedState]
-    """By kind, in the order in which the update rule declares them."""
+    """Moments by kind, in the order in which the update rule declares them."""
 
     @property
     def all(self) -> tuple[PackedState, ...]:

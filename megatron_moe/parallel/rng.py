@@ -19,7 +19,7 @@ class RNGKey(NamedTuple):
     """Start of the keys of all random draws of one microbatch."""
 
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     iteration: int
     microbatch: int
     """Index in the global batch, so that draws do not depend on the number of data-parallel ranks."""
