@@ -7,12 +7,7 @@ from typing import Any, Final
 from arguments.values import LayerPattern
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.pipeline.auto_layout import StageCosts, auto_layout
-from megatron_moe.pipeline.layout import (
-    PipelineLayout,
-    even_layout,
-    parse_layout,
-    virtual_stages,
-)
+from megatron_moe.pipeline.layout import PipelineLayout, even_layout, parse_layout, virtual_stages
 
 AUTO: Final = "auto"
 """Value of `--pipeline-model-parallel-layout` that requests a layout balanced by cost."""

@@ -15,26 +15,11 @@ from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    CoreAttentionConfig,
-    MLAConfig,
-    NormConfig,
-    RopeConfig,
-)
-from megatron_moe.config.exit_codes import (
-    CheckpointProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig, RopeConfig
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    MLPConfig,
-    MoEConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import Launch
 
 _MAX_PERIOD = 8
@@ -228,10 +213,7 @@ def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
 def _shared(shared: SharedExpertsConfig | None) -> dict[str, Any]:
     if shared is None:
         return {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
-    return {
-        "moe_shared_expert_intermediate_size": shared.mlp.ffn_hidden_size,
-        "moe_shared_expert_gate": shared.gate,
-    }
+    return {"moe_shared_expert_intermediate_size": shared.mlp.ffn_hidden_size, "moe_shared_expert_gate": shared.gate}
 
 
 _MODEL_GROUPS = ("model", "attention", "moe")

@@ -45,11 +45,7 @@ VocabSizeOf = Callable[[TokenizerConfig], int]
 
 
 def read_plan(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    vocab_size_of: VocabSizeOf | None = None,
-    *,
-    waiting: bool = False,
+    argv: Sequence[str], environ: Mapping[str, str], vocab_size_of: VocabSizeOf | None = None, *, waiting: bool = False
 ) -> RunPlan:
     """Builds the plan of a command line.
 
@@ -173,10 +169,7 @@ def _around_proxy(words: list[Given]) -> list[list[Given]]:
 
 
 def _proxied(
-    settings: Settings,
-    environment: dict[str, str],
-    layers: Sequence[Sequence[Given]],
-    environ: Mapping[str, str],
+    settings: Settings, environment: dict[str, str], layers: Sequence[Sequence[Given]], environ: Mapping[str, str]
 ) -> _Parsed:
     """Applies `--proxy` to the settings; the last layer, given after `--proxy`, is kept."""
     _refuse([*settings.problems, *missing_flags(settings)])

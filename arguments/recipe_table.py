@@ -10,13 +10,7 @@ from arguments.files import read_files
 from arguments.flags import Flags, Registry
 from arguments.parser import Settings, settle
 from arguments.read import read_plan
-from arguments.recipes import (
-    About,
-    about,
-    find_recipe,
-    recipe_folders,
-    recipe_names,
-)
+from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
 from arguments.resolve import run_plan
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.run import RunPlan

@@ -10,11 +10,7 @@ from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_config
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.config.data import (
-    OTHER_TOKENIZER_NAMES,
-    DataConfig,
-    TokenizerConfig,
-)
+from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
 from megatron_moe.config.faults import parse_fault
 from megatron_moe.config.logging import LoggingConfig, ProfileConfig
 from megatron_moe.config.memory import (
@@ -26,16 +22,8 @@ from megatron_moe.config.memory import (
     RecomputeConfig,
 )
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.optimizer import (
-    LRConfig,
-    OptimizerConfig,
-    OptimizerOffloadConfig,
-)
-from megatron_moe.config.parallel import (
-    DataParallelConfig,
-    Launch,
-    ParallelConfig,
-)
+from megatron_moe.config.optimizer import LRConfig, OptimizerConfig, OptimizerOffloadConfig
+from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import LowPrecision, PrecisionConfig
 from megatron_moe.config.resilience import ResilienceConfig

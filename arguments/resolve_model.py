@@ -14,12 +14,7 @@ from megatron_moe.config.attention import (
     RopeConfig,
     yarn_mscale,
 )
-from megatron_moe.config.model import (
-    InitConfig,
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import (
     ActivationConfig,
     CapacityConfig,

@@ -26,12 +26,7 @@ from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.timers import Timers
 from megatron_moe.logs.writers import Sink
 from megatron_moe.memory.activation_offload import ActivationOffload
-from megatron_moe.memory.cuda_graphs.capture import (
-    CaptureReport,
-    CudaGraphRecorder,
-    Recorder,
-    check_recordable,
-)
+from megatron_moe.memory.cuda_graphs.capture import CaptureReport, CudaGraphRecorder, Recorder, check_recordable
 from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
 from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.memory.paged_stash import PagedStash
@@ -251,12 +246,7 @@ def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
 
 
 def build_run_events(
-    plan: RunPlan,
-    context: ParallelContext,
-    trainer: Trainer,
-    reporter: Reporter,
-    watchdog: Watchdog,
-    stack: ExitStack,
+    plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, watchdog: Watchdog, stack: ExitStack
 ) -> RunEvents:
     """Run-phase events with all their observers; `stack` closes the observers."""
     garbage = stack.enter_context(GarbageCollection(plan.loop))

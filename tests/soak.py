@@ -26,11 +26,7 @@ from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments, losses, make_data
 from tests.helpers.forked_ranks import Ranks
 from tests.helpers.reports import store
-from tests.helpers.soak_faults import (
-    FAULTS,
-    Fault,
-    damage,
-)
+from tests.helpers.soak_faults import FAULTS, Fault, damage
 
 RANKS = 4
 SAVE_INTERVAL = 10

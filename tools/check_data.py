@@ -13,11 +13,7 @@ from typing import Any, get_args, get_type_hints
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
 from megatron_moe.data.examine import DataReport, examine
 from megatron_moe.data.tokenizer import load_tokenizer
 from tools._common import run_main

@@ -12,11 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
 from megatron_moe.logs.metrics_file import read_metrics
 from tools._common import writing
 

@@ -23,24 +23,11 @@ from arguments.huggingface import published_flags  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
 from megatron_moe.checkpoint.directory import as_checkpoint  # noqa: E402
 from megatron_moe.checkpoint.huggingface.compare_logits import compare_logits  # noqa: E402
-from megatron_moe.checkpoint.huggingface.convert import (  # noqa: E402
-    ConversionReport,
-    from_hf,
-    to_hf,
-)
+from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf  # noqa: E402
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES  # noqa: E402
-from megatron_moe.checkpoint.huggingface.folder import (  # noqa: E402
-    CONFIG,
-    has_mtp_layers,
-    read_config,
-    weights_dtype,
-)
+from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype  # noqa: E402
 from megatron_moe.checkpoint.load import HUGGING_FACE  # noqa: E402
-from megatron_moe.config.exit_codes import (  # noqa: E402
-    CheckpointProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.config.run import KernelConfig, RunPlan  # noqa: E402
 from megatron_moe.cost_model.parameters import count_parameters  # noqa: E402
 from megatron_moe.data.tokenizer import local_copy, vocab_size_of  # noqa: E402

@@ -15,19 +15,9 @@ import torch  # noqa: E402
 
 from arguments.flags import Registry  # noqa: E402
 from megatron_moe.config.exit_codes import ExitCode  # noqa: E402
-from megatron_moe.kernels.registry import (  # noqa: E402
-    BACKENDS,
-    Backend,
-    discover,
-)
+from megatron_moe.kernels.registry import BACKENDS, Backend, discover  # noqa: E402
 from megatron_moe.resilience.machine import Probe, probes  # noqa: E402
-from megatron_moe.resilience.packages import (  # noqa: E402
-    CONSTRAINTS,
-    HOW_TO_BUILD,
-    InstalledPackage,
-    Package,
-    find_all,
-)
+from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all  # noqa: E402
 
 
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:

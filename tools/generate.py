@@ -20,19 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from arguments.errors import FlagErrors
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
-from megatron_moe.checkpoint.directory import (
-    Candidate,
-    as_checkpoint,
-    list_checkpoints,
-)
+from megatron_moe.checkpoint.directory import Candidate, as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
-from megatron_moe.config.exit_codes import (
-    CheckpointProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig, RunPlan

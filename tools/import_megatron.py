@@ -18,20 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors  # noqa: E402
-from megatron_moe.checkpoint.directory import (  # noqa: E402
-    TRACKER,
-    iteration_folder,
-    list_checkpoints,
-    read_tracker,
-)
+from megatron_moe.checkpoint.directory import TRACKER, iteration_folder, list_checkpoints, read_tracker  # noqa: E402
 from megatron_moe.checkpoint.megatron.source import import_model, open_megatron  # noqa: E402
 from megatron_moe.checkpoint.save import CheckpointSaver  # noqa: E402
-from megatron_moe.config.exit_codes import (  # noqa: E402
-    CheckpointProblem,
-    EnvironmentProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 from megatron_moe.train.train_state import TrainState  # noqa: E402
 from tools._common import run_main, split_at_dashes  # noqa: E402

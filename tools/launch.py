@@ -26,17 +26,8 @@ from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.explain import derived  # noqa: E402
 from arguments.parser import split  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
-from arguments.slurm import (  # noqa: E402
-    Job,
-    slurm_script,
-    slurm_setting,
-    torchrun_script,
-)
-from megatron_moe.config.exit_codes import (  # noqa: E402
-    EnvironmentProblem,
-    ExitCode,
-    RunError,
-)
+from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.config.run import RunPlan  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from tools._common import add_cluster_options, positive, requested_cluster, run_command, run_main, writing  # noqa: E402

@@ -22,11 +22,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.parser import Settings
 from megatron_moe.config.exit_codes import ExitCode, RunError
-from megatron_moe.cost_model.hardware import (
-    GIB,
-    GPU,
-    GPUS,
-)
+from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
 from megatron_moe.planner.search import PlannedLayout
 from tools._common import add_cluster_options, positive, requested_cluster, run_main, writing
 

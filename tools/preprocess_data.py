@@ -25,11 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer

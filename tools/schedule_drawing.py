@@ -4,12 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_moe.pipeline.actions import (
-    Action,
-    Entry,
-    OverlappedPair,
-    parts,
-)
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, parts
 from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"

@@ -22,16 +22,8 @@ from arguments.read import read_plan  # noqa: E402
 from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs  # noqa: E402
 from megatron_moe.pipeline.layout import LayoutError, parse_layout  # noqa: E402
-from megatron_moe.pipeline.schedule import (  # noqa: E402
-    ScheduleConfig,
-    ScheduleError,
-    build_schedule,
-)
-from megatron_moe.pipeline.simulator import (  # noqa: E402
-    Durations,
-    SimulationReport,
-    simulate,
-)
+from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule  # noqa: E402
+from megatron_moe.pipeline.simulator import Durations, SimulationReport, simulate  # noqa: E402
 from tools._common import add_cluster_options, requested_cluster, split_at_dashes, writing  # noqa: E402
 from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
 

@@ -11,14 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
-from megatron_moe.resilience.run_summary import (  # noqa: E402
-    as_csv,
-    as_markdown,
-    as_text,
-    find_runs,
-    names_of,
-    summarize,
-)
+from megatron_moe.resilience.run_summary import as_csv, as_markdown, as_text, find_runs, names_of, summarize  # noqa: E402
 from tools._common import writing  # noqa: E402
 
 

@@ -18,11 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    EnvironmentProblem,
-    RunError,
-)
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, RunError
 from megatron_moe.data.textfiles import read_documents, write_whole
 from megatron_moe.data.tokenizer import SentencePieceTokenizer
 

@@ -1,12 +1,7 @@
 """Rules about attention heads, multi-latent attention and sliding windows."""
 
 from arguments import derive
-from arguments.checks.violation import (
-    Violation,
-    divisors,
-    functions_returning,
-    unfit_pattern,
-)
+from arguments.checks.violation import Violation, divisors, functions_returning, unfit_pattern
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
@@ -63,10 +58,7 @@ def mla_rope_dim_is_even(multi_latent_attention: bool, qk_pos_emb_head_dim: int)
     """RoPE rotates pairs of dims."""
     if not multi_latent_attention or qk_pos_emb_head_dim % 2 == 0:
         return None
-    return (
-        f"--qk-pos-emb-head-dim {qk_pos_emb_head_dim} is odd, but dims rotate in pairs",
-        "use an even number",
-    )
+    return (f"--qk-pos-emb-head-dim {qk_pos_emb_head_dim} is odd, but dims rotate in pairs", "use an even number")
 
 
 def mla_has_no_query_groups(multi_latent_attention: bool, group_query_attention: bool) -> Violation:

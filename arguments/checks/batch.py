@@ -8,10 +8,7 @@ from megatron_moe.config.exit_codes import counted
 
 
 def model_parallel_sizes_divide_world(
-    world_size: int,
-    tensor_model_parallel_size: int,
-    context_parallel_size: int,
-    pipeline_model_parallel_size: int,
+    world_size: int, tensor_model_parallel_size: int, context_parallel_size: int, pipeline_model_parallel_size: int
 ) -> Violation:
     """The remaining ranks are data parallel: the model-parallel sizes must divide the number of ranks."""
     product = tensor_model_parallel_size * context_parallel_size * pipeline_model_parallel_size
@@ -171,9 +168,7 @@ def train_length_given_once(train_iters: int | None, train_samples: int | None) 
 
 
 def train_samples_fill_one_batch(
-    train_samples: int | None,
-    rampup_batch_size: tuple[int, int, int] | None,
-    global_batch_size: int | None,
+    train_samples: int | None, rampup_batch_size: tuple[int, int, int] | None, global_batch_size: int | None
 ) -> Violation:
     """A step consumes a whole batch."""
     first = rampup_batch_size[0] if rampup_batch_size else global_batch_size

@@ -70,10 +70,7 @@ def captured_modules_exist(
 
 @missing_feature
 def captured_modules_are_deterministic(
-    cuda_graph_impl: str,
-    attention_dropout: float,
-    hidden_dropout: float,
-    moe_input_jitter_eps: float | None,
+    cuda_graph_impl: str, attention_dropout: float, hidden_dropout: float, moe_input_jitter_eps: float | None
 ) -> Violation:
     """A replayed graph would reuse the random numbers of its capture."""
     random_ops = {

@@ -15,10 +15,7 @@ def full_recompute_selects_layers(
     """Full recompute needs a method and a number of layers."""
     if recompute_granularity != "full" or (recompute_method and recompute_num_layers):
         return None
-    return (
-        f"{_FULL} does not select layers",
-        "give --recompute-method uniform or block, and --recompute-num-layers",
-    )
+    return (f"{_FULL} does not select layers", "give --recompute-method uniform or block, and --recompute-num-layers")
 
 
 def given_recompute_layer_flags(recompute_method: str | None, recompute_num_layers: int | None) -> list[str]:

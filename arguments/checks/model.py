@@ -29,10 +29,7 @@ def glu_offset_needs_gate(glu_linear_offset: float, swiglu: bool, quick_geglu: b
     """The offset is added to the linear half of a gated block."""
     if not glu_linear_offset or swiglu or quick_geglu or geglu:
         return None
-    return (
-        f"--glu-linear-offset {glu_linear_offset:g} needs a gated activation",
-        "add --swiglu or --quick-geglu",
-    )
+    return (f"--glu-linear-offset {glu_linear_offset:g} needs a gated activation", "add --swiglu or --quick-geglu")
 
 
 def clamp_needs_gate(

@@ -1,13 +1,7 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import (
-    Violation,
-    divisors,
-    functions_returning,
-    missing_feature,
-    unfit_pattern,
-)
+from arguments.checks.violation import Violation, divisors, functions_returning, missing_feature, unfit_pattern
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 

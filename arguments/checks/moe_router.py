@@ -39,10 +39,7 @@ def group_limit_is_complete(moe_router_num_groups: int | None, moe_router_group_
 
 
 def group_limit_leaves_enough_experts(
-    num_experts: int | None,
-    moe_router_topk: int,
-    moe_router_num_groups: int | None,
-    moe_router_group_topk: int | None,
+    num_experts: int | None, moe_router_topk: int, moe_router_num_groups: int | None, moe_router_group_topk: int | None
 ) -> Violation:
     """The selected groups hold at least top-k experts, and each group is scored by at least one of them."""
     if not num_experts or not moe_router_num_groups or not moe_router_group_topk:

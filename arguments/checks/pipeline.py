@@ -5,11 +5,7 @@ from typing import Any
 from arguments import derive
 from arguments.checks.violation import Violation, functions_returning, takes_flags
 from megatron_moe.pipeline.layout import LayoutError
-from megatron_moe.pipeline.schedule import (
-    ScheduleConfig,
-    ScheduleError,
-    check_schedule,
-)
+from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_schedule
 
 
 def layer_placement_given_once(

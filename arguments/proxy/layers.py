@@ -29,13 +29,7 @@ class _Stage:
 
 
 def select_layers(
-    kinds: Sequence[Hashable],
-    layout: PipelineLayout,
-    *,
-    pp: int,
-    vpp: int,
-    num_mtp: int,
-    min_layers: int | None,
+    kinds: Sequence[Hashable], layout: PipelineLayout, *, pp: int, vpp: int, num_mtp: int, min_layers: int | None
 ) -> SelectedLayers:
     """Keeps one layer of every kind per stage, on pp x vpp stages that resemble those of `layout`.
 

@@ -35,11 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import (
-    SavedTensor,
-    TensorBox,
-    tensor_key,
-)
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext

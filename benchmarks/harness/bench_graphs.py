@@ -17,12 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from benchmarks.harness.timed_run import (  # noqa: E402
-    Run,
-    plan_to_run,
-    require_gpu,
-    timed_steps,
-)
+from benchmarks.harness.timed_run import Run, plan_to_run, require_gpu, timed_steps  # noqa: E402
 from megatron_moe.config.exit_codes import RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
 

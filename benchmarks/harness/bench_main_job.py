@@ -24,11 +24,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import (  # noqa: E402
-    EnvironmentProblem,
-    ExitCode,
-    RunError,
-)
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
 from megatron_moe.logs.metrics_file import read_metrics  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
 

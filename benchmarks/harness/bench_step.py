@@ -25,17 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from benchmarks.harness.profile_step import (  # noqa: E402
-    Profile,
-    draw,
-    profile,
-    store,
-)
-from benchmarks.harness.step_cases import (  # noqa: E402
-    CASES,
-    Case,
-    words_of,
-)
+from benchmarks.harness.profile_step import Profile, draw, profile, store  # noqa: E402
+from benchmarks.harness.step_cases import CASES, Case, words_of  # noqa: E402
 from benchmarks.harness.timed_run import plan_to_run, require_gpu  # noqa: E402
 from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402

@@ -59,10 +59,7 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     own, earlier = PositionSpan(chunks=(range(args.seq, 2 * args.seq),)), PositionSpan(chunks=(range(args.seq),))
     config = CoreAttentionConfig(softmax_scale=width**-0.5)
     read = draw.moved(q.numel() + 2 * key.numel())
-    for name, keys, pairs in (
-        ("causal", own, args.seq * (args.seq + 1) // 2),
-        ("all", earlier, args.seq**2),
-    ):
+    for name, keys, pairs in (("causal", own, args.seq * (args.seq + 1) // 2), ("all", earlier, args.seq**2)):
         product = 2 * batch * heads * pairs * width / 1e12
         mask = config, own, keys, None
 

@@ -31,17 +31,8 @@ from benchmarks.harness.kernel_case import Case, Results
 from benchmarks.harness.kernel_cases import cases
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.kernel_set import (
-    OPS,
-    KernelSet,
-    Priority,
-)
-from megatron_moe.kernels.registry import (
-    BACKENDS,
-    discover,
-    select_kernels,
-    support_of,
-)
+from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
+from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels, support_of
 from megatron_moe.parallel.context import torch_dtype
 
 PAUSE = 20_000_000

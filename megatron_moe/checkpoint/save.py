@@ -25,11 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe.checkpoint.async_save import (
-    HostBuffer,
-    run_parallel,
-    submit,
-)
+from megatron_moe.checkpoint.async_save import HostBuffer, run_parallel, submit
 from megatron_moe.checkpoint.directory import (
     Candidate,
     Retention,

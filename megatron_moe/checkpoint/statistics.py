@@ -8,21 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import read_manifest
-from megatron_moe.checkpoint.manifest import (
-    CorruptCheckpoint,
-    Manifest,
-    NewerFormat,
-    TensorEntry,
-    TensorPiece,
-)
-from megatron_moe.checkpoint.tensor_shards import (
-    TORCH_DTYPES,
-    FileReader,
-    SavedTensor,
-    TensorBox,
-    fill,
-    float64_chunks,
-)
+from megatron_moe.checkpoint.manifest import CorruptCheckpoint, Manifest, NewerFormat, TensorEntry, TensorPiece
+from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES, FileReader, SavedTensor, TensorBox, fill, float64_chunks
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 

@@ -18,13 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.manifest import (
-    CorruptCheckpoint,
-    FileEntry,
-    TensorEntry,
-    TensorPiece,
-    checksum,
-)
+from megatron_moe.checkpoint.manifest import CorruptCheckpoint, FileEntry, TensorEntry, TensorPiece, checksum
 from megatron_moe.checkpoint.storage import Storage, open_regular
 from megatron_moe.parallel import param_meta
 
@@ -258,11 +252,7 @@ def safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
     begin = 0
     for label, tensor in tensors.items():
         end = begin + tensor.numel() * tensor.element_size()
-        table[label] = {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        table[label] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGN)

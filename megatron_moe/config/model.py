@@ -4,11 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    MLAConfig,
-    NormConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 

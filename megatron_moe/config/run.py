@@ -11,11 +11,7 @@ from megatron_moe.config.logging import LoggingConfig, ProfileConfig
 from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
-from megatron_moe.config.parallel import (
-    DataParallelConfig,
-    Launch,
-    ParallelConfig,
-)
+from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.resilience import ResilienceConfig

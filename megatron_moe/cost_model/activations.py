@@ -15,18 +15,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from types import MappingProxyType
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    CoreAttentionConfig,
-    MLAConfig,
-    NormConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
-from megatron_moe.config.moe import (
-    MLPConfig,
-    MoEConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import MLPConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.pipeline.layout import StageLayout

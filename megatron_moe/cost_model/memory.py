@@ -23,18 +23,8 @@ from megatron_moe.cost_model.activations import (
     stage_tensors,
 )
 from megatron_moe.cost_model.parameters import count_parameters
-from megatron_moe.cost_model.shards import (
-    HeldElements,
-    held_by_rank,
-    low_elements,
-)
-from megatron_moe.cost_model.workspace import (
-    ATTENTION,
-    Workspace,
-    in_attention,
-    in_feed_forward,
-    in_loss,
-)
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
+from megatron_moe.cost_model.workspace import ATTENTION, Workspace, in_attention, in_feed_forward, in_loss
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 

@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    MLAConfig,
-    NormConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
 

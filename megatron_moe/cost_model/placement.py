@@ -11,13 +11,7 @@ from math import gcd
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.hardware import GPU
-from megatron_moe.parallel.grid import (
-    ATTENTION_GROUPS,
-    EXPERT_GROUPS,
-    Grid,
-    attention_grid,
-    expert_grid,
-)
+from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, Grid, attention_grid, expert_grid
 
 
 @dataclass(frozen=True, kw_only=True)

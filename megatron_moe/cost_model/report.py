@@ -7,30 +7,13 @@ from typing import Any
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.expert_load import LoadSpread, fullest
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import (
-    RankBytes,
-    RankMemory,
-    groups_of_moments,
-    heaviest,
-    state_table,
-)
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, groups_of_moments, heaviest, state_table
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.shards import held_by_stage
-from megatron_moe.cost_model.step_time import (
-    MANY_GROUPS,
-    StepTime,
-    in_flight,
-    stage_costs,
-    step_time,
-)
+from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.cost_model.traffic import Communication, Traffic
-from megatron_moe.parallel.grid import (
-    ATTENTION_GROUPS,
-    EXPERT_GROUPS,
-    attention_grid,
-    expert_grid,
-)
+from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
 from megatron_moe.planner.memory_options import enabled
 
 Facts = dict[str, Any]

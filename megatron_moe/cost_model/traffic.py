@@ -143,12 +143,7 @@ class Communication:
         placement = self.placements["ep"]
         block = 32 if self.plan.precision.low == "mxfp8" else 128
         return expert_traffic(
-            config,
-            placement.size,
-            placement.domains[1],
-            self._sizes,
-            block=block,
-            destinations=self.destinations,
+            config, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
         )
 
     @property

@@ -11,11 +11,7 @@ from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.cost_model.activations import (
-    ActivationSizes,
-    expert_rows,
-    saves_pairs,
-)
+from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, saves_pairs
 
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""

@@ -14,11 +14,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.samples import PADDING
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import (
-    SequencePart,
-    fewest_ranks,
-    split_places,
-)
+from megatron_moe.parallel.context_parallel import SequencePart, fewest_ranks, split_places
 from megatron_moe.parallel.rng import Key, RNGKey
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_moe.config.data import DataConfig
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    MemoryProblem,
-    RunError,
-)
+from megatron_moe.config.exit_codes import DataProblem, MemoryProblem, RunError
 from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.data.batch import MaskConfig, Samples
 from megatron_moe.data.blend import (

@@ -11,14 +11,7 @@ import torch
 from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.data.batch import (
-    MaskConfig,
-    MicroBatch,
-    Samples,
-    make_microbatch,
-    split_sequence,
-    to_device,
-)
+from megatron_moe.data.batch import MaskConfig, MicroBatch, Samples, make_microbatch, split_sequence, to_device
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 from megatron_moe.parallel.context import ParallelContext

@@ -21,12 +21,7 @@ class ShardedInput(NamedTuple):
 
 
 def linear(
-    kernels: Kernels,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    sharded: ShardedInput | None = None,
+    kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sharded: ShardedInput | None = None
 ) -> Tensor:
     """x [..., I] times weight [O, I] transposed, plus bias [O] -> [..., O].
 

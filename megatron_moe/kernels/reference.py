@@ -13,11 +13,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, ActivationKind
-from megatron_moe.kernels.kernel_set import (
-    OPS,
-    KernelSet,
-    Selection,
-)
+from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.low_precision_state import (
     FIRST_SALT,
     SECOND_SALT,
@@ -27,13 +23,7 @@ from megatron_moe.kernels.low_precision_state import (
     round_weights,
     unpack,
 )
-from megatron_moe.kernels.ops import (
-    AdamWStep,
-    GroupedPart,
-    PositionSpan,
-    internal_dtype,
-    mark_nonfinite,
-)
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, PositionSpan, internal_dtype, mark_nonfinite
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
@@ -282,12 +272,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    move: AdamWStep,
-    weights: Tensor | None = None,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
     """Loshchilov and Hutter, arXiv 1711.05101, as `torch.optim.AdamW` computes it."""
     wide = internal_dtype(master.dtype)

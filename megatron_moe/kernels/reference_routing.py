@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.moe import RouterConfig
-from megatron_moe.kernels.ops import (
-    BalanceSums,
-    RoutedTokens,
-    RowIndex,
-    internal_dtype,
-    most_rows,
-)
+from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype, most_rows
 
 EPSILON = 1e-20
 """Keeps the normalisation of scores finite when all of them vanish."""

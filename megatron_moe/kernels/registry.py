@@ -19,13 +19,7 @@ import torch
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.kernel_set import (
-    OPS,
-    KernelSet,
-    Priority,
-    Selection,
-    Support,
-)
+from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority, Selection, Support
 
 BACKENDS = Path(__file__).parent / "backends"
 AUTO = "auto"

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_moe.kernels.kernel_set import (
-    OPS,
-    KernelSet,
-    Selection,
-)
+from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 from megatron_moe.kernels.ops import GroupedPart, Kernels
 from megatron_moe.kernels.reference import one_by_one, slices
 

@@ -11,11 +11,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megatron_moe.layout_check.record import (
-    MetricKey,
-    RankRecord,
-    RecordedTensor,
-)
+from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
 from megatron_moe.logs.metrics import Figure
 from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
@@ -113,10 +109,7 @@ def _metrics(record: RankRecord) -> dict[MetricKey, Figure]:
 
 
 def _figure_rows(
-    what: str,
-    expected: Sequence[Mapping[MetricKey, Figure]],
-    ranks: Sequence[Mapping[MetricKey, Figure]],
-    rtol: float,
+    what: str, expected: Sequence[Mapping[MetricKey, Figure]], ranks: Sequence[Mapping[MetricKey, Figure]], rtol: float
 ) -> Iterator[ComparisonRow]:
     """Compares metrics: every metric of the oracle must be on some rank and equal on all ranks that have it."""
     (oracle,) = expected
@@ -224,14 +217,7 @@ def explain_ratio(ratio: float, axes: Mapping[str, int]) -> str:
 
 
 def _row(
-    what: str,
-    name: str,
-    grid: str,
-    actual: Tensor,
-    expected: Tensor,
-    rtol: float,
-    remark: str,
-    axes: Mapping[str, int],
+    what: str, name: str, grid: str, actual: Tensor, expected: Tensor, rtol: float, remark: str, axes: Mapping[str, int]
 ) -> ComparisonRow:
     if actual.shape != expected.shape:
         remark = f"shape {tuple(actual.shape)}, one rank has {tuple(expected.shape)}"

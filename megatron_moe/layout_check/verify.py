@@ -15,11 +15,7 @@ from megatron_moe.layout_check.oracle import record_oracle
 from megatron_moe.layout_check.processes import Ranks
 from megatron_moe.layout_check.record import RankRecord
 from megatron_moe.layout_check.samples import random_datasets
-from megatron_moe.layout_check.table import (
-    Comparison,
-    ComparisonRow,
-    compare_runs,
-)
+from megatron_moe.layout_check.table import Comparison, ComparisonRow, compare_runs
 from megatron_moe.parallel.context import ParallelContext
 
 _COLUMNS = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")

@@ -127,12 +127,7 @@ class Reporter:
         if not self.context.is_first:
             return
         self._lock = RunLock(folder, **RUN_FOLDER)
-        write_provenance(
-            folder,
-            run_yaml=self._run_yaml,
-            command_line=self._command_line,
-            device=self.context.device,
-        )
+        write_provenance(folder, run_yaml=self._run_yaml, command_line=self._command_line, device=self.context.device)
 
     def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
         """Starts after `iteration` (0 in a new run); drops later records of an interrupted run."""

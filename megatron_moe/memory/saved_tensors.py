@@ -13,11 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_moe.config.memory import RecomputeConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.memory.activation_offload import ActivationOffload
-from megatron_moe.memory.output_discard import (
-    DiscardedOutput,
-    PackedTensor,
-    unpack,
-)
+from megatron_moe.memory.output_discard import DiscardedOutput, PackedTensor, unpack
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.parallel.context import ProcessGroup

@@ -24,18 +24,8 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
 from megatron_moe.memory_emulation.kernels import emulated_bundle
-from megatron_moe.memory_emulation.labels import (
-    label_links,
-    label_model,
-    mark_pages,
-    mark_state,
-)
-from megatron_moe.memory_emulation.tracker import (
-    HOST,
-    Phase,
-    Timeline,
-    Tracker,
-)
+from megatron_moe.memory_emulation.labels import label_links, label_model, mark_pages, mark_state
+from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher

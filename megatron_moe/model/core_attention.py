@@ -24,11 +24,7 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.attention_blocks import with_first_row
-from megatron_moe.kernels.ops import (
-    Kernels,
-    PositionSpan,
-    internal_dtype,
-)
+from megatron_moe.kernels.ops import Kernels, PositionSpan, internal_dtype
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import (
     Chunks,

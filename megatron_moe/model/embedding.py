@@ -10,11 +10,7 @@ from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
-from megatron_moe.parallel.tensor_parallel import (
-    leave_tensor_parallel,
-    my_positions,
-    sequence_part,
-)
+from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, my_positions, sequence_part
 
 
 class Table(nn.Module):

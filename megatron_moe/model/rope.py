@@ -11,12 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    MLAConfig,
-    RopeConfig,
-    yarn_mscale,
-)
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig, yarn_mscale
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.parallel.context import ParallelContext

@@ -17,12 +17,7 @@ from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
-from megatron_moe.moe.token_dispatcher.base import (
-    DispatchedTokens,
-    Dispatcher,
-    ExpertComm,
-    Routing,
-)
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Dispatcher, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear

@@ -10,22 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import (
-    Balancing,
-    CapacityConfig,
-    RouterConfig,
-)
+from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens
 from megatron_moe.kernels.reference_routing import squared_logsumexp
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import router_metrics
-from megatron_moe.moe.balancing import (
-    LOSS_NAMES,
-    BalancingLosses,
-    BatchTokens,
-    attach_losses,
-)
+from megatron_moe.moe.balancing import LOSS_NAMES, BalancingLosses, BatchTokens, attach_losses
 from megatron_moe.moe.routing_methods import ExpertSelection, quantile_thresholds, whole_microbatch
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng

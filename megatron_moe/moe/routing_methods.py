@@ -12,13 +12,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import CapacityConfig, RouterConfig
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
-from megatron_moe.kernels.reference_routing import (
-    balance_scores,
-    squared_logsumexp,
-    top_ids,
-    valid_ids,
-    valid_or_zero,
-)
+from megatron_moe.kernels.reference_routing import balance_scores, squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.moe.balancing import BatchTokens
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ProcessGroup
@@ -69,13 +63,7 @@ class ExpertSelection:
         if given_ids_TK is None and thresholds_E is not None:
             given_ids_TK = quantile_choice(logits_TE, thresholds_E, config.topk)
         return self.kernels.route(
-            logits_TE,
-            expert_bias,
-            config,
-            given_ids_TK=given_ids_TK,
-            valid_T=valid_T,
-            balance_sets=balance_sets,
-            z=z,
+            logits_TE, expert_bias, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
 
     def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:

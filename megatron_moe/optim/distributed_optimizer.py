@@ -111,13 +111,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self,
-        *,
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor,
-        proceed: Tensor,
-        decoupled_lr: float | None = None,
+        self, *, lr: float, weight_decay: float, grad_scale: Tensor, proceed: Tensor, decoupled_lr: float | None = None
     ) -> None:
         """One update from the finished gradients.
 

@@ -10,11 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.parallel.collectives import (
-    PendingCollective,
-    start_all_reduce_,
-    start_reduce_scatter_,
-)
+from megatron_moe.parallel.collectives import PendingCollective, start_all_reduce_, start_reduce_scatter_
 from megatron_moe.parallel.context import ProcessGroup
 
 

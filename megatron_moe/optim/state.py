@@ -9,14 +9,7 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.precision import PrecisionConfig, StateName
-from megatron_moe.kernels.low_precision_state import (
-    BLOCK,
-    Format,
-    PackedState,
-    pack,
-    round_weights,
-    unpack,
-)
+from megatron_moe.kernels.low_precision_state import BLOCK, Format, PackedState, pack, round_weights, unpack
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer
 from megatron_moe.optim.param_layout import BufferKey, Range

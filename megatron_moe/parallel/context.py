@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_moe.config.exit_codes import (
-    EnvironmentProblem,
-    ExitCode,
-    OtherRankProblem,
-)
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, OtherRankProblem
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.precision import FloatName
 from megatron_moe.parallel.fake import enter_fake_world

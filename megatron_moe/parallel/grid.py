@@ -64,12 +64,7 @@ ATTENTION_GROUPS = (
     ("tp_cp", ("tp", "cp")),
     ("tp_dp_cp", ("tp", "dp", "cp")),
 )
-EXPERT_GROUPS = (
-    ("etp", ("tp",)),
-    ("ep", ("ep",)),
-    ("edp", ("dp",)),
-    ("etp_ep", ("tp", "ep")),
-)
+EXPERT_GROUPS = (("etp", ("tp",)), ("ep", ("ep",)), ("edp", ("dp",)), ("etp_ep", ("tp", "ep")))
 
 
 def attention_grid(config: ParallelConfig) -> Grid:

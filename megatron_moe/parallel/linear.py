@@ -11,11 +11,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.tensor_parallel import (
-    enter_tensor_parallel,
-    leave_tensor_parallel,
-    rejoin,
-)
+from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, leave_tensor_parallel, rejoin
 
 
 class Linear(nn.Module):

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import (
-    ParamBox,
-    ParamMeta,
-    local_boxes,
-    local_shape,
-    sharded_dim,
-)
+from megatron_moe.parallel.param_meta import ParamBox, ParamMeta, local_boxes, local_shape, sharded_dim
 
 
 class GradAccumulator(Protocol):

@@ -11,12 +11,7 @@ from itertools import accumulate
 from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.cost_model.flops import count_flops, count_layer_flops
-from megatron_moe.pipeline.layout import (
-    LayoutError,
-    PipelineLayout,
-    StageLayout,
-    place_layers,
-)
+from megatron_moe.pipeline.layout import LayoutError, PipelineLayout, StageLayout, place_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,7 @@ no tags: they are received in the order in which they were sent.
 
 from dataclasses import dataclass
 
-from megatron_moe.pipeline.actions import (
-    Action,
-    Entry,
-    OverlappedPair,
-    Schedule,
-)
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule
 from megatron_moe.pipeline.layout import StageMap
 from megatron_moe.pipeline.transfers import with_transfers
 

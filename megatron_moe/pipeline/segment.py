@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.parallel.streams import Event, Streams
-from megatron_moe.pipeline.graph_cut import (
-    CutTensor,
-    GradBoundary,
-    SegmentIO,
-)
+from megatron_moe.pipeline.graph_cut import CutTensor, GradBoundary, SegmentIO
 from megatron_moe.pipeline.overlap import Slot, Step
 
 

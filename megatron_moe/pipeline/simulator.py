@@ -10,20 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_moe.pipeline.actions import (
-    Action,
-    Entry,
-    OverlappedPair,
-    Schedule,
-    exchanges,
-    parts,
-)
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, exchanges, parts
 from megatron_moe.pipeline.layout import StageMap
-from megatron_moe.pipeline.transfers import (
-    Task,
-    gives,
-    needs,
-)
+from megatron_moe.pipeline.transfers import Task, gives, needs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megatron_moe.pipeline.actions import (
-    Action,
-    Entry,
-    OverlappedPair,
-    Schedule,
-    parts,
-)
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
 from megatron_moe.pipeline.layout import StageMap
 
 Task = tuple[str, int, int]

@@ -16,18 +16,8 @@ from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
 from megatron_moe.cost_model.step_time import pipeline_bubble
-from megatron_moe.cost_model.traffic import (
-    Communication,
-    Destinations,
-    Traffic,
-)
-from megatron_moe.planner.rates import (
-    HIDDEN_AT_BEST,
-    HOST_MEMORY,
-    OFFLOAD_DISTURBANCE,
-    Rates,
-    rates_of,
-)
+from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
+from megatron_moe.planner.rates import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, Rates, rates_of
 from megatron_moe.planner.work import LayerWork, Work
 
 _TENSOR_FORWARD = 0.4
@@ -80,11 +70,7 @@ class Estimator:
     """Step-time estimates of one plan. `placements`: placement of each process group, by name."""
 
     def __init__(
-        self,
-        plan: RunPlan,
-        gpu: GPU,
-        placements: dict[str, Placement],
-        destinations: Destinations | None = None,
+        self, plan: RunPlan, gpu: GPU, placements: dict[str, Placement], destinations: Destinations | None = None
     ) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)

@@ -14,20 +14,12 @@ from math import inf
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import (
-    RankBytes,
-    RankMemory,
-    heaviest,
-)
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.placement import Placements
 from megatron_moe.cost_model.report import RESERVE_GIB
 from megatron_moe.cost_model.traffic import Destinations
 from megatron_moe.planner.estimator import Estimator, StepEstimate
-from megatron_moe.planner.layouts import (
-    Degrees,
-    Layouts,
-    overlapped,
-)
+from megatron_moe.planner.layouts import Degrees, Layouts, overlapped
 from megatron_moe.planner.memory_options import (
     modules_of,
     with_bf16_moments,

@@ -7,22 +7,11 @@ from dataclasses import dataclass, fields
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import (
-    ActivationSizes,
-    SavedTensor,
-    layer_tensors,
-    num_bytes,
-)
+from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, layer_tensors, num_bytes
 from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
 from megatron_moe.cost_model.shards import held_by_layer
 from megatron_moe.pipeline.layout import StageLayout
-from megatron_moe.planner.rates import (
-    LOGIT_PASSES,
-    LOW_PASSES,
-    PASSES,
-    PASSES_AGAIN,
-    Rates,
-)
+from megatron_moe.planner.rates import LOGIT_PASSES, LOW_PASSES, PASSES, PASSES_AGAIN, Rates
 
 _FORWARD = 1 / 3
 """Share of the forward in a layer's operations."""

@@ -35,13 +35,7 @@ class PeerFailures:
     """
 
     def __init__(
-        self,
-        run_dir: Path | None,
-        status: RunStatus,
-        *,
-        rank: int,
-        world_size: int,
-        seconds: float = _PEER_REPORTS_S,
+        self, run_dir: Path | None, status: RunStatus, *, rank: int, world_size: int, seconds: float = _PEER_REPORTS_S
     ) -> None:
         self._run_dir = run_dir
         self._status = status

@@ -13,11 +13,7 @@ from types import MappingProxyType
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.logs.run_lock import held_by
-from megatron_moe.resilience.run_status import (
-    STARTED,
-    STATUS,
-    StatusReport,
-)
+from megatron_moe.resilience.run_status import STARTED, STATUS, StatusReport
 
 HISTORY = "restarts.jsonl"
 """File in the run folder with one `Ending` per line."""

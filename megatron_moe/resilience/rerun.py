@@ -13,11 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_moe.config.exit_codes import (
-    ExitCode,
-    NumericsProblem,
-    RunError,
-)
+from megatron_moe.config.exit_codes import ExitCode, NumericsProblem, RunError
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 

@@ -16,12 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_moe.config.exit_codes import (
-    ExitCode,
-    OtherRankProblem,
-    Preempted,
-    RunError,
-)
+from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem, Preempted, RunError
 
 State = Literal["starting", "running", "saving", "finished", "preempted", "failed"]
 

@@ -13,22 +13,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from megatron_moe.checkpoint.huggingface.load import load_hf
-from megatron_moe.checkpoint.load import (
-    HUGGING_FACE,
-    CheckpointSource,
-    LoadedCheckpoint,
-    find,
-    load,
-)
+from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedCheckpoint, find, load
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
-from megatron_moe.config.exit_codes import (
-    CheckpointProblem,
-    NumericsProblem,
-    Preempted,
-    SaveProblem,
-    listed,
-)
+from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
@@ -40,11 +28,7 @@ from megatron_moe.parallel.parameter import Parameter, named_parameters
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train.hf_export import HuggingFaceExport
 from megatron_moe.train.load_upcycled import load_upcycled
-from megatron_moe.train.train_state import (
-    TrainState,
-    check_train_state,
-    config_differences,
-)
+from megatron_moe.train.train_state import TrainState, check_train_state, config_differences
 from megatron_moe.train.trainer import Trainer
 
 PROGRESS = "progress.txt"

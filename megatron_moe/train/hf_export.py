@@ -15,11 +15,7 @@ from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
-from megatron_moe.checkpoint.tensor_shards import (
-    SavedTensor,
-    intersection,
-    tensor_key,
-)
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, intersection, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference import bundle

@@ -15,17 +15,8 @@ import torch
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.parallel.collectives import gather_objects
-from megatron_moe.resilience.numerics_guard import (
-    Finding,
-    FirstBadModule,
-    bad_gradient,
-    bad_weights,
-)
-from megatron_moe.resilience.rerun import (
-    RerunResult,
-    RerunVerdict,
-    judge,
-)
+from megatron_moe.resilience.numerics_guard import Finding, FirstBadModule, bad_gradient, bad_weights
+from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, judge
 from megatron_moe.train.step_results import StepResult
 from megatron_moe.train.trainer import RetainedStep, Trainer
 

@@ -13,22 +13,10 @@ import torch
 
 from megatron_moe.config.exit_codes import MemoryProblem
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.hardware import (
-    GIB,
-    GPU,
-    GPUS,
-)
-from megatron_moe.cost_model.memory import (
-    RankBytes,
-    RankMemory,
-    state_table,
-)
+from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, state_table
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.planner.memory_options import (
-    MemoryOption,
-    more_switches,
-    saved,
-)
+from megatron_moe.planner.memory_options import MemoryOption, more_switches, saved
 from megatron_moe.planner.search import Planner
 
 REPORT = "crash/out-of-memory-{rank:05d}.txt"

@@ -16,11 +16,7 @@ from megatron_moe.parallel.streams import Streams, make_streams
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.layout import PipelineLayout
-from megatron_moe.pipeline.overlap import (
-    Slot,
-    Step,
-    pair_slots,
-)
+from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
 from megatron_moe.pipeline.schedule import ScheduleConfig, build_schedule
 
 TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]

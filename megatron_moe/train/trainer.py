@@ -24,11 +24,7 @@ from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
 from megatron_moe.model.gpt import LossOutput, objective
 from megatron_moe.moe.balancing import update_routers
 from megatron_moe.moe.router import Router
-from megatron_moe.optim.clip_grads import (
-    clip_coefficient,
-    count_zeros,
-    gradient_norms,
-)
+from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.optim.lr_scheduler import LRSchedule

@@ -11,14 +11,7 @@ from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.resilience.numerics_guard import Spikes
 from megatron_moe.resilience.stragglers import Stragglers
-from megatron_moe.train.nan_diagnosis import (
-    RankReport,
-    diagnose,
-    diagnose_state,
-    sentence,
-    verdict,
-    write_report,
-)
+from megatron_moe.train.nan_diagnosis import RankReport, diagnose, diagnose_state, sentence, verdict, write_report
 from megatron_moe.train.step_results import StepResult, StepResultReader
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import StepOutcome, Trainer
@@ -28,11 +21,7 @@ class TrainingLog:
     """Passes step results to the reporter one iteration late, so that steps never synchronise with the host."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        reporter: Reporter,
-        loader: TrainLoader | None,
-        stragglers: Stragglers | None = None,
+        self, trainer: Trainer, reporter: Reporter, loader: TrainLoader | None, stragglers: Stragglers | None = None
     ) -> None:
         self._trainer = trainer
         self._reporter = reporter
@@ -165,9 +154,7 @@ class TrainingLog:
         metrics, self._recorded = self._recorded.take(self._trainer.context), MetricAccumulator()
         zeros = reading.figures.get("num_zeros")
         report = self._reporter.summary(
-            metrics,
-            num_zeros=None if zeros is None else int(zeros),
-            params_norm=reading.figures.get("params_norm"),
+            metrics, num_zeros=None if zeros is None else int(zeros), params_norm=reading.figures.get("params_norm")
         )
         self._reporter.step(report)
         line = self._trainer.repeatability.line(self._trainer.context) if self._trainer.repeatability else None

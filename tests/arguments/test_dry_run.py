@@ -14,13 +14,7 @@ from arguments.read import read_plan
 from arguments.recipes import recipe_names
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from pretrain_moe import main
-from tests.helpers.command_lines import (
-    SMALL,
-    VOCAB_SIZE,
-    calls_of,
-    vocab_size_of,
-    words,
-)
+from tests.helpers.command_lines import SMALL, VOCAB_SIZE, calls_of, vocab_size_of, words
 from tools.docs_gen import DRY_RUN_DOC, DRY_RUNS, REPORTED, TOTALS, dry_run, totals, with_example
 
 UPDATE = "run python tools/docs_gen.py dry-runs, and review the difference"

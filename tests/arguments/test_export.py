@@ -20,12 +20,7 @@ from arguments.read import read_plan
 from arguments.values import LayerPattern, is_optional, without_none
 from megatron_moe.config.run import RunPlan
 from tests.arguments.test_checks import ALL_CASES
-from tests.helpers.command_lines import (
-    SMALL,
-    VOCAB_SIZE,
-    plan_of,
-    words,
-)
+from tests.helpers.command_lines import SMALL, VOCAB_SIZE, plan_of, words
 
 REGISTRY = Registry.declared()
 FLAGS = [flag for flag in REGISTRY.flags.values() if flag.group != "start"]

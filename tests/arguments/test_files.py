@@ -10,11 +10,7 @@ from arguments.errors import Finished, FlagErrors
 from arguments.flags import Registry
 from arguments.parser import settle
 from arguments.read import read_plan
-from tests.helpers.command_lines import (
-    plan_of,
-    problems_of,
-    texts_of,
-)
+from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
 REGISTRY = Registry.declared()
 

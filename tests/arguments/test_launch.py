@@ -5,11 +5,7 @@ import pytest
 from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
 from megatron_moe.config.parallel import Launch
 from tests.helpers.check_cases import EIGHT_RANKS
-from tests.helpers.command_lines import (
-    plan_of,
-    problems_of,
-    texts_of,
-)
+from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
 TORCHRUN = {
     "RANK": "5",
@@ -143,13 +139,7 @@ def test_the_first_host_of_a_slurm_list_is_the_master(nodes, first):
 
 def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
     assert launch_of(MPIRUN) == Launch(
-        rank=3,
-        world_size=4,
-        local_rank=1,
-        local_world_size=2,
-        master_addr="head",
-        launcher="openmpi",
-        supervised=True,
+        rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="head", launcher="openmpi", supervised=True
     )
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     del alone["MASTER_ADDR"]

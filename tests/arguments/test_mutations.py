@@ -12,11 +12,7 @@ from arguments.huggingface import AnotherModel
 from arguments.read import read_plan
 from arguments.recognised import recognised_flags
 from arguments.values import choices
-from tests.helpers.command_lines import (
-    SMALL,
-    VOCAB_SIZE,
-    words,
-)
+from tests.helpers.command_lines import SMALL, VOCAB_SIZE, words
 
 REGISTRY = Registry.declared()
 OPTIONS = sorted({*REGISTRY.spellings, *old_names(), *recognised_flags(), "--nonsense", "--"})

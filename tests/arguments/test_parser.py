@@ -7,11 +7,7 @@ from arguments.flags import Registry, group_classes
 from arguments.groups.moe import MoEFlags
 from arguments.parser import settle, split
 from arguments.values import describe
-from tests.helpers.command_lines import (
-    plan_of,
-    problems_of,
-    texts_of,
-)
+from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
 REGISTRY = Registry.declared()
 

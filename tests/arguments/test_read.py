@@ -15,12 +15,7 @@ from arguments.flags import Registry, group_classes
 from arguments.read import read_plan
 from megatron_moe.config.run import RunPlan
 from tests.arguments.test_checks import ALL_CASES
-from tests.helpers.command_lines import (
-    SMALL,
-    calls_of,
-    plan_of,
-    words,
-)
+from tests.helpers.command_lines import SMALL, calls_of, plan_of, words
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REGISTRY = Registry.declared()

@@ -9,32 +9,17 @@ import pytest
 from arguments import derive
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
-from megatron_moe.config.attention import (
-    MLAConfig,
-    NormConfig,
-    RopeConfig,
-)
+from megatron_moe.config.attention import MLAConfig, NormConfig, RopeConfig
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    RouterConfig,
-)
+from megatron_moe.config.moe import ActivationConfig, CapacityConfig, ExpertsConfig, RouterConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS
 from tests.helpers.check_cases_cuda_graphs import OVERLAP
-from tests.helpers.command_lines import (
-    SMALL,
-    plan_of,
-    problems_of,
-    texts_of,
-    words,
-)
+from tests.helpers.command_lines import SMALL, plan_of, problems_of, texts_of, words
 from tests.helpers.zoo import command_line, zoo_rows
 
 MLA = "--multi-latent-attention --no-group-query-attention"
@@ -163,10 +148,7 @@ def test_layers_without_rotation():
         ("--rotary-base 1000000 --rotary-interleaved", RopeConfig(dim=64, base=1e6, interleaved=True)),
         ("--rotary-seq-len-interpolation-factor 1", RopeConfig(dim=64)),
         ("--rotary-seq-len-interpolation-factor 4", RopeConfig(dim=64, scaling="linear", scaling_factor=4.0)),
-        (
-            "--use-rope-scaling",
-            RopeConfig(dim=64, scaling="llama3", scaling_factor=8.0, original_max_positions=8192),
-        ),
+        ("--use-rope-scaling", RopeConfig(dim=64, scaling="llama3", scaling_factor=8.0, original_max_positions=8192)),
         (
             "--position-embedding-type yarn --rotary-scaling-factor 32 --yarn-original-max-position-embeddings 2048 "
             "--yarn-beta-fast 16 --no-yarn-correction-range-round-to-int",
@@ -585,12 +567,7 @@ def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
 
 
 @pytest.mark.parametrize(
-    "more, experts",
-    [
-        ("--bf16", "moe"),
-        ("--bf16 --no-moe-grouped-gemm", "moe_router"),
-        ("", "moe_router"),
-    ],
+    "more, experts", [("--bf16", "moe"), ("--bf16 --no-moe-grouped-gemm", "moe_router"), ("", "moe_router")]
 )
 def test_experts_are_recorded_where_no_product_reads_the_host(more, experts):
     assert plan_of(f"{GRAPHS} {more}").graphs.modules == ("attn", "mlp", experts)

@@ -59,10 +59,7 @@ def test_only_half_precision_on_gpus_is_reported(more, count):
         ("--kv-channels 60", "--kv-channels 60;"),
         ("--moe-shared-expert-intermediate-size 100", "--moe-shared-expert-intermediate-size 100;"),
         ("--moe-latent-size 68", "--moe-latent-size 68;"),
-        (
-            MLA,
-            "--q-lora-rank 60, --kv-lora-rank 124, --qk-head-dim 36, --qk-pos-emb-head-dim 20, --v-head-dim 44;",
-        ),
+        (MLA, "--q-lora-rank 60, --kv-lora-rank 124, --qk-head-dim 36, --qk-pos-emb-head-dim 20, --v-head-dim 44;"),
     ],
 )
 def test_other_sizes_share_one_note(more, named):

@@ -9,13 +9,7 @@ import pytest
 
 from arguments.environment import Variable
 from arguments.errors import FlagErrors
-from arguments.slurm import (
-    Job,
-    slurm_options,
-    slurm_script,
-    slurm_setting,
-    torchrun_script,
-)
+from arguments.slurm import Job, slurm_options, slurm_script, slurm_setting, torchrun_script
 
 BODY = '#!/usr/bin/env bash\n# What it is.\nset -uo pipefail\n\nprintf "%s\\n" "${flags[@]}" "${container[@]}"\n'
 JOB = Job(

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import bench_main_job
-from benchmarks.harness.bench_main_job import (
-    Result,
-    Variant,
-    chosen_variants,
-    main,
-)
+from benchmarks.harness.bench_main_job import Result, Variant, chosen_variants, main
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
 

@@ -12,19 +12,9 @@ import torch
 
 from arguments.read import read_plan
 from benchmarks.harness import bench_step
-from benchmarks.harness.bench_step import (
-    COLUMNS,
-    Outcome,
-    outcomes,
-    report,
-    row,
-)
+from benchmarks.harness.bench_step import COLUMNS, Outcome, outcomes, report, row
 from benchmarks.harness.profile_step import Profile
-from benchmarks.harness.step_cases import (
-    CASES,
-    Case,
-    words_of,
-)
+from benchmarks.harness.step_cases import CASES, Case, words_of
 from benchmarks.harness.timed_run import Reading, Run, Share, graph_pool_bytes
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
 from megatron_moe.config.run import RunPlan

@@ -50,10 +50,7 @@ def test_every_row_says_what_it_must_move(small_cases: dict[str, Case]):
 
 
 def test_all_rows_come_with_times(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    ceilings: None,
-    small_cases: dict[str, Case],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ceilings: None, small_cases: dict[str, Case]
 ):
     """One run each: under the interpreter our kernels take long."""
     monkeypatch.setattr(time_kernels, "milliseconds", lambda work, device: time_kernels.host_milliseconds(work, int))

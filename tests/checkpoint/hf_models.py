@@ -61,11 +61,7 @@ _YARN: Mapping[str, Any] = {
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
     """One or more configurations of every family, by a name for test ids."""
-    return {
-        **_softmax_routers(),
-        **_deepseek(),
-        **_gpt_oss_and_glm(),
-    }
+    return {**_softmax_routers(), **_deepseek(), **_gpt_oss_and_glm()}
 
 
 def _softmax_routers() -> dict[str, transformers.PretrainedConfig]:

@@ -12,16 +12,8 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface import convert
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
-from megatron_moe.checkpoint.huggingface.convert import (
-    ConversionReport,
-    from_hf,
-    to_hf,
-)
-from megatron_moe.checkpoint.huggingface.export import (
-    Export,
-    shards,
-    write_folder,
-)
+from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
+from megatron_moe.checkpoint.huggingface.export import Export, shards, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -38,11 +30,7 @@ from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_hf_fp8 import published as published_in_fp8
 from tests.checkpoint.test_huggingface import over_ranks, tensors_in
 from tests.checkpoint.test_huggingface_mtp import published as published_with_mtp
-from tests.helpers.checkpoint_files import (
-    FaultyStorage,
-    disk_full,
-    flip_bit,
-)
+from tests.helpers.checkpoint_files import FaultyStorage, disk_full, flip_bit
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 

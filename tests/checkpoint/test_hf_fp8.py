@@ -37,10 +37,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale, quantised, read = torch.empty(rows, columns), torch.empty_like(weight), torch.empty_like(weight)
     for row in range(rows):
         for column in range(columns):
-            place = (
-                slice(row * BLOCK[0], (row + 1) * BLOCK[0]),
-                slice(column * BLOCK[1], (column + 1) * BLOCK[1]),
-            )
+            place = (slice(row * BLOCK[0], (row + 1) * BLOCK[0]), slice(column * BLOCK[1], (column + 1) * BLOCK[1]))
             scale[row, column] = weight[place].abs().max() / MAX_E4M3
             quantised[place] = (weight[place] / scale[row, column]).to(torch.float8_e4m3fn).float()
             read[place] = quantised[place] * scale[row, column]

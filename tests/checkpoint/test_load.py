@@ -11,18 +11,8 @@ import pytest
 import torch
 
 from megatron_moe.checkpoint import tensor_shards
-from megatron_moe.checkpoint.load import (
-    LoadedCheckpoint,
-    find,
-    load,
-)
-from megatron_moe.checkpoint.manifest import (
-    TensorEntry,
-    TensorPiece,
-    checksum,
-    decode,
-    encode,
-)
+from megatron_moe.checkpoint.load import LoadedCheckpoint, find, load
+from megatron_moe.checkpoint.manifest import TensorEntry, TensorPiece, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.checkpoint.verify import verify

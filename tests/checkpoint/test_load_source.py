@@ -11,12 +11,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.checkpoint_files import (
-    load_some,
-    saved_folder,
-    some_tensors,
-    whole,
-)
+from tests.helpers.checkpoint_files import load_some, saved_folder, some_tensors, whole
 from tests.helpers.ranks import on_threads
 
 ONE = ParallelContext.single()

@@ -17,14 +17,7 @@ from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.optim_parameters import (
-    BF16,
-    FP32,
-    give,
-    make_buffers,
-    make_gradients,
-    make_parameters,
-)
+from tests.helpers.optim_parameters import BF16, FP32, give, make_buffers, make_gradients, make_parameters
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 

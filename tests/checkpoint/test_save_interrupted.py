@@ -9,14 +9,7 @@ import pytest
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.checkpoint_files import (
-    FaultyStorage,
-    Killed,
-    load_some,
-    save_some,
-    saved_folder,
-    some_tensors,
-)
+from tests.helpers.checkpoint_files import FaultyStorage, Killed, load_some, save_some, saved_folder, some_tensors
 from tests.helpers.tolerances import EXACT
 
 ONE = ParallelContext.single()

@@ -8,11 +8,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.grid import (
-    all_groups,
-    attention_grid,
-    expert_grid,
-)
+from megatron_moe.parallel.grid import all_groups, attention_grid, expert_grid
 from tools.show_schedule import main
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

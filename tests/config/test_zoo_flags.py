@@ -10,12 +10,7 @@ from arguments.read import read_plan
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences, model_differences, recorded_model
-from tests.helpers.zoo import (
-    ZooRow,
-    command_line,
-    model_config,
-    zoo_rows,
-)
+from tests.helpers.zoo import ZooRow, command_line, model_config, zoo_rows
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data_files" / "hf_configs.json").read_text()

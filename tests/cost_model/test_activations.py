@@ -9,45 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    MLAConfig,
-    RopeConfig,
-)
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
-from megatron_moe.config.moe import (
-    CapacityConfig,
-    ExpertsConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
+from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.cost_model.activations import (
-    ActivationSizes,
-    SavedTensor,
-    expert_rows,
-    layer_tensors,
-    stage_tensors,
-)
+from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, expert_rows, layer_tensors, stage_tensors
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, LossOutput, whole_model
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
-from tests.helpers.tiny_models import (
-    attention_config,
-    layer_config,
-    microbatch,
-    mla_config,
-    mlp_config,
-    model_config,
-)
+from tests.helpers.tiny_models import attention_config, layer_config, microbatch, mla_config, mlp_config, model_config
 from tests.helpers.tolerances import SAVED_BYTES
 
 BATCH, SEQ, HIDDEN, VOCAB = 2, 48, 192, 256

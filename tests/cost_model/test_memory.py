@@ -5,11 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.config.memory import (
-    ActivationOffloadConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
@@ -18,28 +14,15 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GIB
-from megatron_moe.cost_model.memory import (
-    RankBytes,
-    RankMemory,
-    heaviest,
-    state_bytes,
-)
-from megatron_moe.cost_model.shards import (
-    HeldElements,
-    held_by_rank,
-    low_elements,
-)
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest, state_bytes
+from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.pipeline.layout import (
-    PipelineLayout,
-    even_layout,
-    parse_layout,
-)
+from megatron_moe.pipeline.layout import PipelineLayout, even_layout, parse_layout
 from tests.helpers import tiny, zoo
 from tests.helpers.tolerances import CLOSED_FORM, PUBLISHED_MEMORY
 

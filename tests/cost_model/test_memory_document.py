@@ -5,19 +5,11 @@ from dataclasses import replace
 
 from arguments.flags import Registry
 from arguments.recipe_table import row_of
-from megatron_moe.config.memory import (
-    ActivationOffloadConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB
-from megatron_moe.cost_model.memory import (
-    RankBytes,
-    RankMemory,
-    heaviest,
-)
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from tests.cost_model.test_memory import BF16, DEEPSEEK
 from tests.house_rules.source import ROOT
 

@@ -4,18 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    CoreAttentionConfig,
-    MLAConfig,
-    NormConfig,
-    RopeConfig,
-)
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig, RopeConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import (
     ActivationConfig,
     ExpertsConfig,
@@ -25,11 +15,7 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.cost_model.parameters import ParamCount, count_parameters
-from tests.helpers.zoo import (
-    ZooRow,
-    model_config,
-    zoo_rows,
-)
+from tests.helpers.zoo import ZooRow, model_config, zoo_rows
 
 RMS = NormConfig(kind="RMSNorm")
 SWIGLU = ActivationConfig(kind="silu", gated=True)

@@ -10,25 +10,10 @@ from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.hardware import GPUS
-from megatron_moe.cost_model.step_time import (
-    in_flight,
-    pipeline_bubble,
-    stage_costs,
-    step_time,
-)
+from megatron_moe.cost_model.step_time import in_flight, pipeline_bubble, stage_costs, step_time
 from megatron_moe.pipeline.layout import even_layout
-from megatron_moe.pipeline.schedule import (
-    ScheduleConfig,
-    ScheduleError,
-    build_schedule,
-    check_schedule,
-    computations,
-)
-from megatron_moe.pipeline.simulator import (
-    Durations,
-    most_in_flight,
-    simulate,
-)
+from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule, check_schedule, computations
+from megatron_moe.pipeline.simulator import Durations, most_in_flight, simulate
 from tests.helpers import tiny
 from tests.helpers.tolerances import FP64_REF
 

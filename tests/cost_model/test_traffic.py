@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import (
-    CapacityConfig,
-    MoEConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import CapacityConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.precision import PrecisionConfig
@@ -27,11 +22,7 @@ from megatron_moe.cost_model.activations import ActivationSizes
 from megatron_moe.cost_model.expert_load import LoadChoice, fullest
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
-from megatron_moe.cost_model.traffic import (
-    Communication,
-    Traffic,
-    expert_traffic,
-)
+from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext
@@ -47,11 +38,7 @@ from tests.helpers.tiny_models import (
     model_config,
     moe_config,
 )
-from tests.helpers.tolerances import (
-    EXACT,
-    FP64_REF,
-    SIMULATED_ROUTING,
-)
+from tests.helpers.tolerances import EXACT, FP64_REF, SIMULATED_ROUTING
 
 H100 = GPUS["h100"]
 BATCH, SEQ = 2, 32

@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import DataProblem
-from megatron_moe.data.batch import (
-    MaskConfig,
-    MicroBatch,
-    make_microbatch,
-    to_device,
-)
+from megatron_moe.data.batch import MaskConfig, MicroBatch, make_microbatch, to_device
 from megatron_moe.data.samples import PADDING
 
 EOD = 9

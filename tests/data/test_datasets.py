@@ -22,15 +22,7 @@ from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from tests.helpers.ranks import on_threads
-from tests.helpers.tiny_data import (
-    EOD,
-    VOCAB,
-    batch_config,
-    corpus,
-    data_config,
-    loop_config,
-    write_tokens,
-)
+from tests.helpers.tiny_data import EOD, VOCAB, batch_config, corpus, data_config, loop_config, write_tokens
 
 
 def build(loop: LoopConfig | None = None, context: ParallelContext | None = None, **changes) -> Datasets:

@@ -68,11 +68,7 @@ def steps_of(one: TrainLoader, count: int) -> Iterator[list[int]]:
 
 def test_a_step_is_the_microbatches_of_this_rank() -> None:
     batches = loader(micro=2, size=12, dp=2, rank=1).next_step()
-    assert [batch.tokens_BS.tolist() for batch in batches] == [
-        [[2, 3], [3, 4]],
-        [[6, 7], [7, 8]],
-        [[10, 11], [11, 12]],
-    ]
+    assert [batch.tokens_BS.tolist() for batch in batches] == [[[2, 3], [3, 4]], [[6, 7], [7, 8]], [[10, 11], [11, 12]]]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])

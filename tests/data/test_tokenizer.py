@@ -289,12 +289,7 @@ def test_special_tokens_that_are_no_text_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"[]",
-        b'[{"rank": 0, "token_bytes": "YQ=="}, {"rank": "1", "token_bytes": "Yg=="}]',
-        b"[" * 100_000,
-    ],
+    "content", [b"[]", b'[{"rank": 0, "token_bytes": "YQ=="}, {"rank": "1", "token_bytes": "Yg=="}]', b"[" * 100_000]
 )
 def test_damaged_tiktoken_file_is_refused_with_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tik.json").write_bytes(content)

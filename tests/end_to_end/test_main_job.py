@@ -11,12 +11,7 @@ from safetensors.numpy import load_file
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
 from tests.end_to_end.tiny_run import arguments, losses, records
-from tests.helpers.ranks import (
-    REPOSITORY,
-    free_port,
-    run_program,
-    run_torchrun,
-)
+from tests.helpers.ranks import REPOSITORY, free_port, run_program, run_torchrun
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
 

@@ -8,11 +8,7 @@ import sys
 import pytest
 
 from tests.end_to_end.tiny_run import arguments, records
-from tests.helpers.ranks import (
-    REPOSITORY,
-    run_program,
-    run_torchrun,
-)
+from tests.helpers.ranks import REPOSITORY, run_program, run_torchrun
 from tests.helpers.tolerances import FP64_LAYOUT
 
 EXACT_NUMBERS = ("--fp64", "--kernel-backend", "reference", "--lr-decay-iters", "6", "--eval-interval", "3")

@@ -17,11 +17,7 @@ import pretrain_moe
 from megatron_moe.build import build_context
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    EnvironmentProblem,
-    ExitCode,
-)
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.loader import TrainLoader

@@ -17,14 +17,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import free_port
-from tests.moe.parallel.folded import (
-    HIDDEN,
-    Data,
-    folds,
-    make_mb,
-    moe_config,
-    on_this_rank,
-)
+from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_this_rank
 
 BALANCED = {
     "score_function": "sigmoid",

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe.data.batch import (
-    MaskConfig,
-    make_microbatch,
-    to_device,
-)
+from megatron_moe.data.batch import MaskConfig, make_microbatch, to_device
 from megatron_moe.data.datasets import MockTokens
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
 

@@ -60,8 +60,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "routing"),
-    [("q6", "--moe-router-force-load-balancing"), ("m8", "--no-moe-router-force-load-balancing")],
+    ("recipe", "routing"), [("q6", "--moe-router-force-load-balancing"), ("m8", "--no-moe-router-force-load-balancing")]
 )
 def test_replayed_steps_are_computed_steps_bit_for_bit(recipe: str, routing: str) -> None:
     flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--lr", "1e-2", "--deterministic-mode"]

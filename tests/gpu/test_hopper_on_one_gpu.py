@@ -8,11 +8,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.ops import GroupedPart
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_REF,
-)
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
 pytestmark = pytest.mark.gpu1
 

@@ -29,19 +29,8 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.kernel_comparison import (
-    adamw_step,
-    differentiable,
-    route_and_pull,
-)
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_MODEL,
-    FP32_REF,
-    FP64_REF,
-    Tolerance,
-)
+from tests.helpers.kernel_comparison import adamw_step, differentiable, route_and_pull
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, FP64_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
 

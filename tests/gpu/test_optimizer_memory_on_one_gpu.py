@@ -8,12 +8,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, unpack
 from tests.helpers.kernel_comparison import adamw_step
-from tests.helpers.optim_parameters import (
-    BF16,
-    FP32,
-    give,
-    make_gradients,
-)
+from tests.helpers.optim_parameters import BF16, FP32, give, make_gradients
 from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.test_triton_packed import FORMATS, make
 from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig

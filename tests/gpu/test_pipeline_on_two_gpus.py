@@ -12,11 +12,7 @@ from megatron_moe.config.parallel import Launch
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
-from tests.helpers.pipelines import (
-    laid_out,
-    together,
-    train,
-)
+from tests.helpers.pipelines import laid_out, together, train
 from tests.helpers.ranks import free_port
 from tests.helpers.tolerances import FP64_LAYOUT
 

@@ -8,23 +8,14 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_moe.config.parallel import (
-    DataParallelConfig,
-    Launch,
-    ParallelConfig,
-)
+from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.optim_parameters import FP64
-from tests.helpers.optim_ranks import (
-    SPEC,
-    make_parameters,
-    my_gradient,
-    run_alone,
-)
+from tests.helpers.optim_ranks import SPEC, make_parameters, my_gradient, run_alone
 from tests.helpers.ranks import free_port
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 

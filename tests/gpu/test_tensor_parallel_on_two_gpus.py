@@ -20,16 +20,8 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers.optim_parameters import BF16
 from tests.helpers.ranks import free_port
-from tests.helpers.sharded import (
-    LAYOUTS,
-    check_equal,
-    train,
-)
-from tests.helpers.sharded_models import (
-    DENSE,
-    SPARSE,
-    batches,
-)
+from tests.helpers.sharded import LAYOUTS, check_equal, train
+from tests.helpers.sharded_models import DENSE, SPARSE, batches
 
 pytestmark = pytest.mark.gpu2
 

@@ -24,10 +24,7 @@ CASES = (
         "--moe-shared-expert-gate --moe-shared-expert-intermediate-size 64",
     ),
     Case(
-        "capacity_is_positive",
-        "--moe-expert-capacity-factor 0",
-        "drops every token",
-        "--moe-expert-capacity-factor -1",
+        "capacity_is_positive", "--moe-expert-capacity-factor 0", "drops every token", "--moe-expert-capacity-factor -1"
     ),
     Case(
         "padding_needs_capacity",

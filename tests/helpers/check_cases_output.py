@@ -53,11 +53,7 @@ CASES = (
         "--kernel-per-op rms_norm=reference",
     ),
     Case(
-        "injected_faults_are_valid",
-        "--inject a@0:3",
-        "unknown fault 'a'",
-        "--inject kill@0:3",
-        environ=FAULTS_ALLOWED,
+        "injected_faults_are_valid", "--inject a@0:3", "unknown fault 'a'", "--inject kill@0:3", environ=FAULTS_ALLOWED
     ),
     Case(
         "injected_faults_are_valid", "--inject kill@1:3", "for rank 1 of 1", "--inject kill@0:3", environ=FAULTS_ALLOWED

@@ -10,19 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import (
-    CheckpointSource,
-    LoadedCheckpoint,
-    find,
-    load,
-)
-from megatron_moe.checkpoint.manifest import (
-    MANIFEST,
-    FileEntry,
-    checksum,
-    decode,
-    encode,
-)
+from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find, load
+from megatron_moe.checkpoint.manifest import MANIFEST, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key

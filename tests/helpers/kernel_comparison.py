@@ -10,11 +10,7 @@ from torch import Tensor
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import AdamWStep, RoutedTokens
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    FP32_REF,
-    Tolerance,
-)
+from tests.helpers.tolerances import BF16_KERNEL, FP32_REF, Tolerance
 
 REFERENCE = reference.bundle()
 BARS = {torch.float32: FP32_REF, torch.bfloat16: BF16_KERNEL}

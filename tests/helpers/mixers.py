@@ -12,11 +12,7 @@ from megatron_moe.model.mla import MLA
 from megatron_moe.model.rope import Rotations
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import naive_layers
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    UNIT_GAIN,
-    randn,
-)
+from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, randn
 from tests.helpers.tolerances import FP64_REF
 
 

@@ -10,12 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    CoreAttentionConfig,
-    MLAConfig,
-    NormConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig
 
 Weights = Mapping[str, Tensor]
 

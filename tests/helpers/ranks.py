@@ -21,11 +21,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.mailbox import Mailbox
-from tests.helpers.process_pool import (
-    Pool,
-    free_port,
-    start_pool,
-)
+from tests.helpers.process_pool import Pool, free_port, start_pool
 
 Result = TypeVar("Result")
 REPOSITORY = Path(__file__).parents[2]

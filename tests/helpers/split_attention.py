@@ -12,11 +12,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import (
-    SequencePart,
-    split_places,
-    take_places,
-)
+from megatron_moe.parallel.context_parallel import SequencePart, split_places, take_places
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import make_mb, randn
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -86,11 +82,7 @@ def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def split(
-    case: Case,
-    parallel: ParallelConfig,
-    exchange: Any,
-    dtype: torch.dtype = torch.float64,
-    kernels: Kernels = KERNELS,
+    case: Case, parallel: ParallelConfig, exchange: Any, dtype: torch.dtype = torch.float64, kernels: Kernels = KERNELS
 ) -> dict[str, Tensor]:
     """On `parallel.cp` ranks, put together again; gradients of sinks are summed."""
     segments_BS = case.segments_BS()

@@ -15,11 +15,7 @@ from torch.distributed import TCPStore
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
-from tests.helpers.process_pool import (
-    RankFailure,
-    _values,
-    free_port,
-)
+from tests.helpers.process_pool import RankFailure, _values, free_port
 from tests.helpers.rank_worker import Answer
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import EXACT

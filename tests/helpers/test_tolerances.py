@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.tolerances import (
-    EXACT,
-    FP64_LAYOUT,
-    FP64_REF,
-    Tolerance,
-)
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT, FP64_REF, Tolerance
 
 
 def test_error_is_relative_to_the_largest_element_of_the_tensor():

@@ -1,11 +1,7 @@
 """A token dispatcher with token-major storage and a bound on its rows, for tests of what every dispatcher may use."""
 
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.token_dispatcher.allgather import (
-    AllGatherDispatcher,
-    AllGatherHandle,
-    PendingAllGather,
-)
+from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher, AllGatherHandle, PendingAllGather
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, index_rows
 
 

@@ -17,11 +17,7 @@ from megatron_moe.config.attention import (
     RopeConfig,
     yarn_mscale,
 )
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import (
     ActivationConfig,
     ExpertsConfig,

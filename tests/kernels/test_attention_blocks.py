@@ -11,17 +11,9 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention.tiles import serves
 from megatron_moe.kernels.ops import PositionSpan
-from megatron_moe.parallel.context_parallel import (
-    Chunks,
-    split_places,
-    take_places,
-)
+from megatron_moe.parallel.context_parallel import Chunks, split_places, take_places
 from tests.helpers.kernel_comparison import draw
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_REF,
-)
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 

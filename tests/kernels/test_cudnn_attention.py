@@ -14,11 +14,7 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention import blocks
 from megatron_moe.kernels.ops import PositionSpan
 from megatron_moe.parallel.context_parallel import split_places
-from tests.helpers.kernel_comparison import (
-    compare,
-    draw,
-    with_gradients,
-)
+from tests.helpers.kernel_comparison import compare, draw, with_gradients
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
 from tests.helpers.tolerances import BF16_BLOCKS, FP32_REF
 

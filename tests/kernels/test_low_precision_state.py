@@ -9,13 +9,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.low_precision_state import (
-    PackedState,
-    dither,
-    pack,
-    round_weights,
-    unpack,
-)
+from megatron_moe.kernels.low_precision_state import PackedState, dither, pack, round_weights, unpack
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.tolerances import EXACT
 

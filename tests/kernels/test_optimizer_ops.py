@@ -8,16 +8,8 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from tests.helpers.kernel_comparison import (
-    OVERFLOWS,
-    adamw_step,
-    check_nonfinite_flag,
-)
-from tests.helpers.tolerances import (
-    EXACT,
-    FP32_REF,
-    FP64_REF,
-)
+from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
+from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
 NUMBERS = dict(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)

@@ -21,11 +21,7 @@ from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.kernel_set import Priority
 from megatron_moe.kernels.ops import GroupedPart, Kernels
 from tests.helpers import kernel_comparison
-from tests.helpers.kernel_comparison import (
-    BARS,
-    REFERENCE,
-    draw,
-)
+from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.tolerances import BF16_KERNEL
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
@@ -108,13 +104,7 @@ def test_linear_ops_are_those_of_the_reference(
     kernels, dtype = bundle(name), torch.bfloat16
     x, weight, bias = draw(*shape).to(dtype), draw(5, 3, seed=1).to(dtype), draw(5, seed=2).to(dtype)
     grad = draw(*shape[:-1], 5, seed=3).to(dtype)
-    pairs = [
-        (
-            k.linear_forward(x, weight, bias),
-            k.linear_input_grad(grad, weight),
-        )
-        for k in (kernels, REFERENCE)
-    ]
+    pairs = [(k.linear_forward(x, weight, bias), k.linear_input_grad(grad, weight)) for k in (kernels, REFERENCE)]
     for ours, theirs in zip(*pairs, strict=True):
         BF16_KERNEL.check(ours, theirs, "product")
     outs = []

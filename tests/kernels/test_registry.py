@@ -12,11 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels import registry as choosing
-from megatron_moe.kernels.kernel_set import (
-    OPS,
-    KernelSet,
-    Priority,
-)
+from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
 from megatron_moe.kernels.registry import discover, select_kernels
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 
@@ -163,11 +159,7 @@ def test_a_better_backend_wins_and_its_op_is_called(tmp_path, monkeypatch) -> No
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(choosing, "BACKENDS", package)
     read = choosing.read
-    monkeypatch.setattr(
-        choosing,
-        "read",
-        lambda path: replace(read(path), module=f"shiny_backends.{path.stem}"),
-    )
+    monkeypatch.setattr(choosing, "read", lambda path: replace(read(path), module=f"shiny_backends.{path.stem}"))
     bundle = select_kernels(KernelConfig(), CPU, torch.float32)
     assert backend_of(bundle)["sum_of_squares"] == "shiny" and bundle.sum_of_squares(torch.ones(1)) == 42
     assert backend_of(bundle)["rope"] == "reference", "it can, but does not say that it should"

@@ -15,16 +15,8 @@ from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
-from tests.helpers.kernel_comparison import (
-    BARS,
-    REFERENCE,
-    draw,
-)
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_REF,
-)
+from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
 NATIVE = registry.select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
@@ -54,11 +46,7 @@ def test_attention_agrees_with_the_reference(
 ) -> None:
     config = CoreAttentionConfig(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
     segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
-    inputs = [
-        draw(seq, 2, heads, qk_dim),
-        draw(seq, 2, groups, qk_dim, seed=1),
-        draw(seq, 2, groups, v_dim, seed=2),
-    ]
+    inputs = [draw(seq, 2, heads, qk_dim), draw(seq, 2, groups, qk_dim, seed=1), draw(seq, 2, groups, v_dim, seed=2)]
     if extra == "sinks":
         inputs.append(draw(heads, seed=3))
 
@@ -132,10 +120,7 @@ def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wid
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     cases = (
         ((24, 16), lambda k, out: k.linear_weight_grad(grad, rows, out, accumulate)),
-        (
-            (3, 24, 16),
-            lambda k, out: k.grouped_weight_grad([GroupedPart(grad, rows, ends)], out, accumulate),
-        ),
+        ((3, 24, 16), lambda k, out: k.grouped_weight_grad([GroupedPart(grad, rows, ends)], out, accumulate)),
     )
     for shape, call in cases:
         before = draw(*shape, seed=2) if accumulate else torch.full(shape, torch.nan)

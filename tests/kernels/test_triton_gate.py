@@ -9,11 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton import gate
 from tests.helpers.kernel_comparison import REFERENCE, draw
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_REF,
-)
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 from tests.kernels.compiled import SHARED_MEMORY, compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
@@ -39,8 +35,7 @@ def check(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "experts"),
-    [(1, 1, 1), (0, 32, 4), (300, 40, 8), (64, 256, 64), (70, 300, 128), (67, 130, 100)],
+    ("tokens", "width", "experts"), [(1, 1, 1), (0, 32, 4), (300, 40, 8), (64, 256, 64), (70, 300, 128), (67, 130, 100)]
 )
 def test_logits_and_gradients_are_those_of_fp64(tokens: int, width: int, experts: int) -> None:
     """The third has several programs that share the tokens; the last three several tiles of columns."""

@@ -14,17 +14,8 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import GroupedPart
 from tests.helpers import kernel_comparison
-from tests.helpers.kernel_comparison import (
-    BARS,
-    REFERENCE,
-    adamw_step,
-    draw,
-)
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_REF,
-)
+from tests.helpers.kernel_comparison import BARS, REFERENCE, adamw_step, draw
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 from tests.kernels.compiled import NO_SPILLS, compiled
 
 pytestmark = [

@@ -8,17 +8,8 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.low_precision_state import (
-    PackedState,
-    pack,
-    unpack,
-)
-from tests.helpers.kernel_comparison import (
-    OVERFLOWS,
-    adamw_step,
-    check_nonfinite_flag,
-    draw,
-)
+from megatron_moe.kernels.low_precision_state import PackedState, pack, unpack
+from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag, draw
 from tests.helpers.tolerances import EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter

@@ -15,18 +15,8 @@ from megatron_moe.kernels.backends.triton.routing import forward, op
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.metrics import MetricAccumulator
-from tests.helpers.kernel_comparison import (
-    REFERENCE,
-    differentiable,
-    draw,
-    route_and_pull,
-)
-from tests.helpers.tolerances import (
-    BF16_KERNEL,
-    EXACT,
-    FP32_REF,
-    FP64_REF,
-)
+from tests.helpers.kernel_comparison import REFERENCE, differentiable, draw, route_and_pull
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF, FP64_REF
 from tests.kernels.compiled import NO_SPILLS, compiled
 from tests.moe.routers import make_hidden, make_mb, make_router
 

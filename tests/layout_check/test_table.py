@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megatron_moe.layout_check.table import (
-    compare_runs,
-    constant_ratio,
-    explain_ratio,
-)
+from megatron_moe.layout_check.table import compare_runs, constant_ratio, explain_ratio
 from tests.parity.cells import oracle_of, ranks_of
 
 CELL = "dp=2 ep=2 dispatcher=alltoall"

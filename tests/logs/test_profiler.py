@@ -9,11 +9,7 @@ import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.logging import ProfileConfig
-from megatron_moe.logs.profiler import (
-    StepProfile,
-    mark_parts,
-    snapshot_path,
-)
+from megatron_moe.logs.profiler import StepProfile, mark_parts, snapshot_path
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny_models
 

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
-from megatron_moe.logs.run_dir import (
-    environment_text,
-    prepare_run_folder,
-    write_provenance,
-)
+from megatron_moe.logs.run_dir import environment_text, prepare_run_folder, write_provenance
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.logs.run_lock import (
-    LOCK,
-    RunLock,
-    held_by,
-)
+from megatron_moe.logs.run_lock import LOCK, RunLock, held_by
 from tests.helpers.ranks import REPOSITORY
 
 HOLD = """

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.config.memory import (
-    ActivationOffloadConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.kernels.registry import select_kernels
@@ -20,18 +16,8 @@ from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Event, HostCopies
 from tests.helpers import tiny
-from tests.helpers.pipelines import (
-    laid_out,
-    train,
-    train_on_ranks,
-)
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    layer_config,
-    microbatch,
-    mla_config,
-    moe_config,
-)
+from tests.helpers.pipelines import laid_out, train, train_on_ranks
+from tests.helpers.tiny_models import HIDDEN, layer_config, microbatch, mla_config, moe_config
 from tests.helpers.tolerances import EXACT
 from tests.memory.alive import Alive
 

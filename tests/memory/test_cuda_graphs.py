@@ -11,22 +11,13 @@ import torch
 
 from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.memory import (
-    CudaGraphConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import CudaGraphConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
-from megatron_moe.memory.cuda_graphs.capture import (
-    CaptureReport,
-    EagerRecorder,
-    check_recordable,
-    no_garbage_collected,
-)
+from megatron_moe.memory.cuda_graphs.capture import CaptureReport, EagerRecorder, check_recordable, no_garbage_collected
 from megatron_moe.memory.output_discard import DiscardedOutput
 from megatron_moe.memory.pytree import flatten, unflatten
 from megatron_moe.optim import param_store
@@ -36,11 +27,7 @@ from megatron_moe.pipeline.actions import Action, parts
 from megatron_moe.pipeline.schedule import build_schedule
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny, tiny_models
-from tests.helpers.pipelines import (
-    laid_out,
-    run_steps,
-    together,
-)
+from tests.helpers.pipelines import laid_out, run_steps, together
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 from tests.optim.test_gather_in_forward import gather_when_waited_for

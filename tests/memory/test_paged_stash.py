@@ -8,11 +8,7 @@ from torch import Tensor
 
 from megatron_moe.build import build_model, build_trainer
 from megatron_moe.config.emulation import EmulationConfig
-from megatron_moe.config.memory import (
-    MemoryConfig,
-    PagedStashConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan

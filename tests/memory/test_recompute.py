@@ -10,11 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -31,15 +27,7 @@ from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import tiny
 from tests.helpers.pipelines import train
 from tests.helpers.ranks import on_threads
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    build,
-    gradients,
-    microbatch,
-    mla_config,
-    mlp_config,
-    randn,
-)
+from tests.helpers.tiny_models import HIDDEN, build, gradients, microbatch, mla_config, mlp_config, randn
 from tests.helpers.tolerances import EXACT
 from tests.memory.alive import Alive
 

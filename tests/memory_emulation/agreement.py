@@ -17,11 +17,7 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB
-from megatron_moe.cost_model.memory import (
-    RankBytes,
-    RankMemory,
-    heaviest,
-)
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.grid import all_groups
 

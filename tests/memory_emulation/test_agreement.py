@@ -6,22 +6,11 @@ import pytest
 
 from arguments.flags import Registry
 from megatron_moe.config.attention import ContextExchange
-from megatron_moe.config.memory import (
-    ActivationOffloadConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
+from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from tests.helpers.thinned import thinned
-from tests.memory_emulation.agreement import (
-    FEATURES,
-    can_be_emulated,
-    compare,
-    missing,
-    plan_of,
-    without_hardware,
-)
+from tests.memory_emulation.agreement import FEATURES, can_be_emulated, compare, missing, plan_of, without_hardware
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 

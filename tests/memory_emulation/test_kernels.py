@@ -22,11 +22,7 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton import fake_routing
 from megatron_moe.kernels.backends.triton.attention import tiles
 from megatron_moe.kernels.kernel_set import OPS
-from megatron_moe.kernels.ops import (
-    GroupedPart,
-    PositionSpan,
-    RowIndex,
-)
+from megatron_moe.kernels.ops import GroupedPart, PositionSpan, RowIndex
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.tracker import Timeline, Tracker

@@ -7,18 +7,8 @@ from torch import Tensor
 from megatron_moe.config.attention import NormConfig, RopeConfig
 from megatron_moe.model.attention import rotate
 from megatron_moe.parallel.rng import RNGKey
-from tests.helpers.mixers import (
-    check_against_loop,
-    make,
-    run,
-)
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    attention_config,
-    make_mb,
-    mla_config,
-    randn,
-)
+from tests.helpers.mixers import check_against_loop, make, run
+from tests.helpers.tiny_models import HIDDEN, attention_config, make_mb, mla_config, randn
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 CASES = {

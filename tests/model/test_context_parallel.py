@@ -19,20 +19,9 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
-from tests.helpers.split_attention import (
-    KERNELS,
-    SEQ,
-    Case,
-    check_equal,
-    split,
-    whole,
-)
+from tests.helpers.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
 from tests.helpers.tiny_models import make_mb, randn
-from tests.helpers.tolerances import (
-    EXACT,
-    FP32_MODEL,
-    FP64_REF,
-)
+from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {

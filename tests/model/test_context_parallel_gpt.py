@@ -18,18 +18,8 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from tests.helpers import tiny, tiny_models
 from tests.helpers.ranks import on_threads
-from tests.helpers.sharded import (
-    Held,
-    held,
-    whole,
-)
-from tests.helpers.tiny_models import (
-    gradients,
-    layer_config,
-    microbatch,
-    model_config,
-    moe_config,
-)
+from tests.helpers.sharded import Held, held, whole
+from tests.helpers.tiny_models import gradients, layer_config, microbatch, model_config, moe_config
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 KERNELS = reference.bundle()

@@ -8,12 +8,7 @@ from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.init import init_parameters
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
-from tests.helpers.tiny_models import (
-    UNIT_GAIN,
-    make_mb,
-    microbatch,
-    model_config,
-)
+from tests.helpers.tiny_models import UNIT_GAIN, make_mb, microbatch, model_config
 from tests.helpers.tolerances import EXACT
 
 

@@ -31,11 +31,7 @@ from tests.helpers.tiny_models import (
     model_config,
     moe_config,
 )
-from tests.helpers.tolerances import (
-    EXACT,
-    FP64_LAYOUT,
-    FP64_REF,
-)
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT, FP64_REF
 
 MTP = MTPConfig(num_layers=1, loss_scaling_factor=1.0)
 DENSE = model_config(layer_config(), layer_config(mla_config(), norm=NormConfig(kind="LayerNorm")), mtp=MTP)

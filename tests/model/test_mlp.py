@@ -11,12 +11,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.mlp import MLP
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    UNIT_GAIN,
-    mlp_config,
-    randn,
-)
+from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, mlp_config, randn
 from tests.helpers.tolerances import FP64_REF
 
 

@@ -14,14 +14,7 @@ from megatron_moe.model.mtp import shift
 from megatron_moe.moe.node_chain import run_chain
 from megatron_moe.parallel.rng import RNGKey
 from tests.helpers import naive_layers
-from tests.helpers.tiny_models import (
-    build,
-    gradients,
-    layer_config,
-    microbatch,
-    mla_config,
-    model_config,
-)
+from tests.helpers.tiny_models import build, gradients, layer_config, microbatch, mla_config, model_config
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 1, 1]])

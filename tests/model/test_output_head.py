@@ -9,14 +9,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.output_head import Head
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    UNIT_GAIN,
-    VOCAB,
-    microbatch,
-    model_config,
-    randn,
-)
+from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, VOCAB, microbatch, model_config, randn
 from tests.helpers.tolerances import BF16_KERNEL, FP64_REF
 
 

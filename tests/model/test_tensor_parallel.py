@@ -3,16 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.sharded import (
-    LAYOUTS,
-    SEQUENCE_LAYOUTS,
-    check_training,
-)
-from tests.helpers.sharded_models import (
-    DENSE,
-    SPARSE,
-    batches,
-)
+from tests.helpers.sharded import LAYOUTS, SEQUENCE_LAYOUTS, check_training
+from tests.helpers.sharded_models import DENSE, SPARSE, batches
 from tests.helpers.thinned import thinned
 
 

@@ -12,12 +12,7 @@ from megatron_moe.parallel.parameter import local_part, named_parameters
 from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.ranks import on_threads
-from tests.helpers.sharded import (
-    KERNELS,
-    LAYOUTS,
-    run_module,
-    whole,
-)
+from tests.helpers.sharded import KERNELS, LAYOUTS, run_module, whole
 from tests.helpers.tiny_models import (
     HIDDEN,
     VOCAB,
@@ -29,11 +24,7 @@ from tests.helpers.tiny_models import (
     model_config,
     randn,
 )
-from tests.helpers.tolerances import (
-    EXACT,
-    FP64_LAYOUT,
-    FP64_REF,
-)
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT, FP64_REF
 
 EDGES = torch.tensor([0, VOCAB // 4 - 1, VOCAB // 4, VOCAB // 2 - 1, VOCAB // 2, VOCAB - 1])
 """First and last ids of the parts of two and of four ranks."""

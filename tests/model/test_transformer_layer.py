@@ -15,15 +15,7 @@ from megatron_moe.moe.node_chain import BoundNodes, LayerState, run_nodes, sched
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
-from tests.helpers.tiny_models import (
-    HIDDEN,
-    UNIT_GAIN,
-    layer_config,
-    make_mb,
-    mla_config,
-    moe_config,
-    randn,
-)
+from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, mla_config, moe_config, randn
 from tests.helpers.tolerances import EXACT
 
 SPECS = {

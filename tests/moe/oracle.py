@@ -10,12 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    CapacityConfig,
-    MoEConfig,
-    RouterConfig,
-)
+from megatron_moe.config.moe import ActivationConfig, CapacityConfig, MoEConfig, RouterConfig
 
 
 @dataclass

@@ -66,13 +66,7 @@ def make_config(
     return MoEConfig(
         router=RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **router),
         experts=ExpertsConfig(
-            **{
-                "num_experts": EXPERTS,
-                "hidden_size": HIDDEN,
-                "ffn_hidden_size": FFN,
-                "activation": SWIGLU,
-                **experts,
-            }
+            **{"num_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "activation": SWIGLU, **experts}
         ),
         capacity=capacity,
         shared=shared,

@@ -14,11 +14,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.tolerances import (
-    EXACT,
-    FP32_REF,
-    FP64_REF,
-)
+from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 from tests.moe.routings import draw, fill
 
 HIDDEN, FFN, EXPERTS, ROWS = 3, 5, 4, 7

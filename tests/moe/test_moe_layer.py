@@ -22,11 +22,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny_models
-from tests.helpers.tolerances import (
-    EXACT,
-    FP32_MODEL,
-    FP64_REF,
-)
+from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
 from tests.moe.routings import draw, fill
 
 HIDDEN, LATENT, EXPERTS, STEPS, BATCH = 8, 4, 6, 5, 2

@@ -8,18 +8,10 @@ import torch
 from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.moe.balancing import update_routers
-from megatron_moe.moe.routing_methods import (
-    SINKHORN_ITERATIONS,
-    SINKHORN_TOLERANCE,
-    sinkhorn,
-)
+from megatron_moe.moe.routing_methods import SINKHORN_ITERATIONS, SINKHORN_TOLERANCE, sinkhorn
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
-from tests.helpers.tolerances import (
-    EXACT,
-    FP32_REF,
-    FP64_REF,
-)
+from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 from tests.moe.oracle import best
 from tests.moe.routers import EXPERTS, logits_as_hidden, make_hidden, make_mb, make_router, sees_logits
 

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    MLPConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import ActivationConfig, MLPConfig, SharedExpertsConfig
 from megatron_moe.kernels import reference
 from megatron_moe.moe.moe_layer import latent_projections
 from megatron_moe.moe.shared_experts import SharedExperts

@@ -165,8 +165,7 @@ def test_virtual_groups_share_their_logits_and_hold_every_slice_once():
         (lambda s: replace(s, latent_size=4), "latent"),
         (
             lambda s: replace(
-                s,
-                shared=SharedExpertsConfig(mlp=MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=8, activation=SWIGLU)),
+                s, shared=SharedExpertsConfig(mlp=MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=8, activation=SWIGLU))
             ),
             "shared experts",
         ),

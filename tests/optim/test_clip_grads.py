@@ -3,19 +3,9 @@
 import torch
 
 from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.optim.clip_grads import (
-    clip_coefficient,
-    count_zeros,
-    gradient_norms,
-)
+from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.optim_parameters import (
-    FP32,
-    give,
-    make_buffers,
-    make_gradients,
-    make_parameters,
-)
+from tests.helpers.optim_parameters import FP32, give, make_buffers, make_gradients, make_parameters
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 

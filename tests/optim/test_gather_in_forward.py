@@ -15,23 +15,13 @@ from megatron_moe.optim import param_store
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
-from megatron_moe.parallel.collectives import (
-    PendingCollective,
-    part_of,
-    start_all_gather_,
-)
+from megatron_moe.parallel.collectives import PendingCollective, part_of, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.pipeline.layout import even_layout
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
-from tests.helpers.tiny_models import (
-    layer_config,
-    microbatch,
-    mla_config,
-    model_config,
-    moe_config,
-)
+from tests.helpers.tiny_models import layer_config, microbatch, mla_config, model_config, moe_config
 from tests.helpers.tolerances import EXACT
 
 DENSE, MOE = layer_config(), layer_config(feed_forward=moe_config())

@@ -12,14 +12,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import grouped_linear, linear
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.parameter import Parameter
-from tests.helpers.optim_parameters import (
-    BF16,
-    FP32,
-    FP64,
-    main_grads,
-    make_buffers,
-    make_parameters,
-)
+from tests.helpers.optim_parameters import BF16, FP32, FP64, main_grads, make_buffers, make_parameters
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -13,14 +13,7 @@ from megatron_moe.optim.clip_grads import count_zeros
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers import tiny
-from tests.helpers.optim_ranks import (
-    NUM_LAYERS,
-    SPEC,
-    make_optimizer,
-    my_gradient,
-    run_alone,
-    step_with,
-)
+from tests.helpers.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradient, run_alone, step_with
 from tests.helpers.pipelines import make_trainer
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
@@ -53,11 +46,7 @@ def measured(context: ParallelContext, sharded: bool) -> dict[str, Tensor]:
 
 def expected(config: ParallelConfig) -> dict[str, Tensor]:
     alone = run_alone(config, num_steps=1)
-    return {
-        **alone.norms[0],
-        "zeros": count_zeros(alone.optimizer.buffers),
-        "weights": alone.optimizer.params_norm(),
-    }
+    return {**alone.norms[0], "zeros": count_zeros(alone.optimizer.buffers), "weights": alone.optimizer.params_norm()}
 
 
 def check(config: ParallelConfig, sharded: bool) -> None:

@@ -21,11 +21,7 @@ from megatron_moe.optim.update_rule import StepScalars
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import Streams
-from tests.helpers.optim_parameters import (
-    FP64,
-    make_buffers,
-    make_parameters,
-)
+from tests.helpers.optim_parameters import FP64, make_buffers, make_parameters
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import microbatch
 from tests.helpers.tolerances import EXACT

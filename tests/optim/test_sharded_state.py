@@ -17,15 +17,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import sharded_dim
 from megatron_moe.parallel.parameter import Parameter
 from tests.helpers.optim_parameters import BF16, FP64
-from tests.helpers.optim_ranks import (
-    KINDS,
-    joined,
-    make_optimizer,
-    run,
-    run_alone,
-    step_with,
-    total_gradient,
-)
+from tests.helpers.optim_ranks import KINDS, joined, make_optimizer, run, run_alone, step_with, total_gradient
 from tests.helpers.optim_ranks import Run as RankRun
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT

@@ -18,14 +18,7 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import optim_ranks
-from tests.helpers.optim_parameters import (
-    BF16,
-    FP32,
-    FP64,
-    give,
-    make_gradients,
-    make_parameters,
-)
+from tests.helpers.optim_parameters import BF16, FP32, FP64, give, make_gradients, make_parameters
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 from tests.optim.test_sharded_state import restored, save

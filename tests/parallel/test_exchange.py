@@ -7,11 +7,7 @@ from torch import Tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.exchange import (
-    AllGather,
-    AllToAll,
-    ReduceScatter,
-)
+from megatron_moe.parallel.exchange import AllGather, AllToAll, ReduceScatter
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 

@@ -96,10 +96,7 @@ def test_the_first_axis_varies_fastest():
 
 @pytest.mark.parametrize(
     ("grid_of", "names", "groups"),
-    [
-        (attention_of, ("tp", "cp", "dp", "pp"), ATTENTION_GROUPS),
-        (experts_of, ("tp", "ep", "dp", "pp"), EXPERT_GROUPS),
-    ],
+    [(attention_of, ("tp", "cp", "dp", "pp"), ATTENTION_GROUPS), (experts_of, ("tp", "ep", "dp", "pp"), EXPERT_GROUPS)],
     ids=["attention", "experts"],
 )
 def test_groups_of_every_grid_of_every_world_are_those_of_a_box(grid_of, names, groups):

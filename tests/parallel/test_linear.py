@@ -11,13 +11,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.tensor_parallel import sequence_part
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
-from tests.helpers.sharded import (
-    KERNELS,
-    LAYOUTS,
-    SEQUENCE_LAYOUTS,
-    run_module,
-    whole,
-)
+from tests.helpers.sharded import KERNELS, LAYOUTS, SEQUENCE_LAYOUTS, run_module, whole
 from tests.helpers.tiny_models import UNIT_GAIN, randn
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 

@@ -6,13 +6,7 @@ from torch import Tensor
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.context_parallel import (
-    Ring,
-    gather_heads,
-    pack,
-    scatter_heads,
-    unpack,
-)
+from megatron_moe.parallel.context_parallel import Ring, gather_heads, pack, scatter_heads, unpack
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tiny_models import randn
 from tests.helpers.tolerances import EXACT

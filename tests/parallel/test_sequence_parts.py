@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from megatron_moe.parallel.context_parallel import (
-    SequencePart,
-    by_rank,
-    fewest_ranks,
-    in_order,
-    joined,
-    split_places,
-)
+from megatron_moe.parallel.context_parallel import SequencePart, by_rank, fewest_ranks, in_order, joined, split_places
 
 
 def test_zigzag_pairs_early_with_late_chunks() -> None:

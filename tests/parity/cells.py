@@ -12,16 +12,8 @@ import torch
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
-from megatron_moe.config.moe import (
-    CapacityConfig,
-    MoEConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
+from megatron_moe.config.moe import CapacityConfig, MoEConfig, SharedExpertsConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -32,11 +24,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.layout_check.oracle import record_oracle
-from megatron_moe.layout_check.record import (
-    STEADY_EPS,
-    RankRecord,
-    record_run,
-)
+from megatron_moe.layout_check.record import STEADY_EPS, RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
 from megatron_moe.layout_check.table import Comparison, compare_runs
 from megatron_moe.parallel.context import ParallelContext
@@ -44,15 +32,7 @@ from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers import tiny, tiny_models
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
-from tests.parity.dimensions import (
-    GLOBAL_BATCH,
-    NUM_LAYERS,
-    SEQ,
-    Cell,
-    cell_of,
-    name_of,
-    parallel_config,
-)
+from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, Cell, cell_of, name_of, parallel_config
 
 NUM_STEPS = 3
 DROPOUT = 0.1
@@ -66,12 +46,7 @@ STATE = MappingProxyType(
 )
 """Where master weights and moments are between steps."""
 CUSTOM_STAGES = MappingProxyType(
-    {
-        ("2", "1"): "Et|tttmL",
-        ("4", "1"): "E|ttt|tm|L",
-        ("2", "2"): "Et||ttt|mL",
-        ("4", "2"): "E|tt|t|t|tt|t|tm|L",
-    }
+    {("2", "1"): "Et|tttmL", ("4", "1"): "E|ttt|tm|L", ("2", "2"): "Et||ttt|mL", ("4", "2"): "E|tt|t|t|tt|t|tm|L"}
 )
 """By (pp, vpp): stages of unequal numbers of layers, one without any, embedding and loss on stages of their own."""
 

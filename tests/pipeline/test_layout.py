@@ -3,20 +3,8 @@
 import pytest
 
 from megatron_moe.cost_model.flops import flops_per_step
-from megatron_moe.pipeline.auto_layout import (
-    StageCosts,
-    auto_layout,
-    cost_table,
-    flop_costs,
-)
-from megatron_moe.pipeline.layout import (
-    LayoutError,
-    StageLayout,
-    StageMap,
-    even_layout,
-    parse_layout,
-    virtual_stages,
-)
+from megatron_moe.pipeline.auto_layout import StageCosts, auto_layout, cost_table, flop_costs
+from megatron_moe.pipeline.layout import LayoutError, StageLayout, StageMap, even_layout, parse_layout, virtual_stages
 from tests.helpers import tiny
 from tests.helpers.zoo import model_config, zoo_rows
 
@@ -170,10 +158,7 @@ def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
     ("sizes", "message"),
     [
         ({"num_layers": 61, "pp": 8}, "61 layers cannot be divided among 8 pipeline ranks"),
-        (
-            {"num_layers": 61, "pp": 8, "account_for_loss": True},
-            "61 layers and 1 for embedding and loss cannot be",
-        ),
+        ({"num_layers": 61, "pp": 8, "account_for_loss": True}, "61 layers and 1 for embedding and loss cannot be"),
         ({"num_layers": 61, "pp": 8, "first": 4, "last": 4}, "61 layers less 4 and 4 leave 53.*the other 6"),
         ({"num_layers": 4, "pp": 2, "first": 3, "last": 2}, "leave -1"),
         ({"num_layers": 4, "pp": 1, "first": 2, "last": 2}, "first and the last rank are the same"),

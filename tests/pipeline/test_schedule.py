@@ -2,12 +2,7 @@
 
 import pytest
 
-from megatron_moe.pipeline.actions import (
-    Action,
-    OverlappedPair,
-    exchanges,
-    parts,
-)
+from megatron_moe.pipeline.actions import Action, OverlappedPair, exchanges, parts
 from megatron_moe.pipeline.schedule import (
     ScheduleConfig,
     ScheduleError,

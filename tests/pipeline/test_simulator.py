@@ -6,26 +6,10 @@ from itertools import product
 
 import pytest
 
-from megatron_moe.pipeline.actions import (
-    Action,
-    Entry,
-    Schedule,
-    parts,
-)
+from megatron_moe.pipeline.actions import Action, Entry, Schedule, parts
 from megatron_moe.pipeline.layout import StageMap
-from megatron_moe.pipeline.schedule import (
-    ScheduleConfig,
-    ScheduleError,
-    build_schedule,
-    check_schedule,
-    num_warmup,
-)
-from megatron_moe.pipeline.simulator import (
-    Durations,
-    SimulationReport,
-    most_in_flight,
-    simulate,
-)
+from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule, check_schedule, num_warmup
+from megatron_moe.pipeline.simulator import Durations, SimulationReport, most_in_flight, simulate
 
 
 def legal(pp: int, vpp: int) -> Iterator[ScheduleConfig]:

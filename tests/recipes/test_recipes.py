@@ -11,14 +11,7 @@ from arguments.files import read_file, read_files
 from arguments.flags import Registry
 from arguments.parser import settle
 from arguments.read import read_plan
-from arguments.recipe_table import (
-    Row,
-    document,
-    planned,
-    row_of,
-    rows,
-    waiting,
-)
+from arguments.recipe_table import Row, document, planned, row_of, rows, waiting
 from arguments.recipes import recipe_files, recipe_names
 from megatron_moe.config.model_differences import differences
 from megatron_moe.config.parallel import Launch

@@ -3,11 +3,7 @@
 import pytest
 
 from arguments.errors import FlagErrors
-from megatron_moe.config.faults import (
-    ALLOWED,
-    KINDS,
-    parse_fault,
-)
+from megatron_moe.config.faults import ALLOWED, KINDS, parse_fault
 from tests.helpers.command_lines import plan_of, texts_of
 
 

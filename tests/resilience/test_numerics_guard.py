@@ -4,11 +4,7 @@ import math
 
 import torch
 
-from megatron_moe.resilience.numerics_guard import (
-    Finding,
-    SpikeLimit,
-    Spikes,
-)
+from megatron_moe.resilience.numerics_guard import Finding, SpikeLimit, Spikes
 
 
 def test_a_spike_is_told_after_a_hundred_values() -> None:

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.config.exit_codes import (
-    DataProblem,
-    ExitCode,
-    OtherRankProblem,
-)
+from megatron_moe.config.exit_codes import DataProblem, ExitCode, OtherRankProblem
 from megatron_moe.resilience.peer_failure import PeerFailures, is_broken_connection
 from megatron_moe.resilience.run_status import RunStatus
 

@@ -9,20 +9,8 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.resilience.requeue import (
-    HISTORY,
-    Ending,
-    decide,
-    judge,
-    read_history,
-    read_report,
-)
-from megatron_moe.resilience.run_status import (
-    STARTED,
-    STATUS,
-    RunStatus,
-    StatusReport,
-)
+from megatron_moe.resilience.requeue import HISTORY, Ending, decide, judge, read_history, read_report
+from megatron_moe.resilience.run_status import STARTED, STATUS, RunStatus, StatusReport
 from tools.requeue import main
 
 AGAIN = {

@@ -6,12 +6,7 @@ import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.resilience.rerun import (
-    Repeatability,
-    RerunResult,
-    judge,
-    same,
-)
+from megatron_moe.resilience.rerun import Repeatability, RerunResult, judge, same
 
 NAN = math.nan
 

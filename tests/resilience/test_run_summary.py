@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.exit_codes import DataProblem
-from megatron_moe.resilience.run_summary import (
-    as_csv,
-    as_markdown,
-    as_text,
-    find_runs,
-    names_of,
-    summarize,
-)
+from megatron_moe.resilience.run_summary import as_csv, as_markdown, as_text, find_runs, names_of, summarize
 from tests.helpers.run_dirs import make_run
 
 

@@ -14,11 +14,7 @@ from pathlib import Path
 import pytest
 
 from arguments.environment import Variable
-from arguments.slurm import (
-    Job,
-    slurm_script,
-    torchrun_script,
-)
+from arguments.slurm import Job, slurm_script, torchrun_script
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.resilience.requeue import read_history
 from megatron_moe.resilience.run_status import StatusReport

@@ -8,12 +8,7 @@ from arguments.flags import Registry
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.kernels.registry import Backend
 from megatron_moe.resilience.machine import Probe
-from megatron_moe.resilience.packages import (
-    PACKAGES,
-    InstalledPackage,
-    Package,
-    find_all,
-)
+from megatron_moe.resilience.packages import PACKAGES, InstalledPackage, Package, find_all
 from tools import doctor
 
 REGISTRY = Registry.declared()

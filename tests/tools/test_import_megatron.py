@@ -21,18 +21,9 @@ from torch import Tensor
 from megatron_moe.checkpoint.load import read_manifest
 from megatron_moe.checkpoint.megatron import source
 from megatron_moe.checkpoint.megatron.per_rank import PerRank
-from megatron_moe.checkpoint.megatron.pickles import (
-    Inert,
-    load_archive,
-    load_pickle,
-)
+from megatron_moe.checkpoint.megatron.pickles import Inert, load_archive, load_pickle
 from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES as DTYPES
-from megatron_moe.checkpoint.tensor_shards import (
-    FileReader,
-    SavedTensor,
-    TensorBox,
-    fill,
-)
+from megatron_moe.checkpoint.tensor_shards import FileReader, SavedTensor, TensorBox, fill
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from tests.helpers.tolerances import BF16_RUN, EXACT

@@ -17,12 +17,7 @@ from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import total_bytes
 from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.checkpoint import CheckpointConfig
-from megatron_moe.config.exit_codes import (
-    CheckpointProblem,
-    NumericsProblem,
-    Preempted,
-    SaveProblem,
-)
+from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.memory import checkpoint_bytes
@@ -31,13 +26,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train import checkpointing as checkpoints_module
-from megatron_moe.train.checkpointing import (
-    PROGRESS,
-    Checkpointing,
-    ProgressLog,
-    RunPosition,
-    saved_tensors,
-)
+from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLog, RunPosition, saved_tensors
 from megatron_moe.train.train_state import TrainState, check_train_state
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny

@@ -16,11 +16,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.pipeline_stage import Pipeline
-from tests.helpers import (
-    tiny,
-    tiny_data,
-    tiny_models,
-)
+from tests.helpers import tiny, tiny_data, tiny_models
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 from tests.train.test_trainer import STEPS, train

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer, record_steps
-from megatron_moe.config.memory import (
-    ActivationOffloadConfig,
-    CudaGraphConfig,
-    MemoryConfig,
-    RecomputeConfig,
-)
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.memory import ActivationOffloadConfig, CudaGraphConfig, MemoryConfig, RecomputeConfig
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -156,8 +147,7 @@ def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "number, interval, sizes",
-    [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])],
+    "number, interval, sizes", [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])]
 )
 def test_one_product_takes_the_rows_of_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
     """Of two layers with two stacks each. Evaluations in between bring none."""

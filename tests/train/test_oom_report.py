@@ -15,14 +15,7 @@ from megatron_moe.cost_model.hardware import GIB
 from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.planner.memory_options import more_switches, saved
-from megatron_moe.train.oom_report import (
-    _NO_HOST_MEMORY,
-    REPORT,
-    DeviceMemory,
-    helpful,
-    out_of_memory,
-    room_asked_for,
-)
+from megatron_moe.train.oom_report import _NO_HOST_MEMORY, REPORT, DeviceMemory, helpful, out_of_memory, room_asked_for
 from tests.helpers import tiny
 from tests.helpers.tiny_models import mlp_config
 

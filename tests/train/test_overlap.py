@@ -9,11 +9,7 @@ import torch
 
 from megatron_moe.build import record_steps
 from megatron_moe.config.memory import CudaGraphConfig
-from megatron_moe.config.model import (
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -29,11 +25,7 @@ from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.thinned import thinned
-from tests.helpers.tolerances import (
-    EXACT,
-    FP64_LAYOUT,
-    Tolerance,
-)
+from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),

@@ -14,12 +14,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
-from tests.helpers.pipelines import (
-    laid_out,
-    make_trainer,
-    train,
-    train_on_ranks,
-)
+from tests.helpers.pipelines import laid_out, make_trainer, train, train_on_ranks
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 

@@ -17,12 +17,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
-from tests.helpers.pipelines import (
-    laid_out,
-    make_trainer,
-    run_steps,
-    together,
-)
+from tests.helpers.pipelines import laid_out, make_trainer, run_steps, together
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 

@@ -9,11 +9,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import (
-    TORCH_DTYPES,
-    SavedTensor,
-    fill,
-)
+from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES, SavedTensor, fill
 from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.precision import PrecisionConfig

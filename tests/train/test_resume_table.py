@@ -21,11 +21,7 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.train.checkpointing import saved_tensors
 from tests.helpers import tiny
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
-from tests.train.test_checkpointing import (
-    Run,
-    plan_of,
-    start,
-)
+from tests.train.test_checkpointing import Run, plan_of, start
 
 
 @pytest.fixture(scope="module")

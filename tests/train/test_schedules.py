@@ -9,12 +9,7 @@ from megatron_moe.build import build_data, build_model, introduction
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
-from tests.helpers.pipelines import (
-    KERNELS,
-    laid_out,
-    train,
-    train_on_ranks,
-)
+from tests.helpers.pipelines import KERNELS, laid_out, train, train_on_ranks
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 

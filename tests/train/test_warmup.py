@@ -15,14 +15,7 @@ from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
-from megatron_moe.train.warmup import (
-    attempt,
-    cache_folder,
-    take_step,
-    taking_turns,
-    warm_up_kernels,
-    warmed_up,
-)
+from megatron_moe.train.warmup import attempt, cache_folder, take_step, taking_turns, warm_up_kernels, warmed_up
 from tests.helpers import tiny
 
 PATIENCE = 120.0

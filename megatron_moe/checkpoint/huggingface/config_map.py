@@ -8,12 +8,7 @@ from megatron_moe.checkpoint.huggingface import deepseek, grouped_query
 from megatron_moe.checkpoint.huggingface.config_reader import HFConfig
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
-from megatron_moe.config.model import (
-    InitConfig,
-    LayerConfig,
-    ModelConfig,
-    MTPConfig,
-)
+from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
 
 FAMILIES = (
     ("mixtral", grouped_query.mixtral),

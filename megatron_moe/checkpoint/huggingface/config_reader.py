@@ -4,13 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    MLAConfig,
-    NormConfig,
-    RopeConfig,
-    yarn_mscale,
-)
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig, RopeConfig, yarn_mscale
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import (

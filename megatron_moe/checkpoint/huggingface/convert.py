@@ -18,17 +18,9 @@ from torch import Tensor, nn
 from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.huggingface import weight_map
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
-from megatron_moe.checkpoint.huggingface.export import (
-    SHARD_BYTES,
-    Export,
-    write_folder,
-)
+from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
-from megatron_moe.checkpoint.huggingface.load import (
-    load_notes,
-    match_weights,
-    weight_tensors,
-)
+from megatron_moe.checkpoint.huggingface.load import load_notes, match_weights, weight_tensors
 from megatron_moe.checkpoint.manifest import Manifest
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import (
@@ -43,11 +35,7 @@ from megatron_moe.checkpoint.tensor_shards import (
     tensor_key,
 )
 from megatron_moe.checkpoint.verify import open_verified
-from megatron_moe.config.exit_codes import (
-    CheckpointProblem,
-    EnvironmentProblem,
-    listed,
-)
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, listed
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.parallel.context import ParallelContext
 

@@ -10,12 +10,7 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
     read_norm,
     read_rope,
 )
-from megatron_moe.config.attention import (
-    CoreAttentionConfig,
-    MLAConfig,
-    NormConfig,
-    yarn_mscale,
-)
+from megatron_moe.config.attention import CoreAttentionConfig, MLAConfig, NormConfig, yarn_mscale
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig, SharedExpertsConfig
 
@@ -90,8 +85,7 @@ def _mla(config: HFConfig, interleaved: bool) -> MLAConfig:
     rope = read_rope(config, rope_dim, 10000.0, interleaved)
     mscale = yarn_mscale(rope.scaling_factor, rope.mscale_all_dim) if rope.scaling == "yarn" else 1.0
     core = CoreAttentionConfig(
-        softmax_scale=(nope_dim + rope_dim) ** -0.5 * mscale**2,
-        dropout=float(config.get("attention_dropout", 0.0)),
+        softmax_scale=(nope_dim + rope_dim) ** -0.5 * mscale**2, dropout=float(config.get("attention_dropout", 0.0))
     )
     return MLAConfig(
         hidden_size=config.integer("hidden_size"),

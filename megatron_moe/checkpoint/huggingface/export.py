@@ -17,11 +17,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.huggingface import weight_map
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.checkpoint.huggingface.folder import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-)
+from megatron_moe.checkpoint.huggingface.folder import CONFIG, INDEX, SINGLE
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import bytes_of, safetensors_header
 from megatron_moe.config.exit_codes import CheckpointProblem, listed

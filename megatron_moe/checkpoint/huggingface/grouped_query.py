@@ -11,17 +11,9 @@ from megatron_moe.checkpoint.huggingface.config_reader import (
     read_rope,
 )
 from megatron_moe.checkpoint.huggingface.deepseek import read_sigmoid_moe
-from megatron_moe.config.attention import (
-    AttentionConfig,
-    CoreAttentionConfig,
-    NormConfig,
-)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, NormConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import (
-    ActivationConfig,
-    MoEConfig,
-    SharedExpertsConfig,
-)
+from megatron_moe.config.moe import ActivationConfig, MoEConfig, SharedExpertsConfig
 
 
 def mixtral(config: HFConfig) -> tuple[LayerConfig, ...]:

@@ -162,10 +162,7 @@ _LATENT = (
 
 def _mlp(name: str, hf_name: str) -> tuple[NameRule, ...]:
     gate, up, down = (f"{hf_name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return (
-        NameRule(f"{name}.linear_fc1.weight", (gate, up), GateUp()),
-        NameRule(f"{name}.linear_fc2.weight", (down,)),
-    )
+    return (NameRule(f"{name}.linear_fc1.weight", (gate, up), GateUp()), NameRule(f"{name}.linear_fc2.weight", (down,)))
 
 
 _DENSE = _mlp("mlp", "mlp")

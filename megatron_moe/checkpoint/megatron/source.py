@@ -8,22 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.megatron.names import (
-    IGNORED,
-    KINDS,
-    QUERY_NORM,
-    STATE,
-    Location,
-    candidate_locations,
-)
+from megatron_moe.checkpoint.megatron.names import IGNORED, KINDS, QUERY_NORM, STATE, Location, candidate_locations
 from megatron_moe.checkpoint.megatron.per_rank import FILE, PerRank
 from megatron_moe.checkpoint.megatron.torch_dist import TorchDist
-from megatron_moe.checkpoint.tensor_shards import (
-    PendingBox,
-    SavedTensor,
-    TensorBox,
-    tensor_key,
-)
+from megatron_moe.checkpoint.tensor_shards import PendingBox, SavedTensor, TensorBox, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
 
 Source = TorchDist | PerRank

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.megatron.pickles import (
-    MAX_PICKLE_BYTES,
-    LazyTensor,
-    Record,
-    load_archive,
-    load_pickle,
-)
+from megatron_moe.checkpoint.megatron.pickles import MAX_PICKLE_BYTES, LazyTensor, Record, load_archive, load_pickle
 from megatron_moe.checkpoint.storage import open_regular, read_bounded
 from megatron_moe.checkpoint.tensor_shards import block_slices, intersection
 from megatron_moe.config.exit_codes import CheckpointProblem

@@ -11,17 +11,8 @@ from torch import Tensor
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.memory.cuda_graphs.capture import Capture, Recorder
-from megatron_moe.memory.cuda_graphs.layer_graphs import (
-    MIB,
-    MetricRecorder,
-    StaticGradAccumulator,
-    static_context,
-)
-from megatron_moe.memory.pytree import (
-    Form,
-    flatten,
-    unflatten,
-)
+from megatron_moe.memory.cuda_graphs.layer_graphs import MIB, MetricRecorder, StaticGradAccumulator, static_context
+from megatron_moe.memory.pytree import Form, flatten, unflatten
 
 Work = Callable[[Sequence[MicroBatch]], Tensor]
 """Leaves the gradients of the microbatches in the sinks; gives the sums that the step needs."""

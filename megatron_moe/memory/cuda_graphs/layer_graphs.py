@@ -20,17 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.logs.metrics import (
-    Fold,
-    MetricAccumulator,
-    Reduction,
-)
+from megatron_moe.logs.metrics import Fold, MetricAccumulator, Reduction
 from megatron_moe.memory.cuda_graphs.capture import Capture, Recorder
-from megatron_moe.memory.pytree import (
-    Form,
-    flatten,
-    unflatten,
-)
+from megatron_moe.memory.pytree import Form, flatten, unflatten
 from megatron_moe.parallel.parameter import Parameter
 
 Function = Callable[[Any, MicrobatchContext], Any]

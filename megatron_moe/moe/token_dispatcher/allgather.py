@@ -12,11 +12,7 @@ from torch import Tensor
 from megatron_moe.kernels.ops import RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
-from megatron_moe.parallel.exchange import (
-    AllGather,
-    PendingExchange,
-    ReduceScatter,
-)
+from megatron_moe.parallel.exchange import AllGather, PendingExchange, ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -75,10 +71,7 @@ class AllGatherDispatcher:
             bound = len(tokens_TH) * min(choices.shape[1], self.num_local)
             index, probs_R = first_rows(index, bound), probs_R[:bound]
         rows = DispatchedTokens(
-            data=self.kernels.permute(tokens_TH, index),
-            probs_R=probs_R,
-            offsets_e=index.offsets_E,
-            bound=len(probs_R),
+            data=self.kernels.permute(tokens_TH, index), probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R)
         )
         return rows, AllGatherHandle(index, len(tokens_TH))
 

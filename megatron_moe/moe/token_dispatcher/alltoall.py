@@ -15,11 +15,7 @@ from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm,
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.exchange import (
-    AllGather,
-    AllToAll,
-    PendingExchange,
-)
+from megatron_moe.parallel.exchange import AllGather, AllToAll, PendingExchange
 from megatron_moe.parallel.grid import expert_grid
 
 ReadRows = Callable[[Tensor, int], list[list[int]]]

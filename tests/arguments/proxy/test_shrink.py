@@ -12,11 +12,7 @@ from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.run import RunPlan
 from tests.helpers.command_lines import SMALL, words
-from tests.helpers.zoo import (
-    ZooRow,
-    command_line,
-    zoo_rows,
-)
+from tests.helpers.zoo import ZooRow, command_line, zoo_rows
 
 ROWS = zoo_rows()
 

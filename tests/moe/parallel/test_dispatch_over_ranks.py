@@ -22,10 +22,7 @@ from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_REF
-from tests.moe.parallel.folded import (
-    name_of,
-    parallel,
-)
+from tests.moe.parallel.folded import name_of, parallel
 from tests.moe.parallel.traffic import counted_traffic
 from tests.moe.routings import dense, draw, sparse
 

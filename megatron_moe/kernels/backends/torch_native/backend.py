@@ -21,14 +21,7 @@ from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.low_precision_state import PackedState, round_weights
-from megatron_moe.kernels.ops import (
-    AdamWStep,
-    GroupedPart,
-    PositionSpan,
-    RowIndex,
-    internal_dtype,
-    mark_nonfinite,
-)
+from megatron_moe.kernels.ops import AdamWStep, GroupedPart, PositionSpan, RowIndex, internal_dtype, mark_nonfinite
 from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference_blocks import merge_
 from megatron_moe.parallel.param_meta import Part
@@ -432,12 +425,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
 
 def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    move: AdamWStep,
-    weights: Tensor | None = None,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
     """Torch's fused kernel leaves the scaled gradient in `grad`.
 

@@ -62,11 +62,7 @@ class _Activation(torch.autograd.Function):
                 CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None, ROWS=rows, COLUMNS=columns,
             )  # fmt: skip
         shape = grads[0].shape[:-1]
-        return (
-            grad_x_RF.view(*shape, x_RF.shape[1]),
-            None if grad_probs_R is None else grad_probs_R.view(shape),
-            None,
-        )
+        return (grad_x_RF.view(*shape, x_RF.shape[1]), None if grad_probs_R is None else grad_probs_R.view(shape), None)
 
 
 def _tile(width: int, elements: int, most_columns: int) -> tuple[int, int]:

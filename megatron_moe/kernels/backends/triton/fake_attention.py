@@ -145,12 +145,7 @@ def is_served(q_SBND: Tensor, v_SBGE: Tensor) -> bool:
 class _SpecialAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q_SBND: Tensor,
-        k_SBGD: Tensor,
-        v_SBGE: Tensor,
-        sinks_N: Tensor | None,
-        segments_BS: Tensor | None,
+        ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, sinks_N: Tensor | None, segments_BS: Tensor | None
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_SBND, k_SBGD, v_SBGE))
         segments_BS = None if segments_BS is None else segments_BS.contiguous()

@@ -19,13 +19,7 @@ from megatron_moe.kernels.backends.triton.sizes import (
     rows_of,
     sort_blocks,
 )
-from megatron_moe.kernels.ops import (
-    BalanceSums,
-    RoutedTokens,
-    RowIndex,
-    internal_dtype,
-    most_rows,
-)
+from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype, most_rows
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.permute import RowCopies
 

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton import fake_attention, fake_routing
-from megatron_moe.kernels.backends.triton.sizes import (
-    EMBEDDING_ROWS,
-    HOPPER_MULTIPROCESSORS,
-    norm_programs,
-    rows_of,
-)
+from megatron_moe.kernels.backends.triton.sizes import EMBEDDING_ROWS, HOPPER_MULTIPROCESSORS, norm_programs, rows_of
 from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWStep, GroupedPart
 
@@ -169,12 +164,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    move: AdamWStep,
-    weights: Tensor | None = None,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
     """In place."""
 

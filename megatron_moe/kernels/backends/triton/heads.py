@@ -88,13 +88,7 @@ def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[s
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
     heads, keys = heads_tiles(groups * heads_per_group, groups, width, turned)
-    return {
-        "PAIRS": pairs,
-        "REST": rest,
-        "HAS_REST": turned < width,
-        "HEADS": heads,
-        "GROUPS": keys,
-    }
+    return {"PAIRS": pairs, "REST": rest, "HAS_REST": turned < width, "HEADS": heads, "GROUPS": keys}
 
 
 @triton.jit

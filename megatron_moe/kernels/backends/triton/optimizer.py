@@ -26,12 +26,7 @@ LEAST_EXPONENT = tl.constexpr(low_precision_state.LEAST_EXPONENT)
 
 
 def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    move: AdamWStep,
-    weights: Tensor | None = None,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
     states = (PackedState("plain", master), PackedState("plain", exp_avg), PackedState("plain", exp_avg_sq))

@@ -13,11 +13,7 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, pow
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
 from megatron_moe.kernels.backends.triton.sizes import ROUTE_TILE, route_programs
-from megatron_moe.kernels.ops import (
-    BalanceSums,
-    RoutedTokens,
-    internal_dtype,
-)
+from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 
 BACKWARD_TILE = 1024
