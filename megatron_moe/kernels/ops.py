@@ -16,6 +16,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, RouterConfig
 from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.pages import Pages
+from megatron_moe.kernels.push_channel import PushChannel
 from megatron_moe.parallel.param_meta import Part
 
 
@@ -337,6 +338,34 @@ class Kernels(Protocol):
 
     def gather_probs(self, probs: Tensor, index: RowIndex) -> Tensor:
         """probs [T, K] or [T, E] -> [R], 0 for rows that hold nothing. Differentiable."""
+        ...
+
+    # exchanges between the ranks of one host, through symmetric memory; see `push_channel.py`
+    def push_tokens(
+        self, tokens_TH: Tensor, ids_TK: Tensor, values_TK: Tensor | None, owner_EP: Tensor, channel: PushChannel
+    ) -> None:
+        """Copies token t to slot [this rank, t] of every rank p for which `owner_EP` (bool) is True for one of its
+        experts. With `values_TK` in promote(fp32, dtype), ids and values go to all ranks."""
+        ...
+
+    def push_sums(self, rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:
+        """Sums the rows of each of the G = P * T tokens of `index` in promote(fp32, dtype), and stores the sum in slot
+        [this rank, t] of the token's rank, where it has rows; and so the values of the choices that have rows."""
+        ...
+
+    def sum_partials(
+        self, ids_TK: Tensor, owner_EP: Tensor, channel: PushChannel, *, with_values: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Adds the slots [p, t] of the ranks that hold experts of token t, in the order of the ranks and in
+        promote(fp32, dtype) -> ([T, H], and the values [T, K] of the choices)."""
+        ...
+
+    def wait_for_peers(self, channel: PushChannel) -> None:
+        """Waits until all ranks have pushed the current epoch; sets `channel.missing` after the timeout."""
+        ...
+
+    def acknowledge(self, channel: PushChannel) -> None:
+        """Sets the acknowledgement flag of this rank to the current epoch, on all ranks."""
         ...
 
     # rows in pages

@@ -30,6 +30,11 @@ from megatron_moe.kernels.reference_blocks import visible_between
 from megatron_moe.kernels.reference_pages import free_pages as free_pages
 from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows
+from megatron_moe.kernels.reference_push import acknowledge as acknowledge
+from megatron_moe.kernels.reference_push import push_sums as push_sums
+from megatron_moe.kernels.reference_push import push_tokens as push_tokens
+from megatron_moe.kernels.reference_push import sum_partials as sum_partials
+from megatron_moe.kernels.reference_push import wait_for_peers as wait_for_peers
 from megatron_moe.kernels.reference_routing import count_tokens as count_tokens
 from megatron_moe.kernels.reference_routing import gate_product as gate_product
 from megatron_moe.kernels.reference_routing import gather_probs as gather_probs

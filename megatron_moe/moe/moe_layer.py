@@ -19,11 +19,12 @@ from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Dispatcher, ExpertComm, Routing
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
-    {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+    {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": SymmetricDispatcher}
 )
 
 

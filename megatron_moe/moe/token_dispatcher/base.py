@@ -86,14 +86,33 @@ class ExpertComm:
     """bool scalar on the device: a dispatch of this step on this rank exceeded its bound. None: that cannot happen.
     The same on all ranks, whether or not they hold an MoE layer, because they reduce it together."""
 
-    def __init__(self, ctx: ParallelContext, kernels: Kernels, dispatcher: type[Dispatcher[Any]]) -> None:
-        """`dispatcher`: class of the dispatcher of every layer."""
+    push: Any = None
+    """Resources of the symmetric-memory dispatcher; set by the first one."""
+
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        kernels: Kernels,
+        dispatcher: type[Dispatcher[Any]],
+        *,
+        row_capacity_factor: float | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """Creates the resources.
+
+        Args:
+            dispatcher: class of the dispatcher of every layer.
+            row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
+                dispatchers that can overflow.
+            num_sms: multiprocessors of a push; None: all.
+        """
         self.ctx = ctx
         self.kernels = kernels
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.dispatcher = dispatcher
+        self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
         self.overflow = None
-        if dispatcher.can_overflow:
+        if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), dtype=torch.bool, device=ctx.device)
 
     def new_dispatcher(self, num_experts: int) -> Dispatcher[Any]:

@@ -25,6 +25,11 @@ from megatron_moe.kernels.backends.triton.optimizer import adamw_packed_ as adam
 from megatron_moe.kernels.backends.triton.pages import free_pages as free_pages
 from megatron_moe.kernels.backends.triton.pages import pack_rows as pack_rows
 from megatron_moe.kernels.backends.triton.pages import unpack_rows as unpack_rows
+from megatron_moe.kernels.backends.triton.push import acknowledge as acknowledge
+from megatron_moe.kernels.backends.triton.push import push_sums as push_sums
+from megatron_moe.kernels.backends.triton.push import push_tokens as push_tokens
+from megatron_moe.kernels.backends.triton.push import sum_partials as sum_partials
+from megatron_moe.kernels.backends.triton.push import wait_for_peers as wait_for_peers
 from megatron_moe.kernels.backends.triton.rope import rope as rope
 from megatron_moe.kernels.backends.triton.routing.op import route as route
 from megatron_moe.kernels.backends.triton.rows import gather_probs as gather_probs
@@ -57,6 +62,11 @@ PROVIDES = (
     "permute",
     "unpermute",
     "gather_probs",
+    "push_tokens",
+    "push_sums",
+    "sum_partials",
+    "wait_for_peers",
+    "acknowledge",
     "pack_rows",
     "unpack_rows",
     "free_pages",

@@ -1,0 +1,133 @@
+"""Receive slots in symmetric memory through which the ranks of a group exchange the tokens of an MoE layer.
+
+Exchanges of one channel are numbered by an epoch, which starts at 1. In every exchange each rank
+
+1. pushes: waits until all ranks have acknowledged the epoch before, writes to the slots of other ranks, and then sets
+   its arrival flag on every rank to the new epoch (`push_tokens`, `push_sums`);
+2. waits for the arrival flags of all ranks (`wait_for_peers`);
+3. reads its own slots;
+4. acknowledges: sets its acknowledgement flag on every rank (`acknowledge`), after which the slots may be overwritten.
+
+Epochs and flags are on the device and only grow, so a CUDA graph can replay an exchange. All ranks of the group run the
+exchanges of a channel in the same order, and each finishes one before it starts the next.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLAG_STRIDE = 32
+"""int32 elements between two flags: 128 bytes, so that ranks do not write to the same cache line."""
+_ALIGNMENT = 256
+
+Allocate = Callable[[int], tuple[Tensor, ...]]
+"""num_bytes -> uint8 [num_bytes] of every rank of the group, zeros."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelShape:
+    """Sizes of a channel; the same on all ranks."""
+
+    num_ranks: int
+    num_tokens: int
+    """T of every rank."""
+    width: int
+    """H."""
+    topk: int
+    dtype: torch.dtype
+    """Of the tokens. Values that belong to choices have promote(fp32, dtype)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PushChannel:
+    """Slots and flags of all ranks of a group, P of them, seen from one rank."""
+
+    shape: ChannelShape
+    rank: int
+    """Index of this rank in the group."""
+    tokens: tuple[Tensor, ...]
+    """Per rank: [P, T, H], where [p, t] receives token t of rank p, or the partial sum of rank p for token t."""
+    ids: tuple[Tensor, ...]
+    """Per rank: int32 [P, T, K] expert ids."""
+    values: tuple[Tensor, ...]
+    """Per rank: [P, T, K], probabilities or their gradients, in promote(fp32, dtype)."""
+    arrived: tuple[Tensor, ...]
+    """Per rank: int32 [P, FLAG_STRIDE]; [p, 0] is the last epoch that rank p has pushed."""
+    acknowledged: tuple[Tensor, ...]
+    """Per rank: int32 [P, FLAG_STRIDE]; [p, 0] is the last epoch that rank p has read."""
+    epoch: Tensor
+    """int32 [2]: number of the last push of this rank; programs of the current push that have finished."""
+    addresses: Tensor
+    """int64 [5, P]: addresses of `tokens`, `ids`, `values`, `arrived` and `acknowledged` of all ranks."""
+    missing: Tensor
+    """int32 scalar in memory that the host can read: 1 + the first rank that did not arrive within `timeout_s`, or 0.
+    Pinned if the channel is on a GPU."""
+    timeout_s: float
+    num_programs: int | None
+    """Thread blocks of a push; None: one per multiprocessor of the GPU."""
+
+    @property
+    def received(self) -> Tensor:
+        """[P * T, H]: this rank's slots."""
+        return self.tokens[self.rank].flatten(0, 1)
+
+    @property
+    def received_ids(self) -> Tensor:
+        """int32 [P * T, K]."""
+        return self.ids[self.rank].flatten(0, 1)
+
+    @property
+    def received_values(self) -> Tensor:
+        """[P * T, K]."""
+        return self.values[self.rank].flatten(0, 1)
+
+
+def new_channel(
+    shape: ChannelShape, rank: int, allocate: Allocate, timeout_s: float, num_programs: int | None
+) -> PushChannel:
+    """Allocates a channel. Collective over its group."""
+    num, choices = shape.num_ranks, (shape.num_ranks, shape.num_tokens, shape.topk)
+    wide = torch.promote_types(torch.float32, shape.dtype)
+    specs: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((num, shape.num_tokens, shape.width), shape.dtype),
+        (choices, torch.int32),
+        (choices, wide),
+        ((num, FLAG_STRIDE), torch.int32),
+        ((num, FLAG_STRIDE), torch.int32),
+    ]
+    starts, num_bytes = [], 0
+    for size, dtype in specs:
+        starts.append(num_bytes)
+        num_bytes += -(-_num_bytes(size, dtype) // _ALIGNMENT) * _ALIGNMENT
+    parts = allocate(num_bytes)
+    views = [
+        tuple(part[start : start + _num_bytes(size, dtype)].view(dtype).view(size) for part in parts)
+        for start, (size, dtype) in zip(starts, specs, strict=True)
+    ]
+    tokens, ids, values, arrived, acknowledged = views
+    device = parts[rank].device
+    on_gpu = device.type == "cuda"
+    return PushChannel(
+        shape=shape,
+        rank=rank,
+        tokens=tokens,
+        ids=ids,
+        values=values,
+        arrived=arrived,
+        acknowledged=acknowledged,
+        epoch=torch.zeros(2, dtype=torch.int32, device=device),
+        addresses=torch.tensor([[_address(each) for each in view] for view in views], device=device),
+        missing=torch.zeros((), dtype=torch.int32, device="cpu" if on_gpu else device, pin_memory=on_gpu),
+        timeout_s=timeout_s,
+        num_programs=num_programs,
+    )
+
+
+def _num_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(size).numel() * dtype.itemsize
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.device.type == "meta" else tensor.data_ptr()

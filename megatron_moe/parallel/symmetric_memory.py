@@ -1,0 +1,69 @@
+"""Symmetric memory: one buffer per rank of a group, which every rank of the group can read and write.
+
+On GPUs of one NVLink host the buffers are those of `torch.distributed._symmetric_memory` (peer-to-peer mappings, no
+multicast). Ranks that are threads share tensors; ranks that are CPU processes of one host map files in shared memory.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_moe.parallel.collectives import gather_objects
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
+from megatron_moe.parallel.mailbox import Letter
+
+SHARED_FOLDER = Path("/dev/shm")
+_LABEL = "symmetric memory"
+
+
+def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
+    """Allocates `num_bytes` zeros on every rank of the group: uint8 [num_bytes] per rank, in group order.
+
+    Collective over the group. The buffers live as long as the tensors.
+    """
+    if ctx.device.type == "cuda":
+        return _from_torch(num_bytes, group, ctx.device)
+    if ctx.device.type == "meta":
+        return tuple(torch.empty(num_bytes, dtype=torch.uint8, device="meta") for _ in group.ranks)
+    return _of_threads(num_bytes, group, ctx) if ctx.mailbox is not None else _of_processes(num_bytes, group)
+
+
+def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    assert group.handle is not None, f"symmetric memory of a group of {group.size}"
+    own = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+    own.zero_()
+    handle = symm_mem.rendezvous(own, group.handle)
+    # No rank writes to a buffer that its owner has not cleared yet.
+    torch.cuda.synchronize(device)
+    dist.barrier(group.handle, device_ids=[device.index])
+    return tuple(
+        own if rank == group.rank else handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)
+    )
+
+
+def _of_threads(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
+    own, this = torch.zeros(num_bytes, dtype=torch.uint8), group.ranks[group.rank]
+    assert ctx.mailbox is not None
+    for peer in group.ranks:
+        if peer != this:
+            ctx.mailbox.post((this, peer, _LABEL), Letter(_LABEL, own))
+    return tuple(own if peer == this else ctx.mailbox.take((peer, this, _LABEL), _LABEL) for peer in group.ranks)
+
+
+def _of_processes(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
+    handle, name = tempfile.mkstemp(prefix="megatron_moe_", dir=SHARED_FOLDER)
+    try:
+        os.ftruncate(handle, num_bytes)
+        names = gather_objects(name, group)
+        parts = tuple(torch.from_file(each, shared=True, size=num_bytes, dtype=torch.uint8) for each in names)
+        gather_objects(None, group)  # every rank has mapped every file
+    finally:
+        os.close(handle)
+        os.unlink(name)
+    return parts

@@ -1,0 +1,109 @@
+"""Pushes between ranks: the Triton kernels, interpreted, against the reference; ranks take turns in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import reference
+from megatron_moe.kernels.backends.triton import backend as triton
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
+from tests.helpers.tolerances import EXACT
+
+EXPERTS = 8
+
+
+def channels(num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0) -> list[PushChannel]:
+    """The same channel seen from every rank."""
+    shape = ChannelShape(num_ranks=num_ranks, num_tokens=num_tokens, width=width, topk=topk, dtype=torch.float32)
+    parts: list[Tensor] = []
+
+    def allocate(num_bytes: int) -> tuple[Tensor, ...]:
+        if not parts:
+            parts.extend(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
+        return tuple(parts)
+
+    return [new_channel(shape, rank, allocate, timeout_s, num_programs=3) for rank in range(num_ranks)]
+
+
+def owners(num_ranks: int) -> Tensor:
+    return torch.eye(num_ranks, dtype=torch.bool).repeat_interleave(EXPERTS // num_ranks, dim=0)
+
+
+def random_ids(num_tokens: int, topk: int, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:topk] for _ in range(num_tokens)])
+    return ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.2, -1)
+
+
+def round_trip(kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: int) -> list[Tensor]:
+    """Two exchanges there and back on the same channels; rows are the tokens times the expert's number plus one."""
+    there, back = (channels(num_ranks, num_tokens, width, topk) for _ in range(2))
+    owner_EP, num_local, found = owners(num_ranks), EXPERTS // num_ranks, []
+    for epoch in range(2):
+        draw = [torch.Generator().manual_seed(10 * epoch + rank) for rank in range(num_ranks)]
+        ids = [random_ids(num_tokens, topk, 10 * epoch + rank) for rank in range(num_ranks)]
+        tokens = [torch.randn(num_tokens, width, generator=draw[rank]) for rank in range(num_ranks)]
+        probs = [torch.rand(num_tokens, topk, generator=draw[rank]) for rank in range(num_ranks)]
+        for rank in range(num_ranks):
+            kernels.push_tokens(tokens[rank], ids[rank], probs[rank], owner_EP, there[rank])
+        for rank in range(num_ranks):
+            kernels.wait_for_peers(there[rank])
+            first = rank * num_local
+            local = there[rank].received_ids.long() - first
+            local = local.masked_fill((local < 0) | (local >= num_local), -1)
+            index: RowIndex = reference.sort_rows(local, num_local, None)
+            rows = reference.permute(there[rank].received, index)
+            values = there[rank].received_values.clone()
+            kernels.acknowledge(there[rank])
+            found += [rows, values]
+            kernels.push_sums(rows, index, values, back[rank])
+        for rank in range(num_ranks):
+            kernels.wait_for_peers(back[rank])
+            found += kernels.sum_partials(ids[rank], owner_EP, back[rank], with_values=True)
+            kernels.acknowledge(back[rank])
+            copies = (ids[rank] >= 0).sum(dim=1, keepdim=True)
+            torch.testing.assert_close(found[-2], tokens[rank] * copies)
+            EXACT.check(found[-1], probs[rank].masked_fill(ids[rank] < 0, 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "width", "topk"), [(2, 5, 16, 2), (4, 9, 24, 3), (4, 1, 8, 1), (1, 3, 8, 2)]
+)
+def test_triton_pushes_what_the_reference_pushes(num_ranks: int, num_tokens: int, width: int, topk: int) -> None:
+    expected = round_trip(reference, num_ranks, num_tokens, width, topk)
+    actual = round_trip(triton, num_ranks, num_tokens, width, topk)
+    for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        EXACT.check(a, e, f"tensor {number}")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_does_not_arrive_is_reported_after_the_timeout(late: int) -> None:
+    both = channels(2, 3, 8, 1, timeout_s=0.05)
+    ids, tokens = random_ids(3, 1, 0), torch.randn(3, 8)
+    here = both[1 - late]
+    reference.push_tokens(tokens, ids, torch.rand(3, 1), owners(2), here)
+    assert here.missing == 0
+    reference.wait_for_peers(here)
+    assert here.missing == late + 1
+
+
+@pytest.mark.parametrize("push", ["push_tokens", "push_sums"])
+def test_slots_are_not_overwritten_before_they_are_acknowledged(push: str) -> None:
+    both = channels(2, 3, 8, 1, timeout_s=0.05)
+    ids, tokens = torch.zeros(3, 1, dtype=torch.int64), torch.randn(3, 8)
+    index = reference.sort_rows(torch.zeros(6, 1, dtype=torch.int64), 1, None)
+    pushes: dict[str, Callable[[PushChannel], None]] = {
+        "push_tokens": lambda channel: reference.push_tokens(tokens, ids, None, owners(2), channel),
+        "push_sums": lambda channel: reference.push_sums(torch.randn(6, 8), index, None, channel),
+    }
+    pushes[push](both[0])
+    pushes[push](both[1])
+    assert both[0].missing == 0
+    reference.acknowledge(both[0])
+    pushes[push](both[0])
+    assert both[0].missing == 2, "rank 1 has not acknowledged the first exchange"
