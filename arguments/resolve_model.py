@@ -235,6 +235,8 @@ def moe_config(flags: Flags) -> MoEConfig:
         shared=_shared(flags),
         latent_size=moe.moe_latent_size,
         dispatcher=moe.moe_token_dispatcher_type,
+        expert_rank_capacity_factor=moe.moe_expert_rank_capacity_factor,
+        flex_dispatcher_num_sms=moe.moe_flex_dispatcher_num_sms,
         shared_overlap=moe.moe_shared_expert_overlap,
     )
 

@@ -152,9 +152,10 @@ def build_model(
 
 def build_expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
     """Shared resources of all token dispatchers; None for a model without MoE layers."""
-    kinds = {layer.feed_forward.dispatcher for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}
+    moe = [layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)]
+    kinds = {each.dispatcher for each in moe}
     assert len(kinds) <= 1, f"token dispatchers {sorted(kinds)} in one model"
-    return new_expert_comm(kinds.pop(), context, kernels) if kinds else None
+    return new_expert_comm(moe[0], context, kernels) if moe else None
 
 
 def build_saved_tensor_policy(

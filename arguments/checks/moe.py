@@ -1,7 +1,7 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import Violation, divisors, functions_returning, missing_feature, unfit_pattern
+from arguments.checks.violation import Violation, divisors, functions_returning, unfit_pattern
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
@@ -149,26 +149,6 @@ def etp_divides_expert_width(
     return (
         f"--moe-ffn-hidden-size {moe_ffn_hidden_size} cannot be divided among {etp} expert-tensor-parallel ranks",
         f"use a divisor of {moe_ffn_hidden_size} for --expert-tensor-parallel-size, for example 1",
-    )
-
-
-@missing_feature
-def flex_needs_one_expert_rank(
-    num_experts: int | None,
-    moe_token_dispatcher_type: str,
-    expert_model_parallel_size: int,
-    expert_tensor_parallel_size: int | None,
-    tensor_model_parallel_size: int,
-) -> Violation:
-    """The communication libraries of the flex dispatcher are not supported yet. On a single expert rank all dispatchers
-    are equivalent."""
-    etp = expert_tensor_parallel_size or tensor_model_parallel_size
-    if not num_experts or moe_token_dispatcher_type != "flex" or expert_model_parallel_size * etp == 1:
-        return None
-    return (
-        f"--moe-token-dispatcher-type flex over {expert_model_parallel_size} expert-parallel x "
-        f"{counted(etp, 'expert-tensor-parallel rank')} is not available yet",
-        "use --moe-token-dispatcher-type alltoall",
     )
 
 

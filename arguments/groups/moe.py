@@ -78,9 +78,10 @@ class MoEFlags:
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float | None = flag(
-        None, status="not yet", harmless=True, note="the number of tokens per rank is not limited"
+        None, status="close", least=0, note="read by the flex dispatcher; more rows repeat the step, none is dropped"
     )
-    """Maximum number of tokens per rank as a multiple of the even share."""
+    """Maximum number of expert rows per rank as a multiple of the even share, which sizes buffers. Not set: the maximum
+    that no routing exceeds."""
 
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
@@ -110,13 +111,16 @@ class MoEFlags:
     """Log balancing losses per layer."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather",
-        status="close",
-        note="flex over several ranks is not available yet; if one rank holds all experts, every type is the same "
-        "local permutation",
+        "allgather", status="close", note="if one rank holds all experts, every type is the same local permutation"
     )
     """Token dispatcher between expert-parallel ranks: all-gather of all tokens, all-to-all to the ranks of the selected
-    experts, or a library (`--moe-flex-dispatcher-backend`)."""
+    experts, or (flex) pushes over NVLink that send each token once to every rank, within one host."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = flag(
+        "deepep", status="close", harmless=True, note="every name selects this program's pushes over NVLink"
+    )
+    """Library of the flex dispatcher."""
+    moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
+    """Multiprocessors of a push of the flex dispatcher. Not set: all."""
     moe_n_hash_layers: int = flag(0, status="not yet", note="every MoE layer has a learned router")
     """Number of first layers whose tokens are routed by hash."""
     moe_routing_trace_path: str | None = flag(

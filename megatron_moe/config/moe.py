@@ -144,6 +144,11 @@ class MoEConfig:
     """Width of the latent space of the routed experts (`--moe-latent-size`); None: they work on the hidden state."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
+    expert_rank_capacity_factor: float | None = None
+    """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
+    (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
+    flex_dispatcher_num_sms: int | None = None
+    """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); not with a latent space."""
 

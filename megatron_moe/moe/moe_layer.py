@@ -80,7 +80,7 @@ class MoELayer(nn.Module):
         if config.latent_size is not None:
             projections = latent_projections(hidden_size, config.latent_size, ctx, kernels)
             self.fc1_latent_proj, self.fc2_latent_proj = projections
-        self.expert_comm = expert_comm or new_expert_comm(config.dispatcher, ctx, kernels)
+        self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
         self.dispatcher = self.expert_comm.new_dispatcher(config.experts.num_experts)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
@@ -201,10 +201,16 @@ def latent_projections(
     return into, out_of
 
 
-def new_expert_comm(kind: str, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
+def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
     """Shared resources of the dispatchers of `--moe-token-dispatcher-type`. With all experts on one rank every kind is
     the local dispatcher."""
     if ctx.group("etp_ep").size == 1:
         return ExpertComm(ctx, kernels, LocalDispatcher)
-    assert kind in DISPATCHERS, f"dispatcher '{kind}' over {ctx.group('etp_ep').size} ranks"
-    return ExpertComm(ctx, kernels, DISPATCHERS[kind])
+    assert config.dispatcher in DISPATCHERS, f"dispatcher '{config.dispatcher}' over {ctx.group('etp_ep').size} ranks"
+    return ExpertComm(
+        ctx,
+        kernels,
+        DISPATCHERS[config.dispatcher],
+        row_capacity_factor=config.expert_rank_capacity_factor,
+        num_sms=config.flex_dispatcher_num_sms,
+    )

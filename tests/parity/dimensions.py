@@ -29,7 +29,7 @@ DIMENSIONS = MappingProxyType(
         "ep": ("1", "2", "4", "8"),
         "etp": ("1", "2"),
         "order": ("dp-pp", "pp-dp"),
-        "dispatcher": ("local", "allgather", "alltoall"),
+        "dispatcher": ("local", "allgather", "alltoall", "flex"),
         "zero": ("off", "on"),
         "overlap": ("off", "grads", "params", "experts"),
         "wgrad": ("together", "apart"),
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),
     (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "together"),
-    (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] == "alltoall"),
+    (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] in ("alltoall", "flex")),
     (("shared", "latent"), lambda c: c["shared"] != "overlap" or c["latent"] == "off"),
     # parts of a sequence draw masks of their own
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),

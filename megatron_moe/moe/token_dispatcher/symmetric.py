@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import Kernels, RowIndex
+from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows
 from megatron_moe.parallel.grid import expert_grid
@@ -135,9 +135,9 @@ class PendingCombine:
 
 class SymmetricDispatcher:
     """Dispatches without host synchronisation between ranks that share memory. The number of rows of a rank is bounded
-    by `ExpertComm.row_capacity_factor` times T * K, and by what no routing exceeds; more rows set the overflow flag. All
-    ranks must have equally many tokens. Rows are sorted by expert, then by source in the order of the etp x ep group,
-    then by token."""
+    by `ExpertComm.row_capacity_factor` times T * K, and by what no routing exceeds; more rows set the overflow flag.
+    All ranks must have equally many tokens. Rows are sorted by expert, then by source in the order of the etp x ep
+    group, then by token."""
 
     host_reads = 0
     can_overflow = True

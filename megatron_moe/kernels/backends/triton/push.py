@@ -32,8 +32,8 @@ def push_tokens(
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
         shape.num_tokens, shape.width, tokens_TH.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
-        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS, COLUMNS=columns,
-        WITH_CHOICES=values_TK is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS,
+        COLUMNS=columns, WITH_CHOICES=values_TK is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
     )  # fmt: skip
 
 
@@ -47,8 +47,8 @@ def push_sums(rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channe
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
         shape.num_tokens, shape.width, rows_RH.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
-        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS, COLUMNS=columns,
-        WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS,
+        COLUMNS=columns, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
     )  # fmt: skip
 
 
@@ -82,7 +82,8 @@ def wait_for_peers(channel: PushChannel) -> None:
 def acknowledge(channel: PushChannel) -> None:
     """See `Kernels.acknowledge`."""
     _acknowledge[(1,)](
-        channel.addresses, channel.epoch, RANK=channel.rank, NUM_RANKS=channel.shape.num_ranks, STRIDE=FLAG_STRIDE, num_warps=1,
+        channel.addresses, channel.epoch,
+        RANK=channel.rank, NUM_RANKS=channel.shape.num_ranks, STRIDE=FLAG_STRIDE, num_warps=1,
     )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def _timeout_ns(channel: PushChannel) -> int:
 
 
 @triton.jit
-def _flags_below(flags_ptr, epoch, STRIDE: tl.constexpr, rank):
+def _is_late(flags_ptr, epoch, rank, STRIDE: tl.constexpr):
     """Whether the flag of a rank has not reached the epoch; acquires what the rank has written before it."""
     return tl.atomic_add(flags_ptr + rank * STRIDE, 0, sem="acquire", scope="sys") - epoch < 0
 
@@ -104,19 +105,18 @@ def _flags_below(flags_ptr, epoch, STRIDE: tl.constexpr, rank):
 def _wait(
     flags_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Waits until the flags of all ranks have reached the epoch; after the deadline stores the first late rank."""
+    """Waits until the flags of all ranks have reached the epoch; after the timeout stores the late rank and returns."""
     if not INTERPRETED:
         start = tl.extra.cuda.globaltimer()
         for rank in tl.static_range(NUM_RANKS):
-            late = _flags_below(flags_ptr, epoch, STRIDE, rank)
-            given_up = False
-            while late & (not given_up):
-                given_up = (tl.extra.cuda.globaltimer() - start > timeout_ns) | (
-                    tl.load(missing_ptr, volatile=True) > 0
-                )
-                late = _flags_below(flags_ptr, epoch, STRIDE, rank)
+            late = _is_late(flags_ptr, epoch, rank, STRIDE)
             if late:
-                tl.atomic_cas(missing_ptr, 0, rank + 1, scope="sys")
+                waits = tl.load(missing_ptr, volatile=True) == 0
+                while waits:
+                    late = _is_late(flags_ptr, epoch, rank, STRIDE)
+                    waits = late & (tl.extra.cuda.globaltimer() - start < timeout_ns)
+                if late:
+                    tl.store(missing_ptr, rank + 1)
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def _signal_after_last_program(
 def _push_tokens(
     tokens_ptr, ids_ptr, values_ptr, owner_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(epoch_ptr)
     _wait(acknowledged_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS, STRIDE, INTERPRETED)
@@ -181,8 +181,8 @@ def _push_tokens(
 def _push_sums(
     rows_ptr, places_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    WITH_VALUES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WITH_VALUES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(epoch_ptr)
     _wait(acknowledged_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS, STRIDE, INTERPRETED)

@@ -1,0 +1,222 @@
+"""Times the token dispatchers alone over the GPUs of this host, and checks them against the all-to-all dispatcher.
+
+    python benchmarks/harness/bench_dispatch.py [--gpus 2] [--programs 8 16 32 132] [--output-dir benchmarks]
+
+Writes `<date>-<machine>-dispatch.md`: microseconds of dispatch, combine and their backwards (median of the slowest
+rank), and GB/s on the wire of the pushes, counting each token once per remote rank. Tokens and routing are random;
+every expert is equally likely.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
+
+from megatron_moe.config.parallel import Launch, ParallelConfig  # noqa: E402
+from megatron_moe.config.run import KernelConfig  # noqa: E402
+from megatron_moe.kernels.registry import select_kernels  # noqa: E402
+from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
+from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing  # noqa: E402
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # noqa: E402
+from megatron_moe.parallel.context import ParallelContext  # noqa: E402
+
+WARMUP, REPEATS = 5, 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An MoE layer's exchange."""
+
+    name: str
+    num_experts: int
+    topk: int
+    num_tokens: int = 8192
+    hidden_size: int = 2048
+
+
+SHAPES = (Shape("E128 K8", 128, 8), Shape("E64 K6", 64, 6))
+PARTS = ("dispatch", "combine", "combine backward", "dispatch backward")
+
+
+def random_routing(shape: Shape, rank: int, device: torch.device) -> Routing:
+    """Random distinct experts; every expert is equally likely."""
+    draw = torch.Generator(device).manual_seed(rank)
+    ids_TK = torch.rand(shape.num_tokens, shape.num_experts, device=device, generator=draw).topk(shape.topk).indices
+    probs_TK = torch.rand(shape.num_tokens, shape.topk, device=device, generator=draw)
+    counts_E = torch.bincount(ids_TK.flatten(), minlength=shape.num_experts)
+    return Routing(num_experts=shape.num_experts, ids_TK=ids_TK, probs_TK=probs_TK.requires_grad_(), counts_E=counts_E)
+
+
+def remote_copies(shape: Shape, routing: Routing, num_ranks: int, rank: int) -> int:
+    """Pairs of a token of this rank and another rank that holds one of its experts."""
+    assert routing.ids_TK is not None
+    visited_TP = torch.zeros(shape.num_tokens, num_ranks, dtype=torch.bool, device=routing.ids_TK.device)
+    visited_TP.scatter_(1, routing.ids_TK // (shape.num_experts // num_ranks), True)
+    visited_TP[:, rank] = False
+    return int(visited_TP.sum())
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Median microseconds of each part, and the tensors for a comparison."""
+
+    microseconds: dict[str, float]
+    tensors: dict[str, Tensor]
+
+
+def run_dispatcher(kind: Any, shape: Shape, ctx: ParallelContext, num_sms: int | None = None) -> Timed:
+    """Times one dispatcher; the experts are replaced by a multiplication with the probability."""
+    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
+    comm = ExpertComm(ctx, kernels, kind, row_capacity_factor=1.25, num_sms=num_sms)
+    dispatcher = comm.new_dispatcher(shape.num_experts)
+    routing = random_routing(shape, ctx.rank, ctx.device)
+    draw = torch.Generator(ctx.device).manual_seed(100 + ctx.rank)
+    size = (shape.num_tokens, shape.hidden_size)
+    tokens_TH = torch.randn(size, device=ctx.device, generator=draw).bfloat16().requires_grad_()
+    grad_TH = torch.randn(size, device=ctx.device, generator=draw).bfloat16()
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    tensors: dict[str, Tensor] = {}
+    for repeat in range(WARMUP + REPEATS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
+        assert routing.probs_TK is not None
+        tokens_TH.grad = routing.probs_TK.grad = None
+        torch.cuda.synchronize()
+        dist.barrier(device_ids=[ctx.device.index])
+        marks[0].record()
+        rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens_TH, routing))
+        marks[1].record()
+        leaf_RH = rows.data.detach().requires_grad_()
+        probs_R = rows.probs_R.detach().requires_grad_()
+        weighed = replace(rows, data=(leaf_RH * probs_R[:, None].bfloat16()))
+        torch.cuda.synchronize()
+        dist.barrier(device_ids=[ctx.device.index])
+        marks[2].record()
+        out_TH = dispatcher.finish_combine(dispatcher.start_combine(weighed, handle))
+        marks[3].record()
+        torch.cuda.synchronize()
+        dist.barrier(device_ids=[ctx.device.index])
+        marks[4].record()
+        (rows_grad_RH,) = torch.autograd.grad(out_TH, weighed.data, grad_TH, retain_graph=True)
+        marks[5].record()
+        rows_grad, probs_grad = torch.autograd.grad(weighed.data, (leaf_RH, probs_R), rows_grad_RH)
+        torch.cuda.synchronize()
+        dist.barrier(device_ids=[ctx.device.index])
+        marks[6].record()
+        torch.autograd.backward((rows.data, rows.probs_R), (rows_grad, probs_grad))
+        marks[7].record()
+        torch.cuda.synchronize()
+        if repeat >= WARMUP:
+            for part, start in zip(PARTS, (0, 2, 4, 6), strict=True):
+                times[part].append(1000 * marks[start].elapsed_time(marks[start + 1]))
+        assert tokens_TH.grad is not None and routing.probs_TK.grad is not None
+        tensors = {"out": out_TH.detach(), "tokens": tokens_TH.grad, "probabilities": routing.probs_TK.grad}
+    return Timed({part: statistics.median(values) for part, values in times.items()}, tensors)
+
+
+def push_alone(shape: Shape, ctx: ParallelContext, num_sms: int | None) -> float:
+    """Median microseconds of the kernel that pushes tokens, with the wait for all ranks."""
+    kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
+    comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=1.25, num_sms=num_sms)
+    dispatcher = SymmetricDispatcher(shape.num_experts, comm)
+    routing = random_routing(shape, ctx.rank, ctx.device)
+    tokens_TH = torch.randn(shape.num_tokens, shape.hidden_size, device=ctx.device).bfloat16()
+    with torch.no_grad():
+        pending = dispatcher.start_dispatch(tokens_TH, routing)
+        dispatcher.finish_dispatch(pending)
+    channel = comm.push.channel("dispatch", pending.shape)
+    assert routing.ids_TK is not None
+    times = []
+    for repeat in range(WARMUP + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        dist.barrier(device_ids=[ctx.device.index])
+        start.record()
+        kernels.push_tokens(tokens_TH, routing.ids_TK, None, dispatcher.owner_EP, channel)
+        kernels.wait_for_peers(channel)
+        end.record()
+        kernels.acknowledge(channel)
+        torch.cuda.synchronize()
+        if repeat >= WARMUP:
+            times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def slowest(value: float, ctx: ParallelContext) -> float:
+    """The largest value of all ranks."""
+    tensor = torch.tensor([value], device=ctx.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], None]) -> None:
+    """Writes one table per shape."""
+    for shape in SHAPES:
+        routing = random_routing(shape, ctx.rank, ctx.device)
+        size = remote_copies(shape, routing, ctx.group("ep").size, ctx.rank) * shape.hidden_size * 2
+        write(f"\n{shape.name}, {shape.num_tokens} tokens of {shape.hidden_size}, {size / 1e6:.1f} MB per rank\n")
+        for num_sms in programs:
+            us = slowest(push_alone(shape, ctx, num_sms), ctx)
+            write(f"push of {num_sms} programs: {us:.0f} us, {size / us / 1e3:.0f} GB/s on the wire")
+        write(f"\n| dispatcher | {' | '.join(PARTS)} | all, us | largest relative error |\n|---|{'---|' * 6}")
+        expected = run_dispatcher(AllToAllDispatcher, shape, ctx)
+        cases: list[tuple[str, Any, int | None]] = [("all-to-all (NCCL)", AllToAllDispatcher, None)]
+        cases.append(("all-gather (NCCL)", AllGatherDispatcher, None))
+        cases += [(f"symmetric, {n} programs", SymmetricDispatcher, n) for n in programs]
+        for name, kind, num_sms in cases:
+            timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, num_sms)
+            error = max(
+                float((timed.tensors[key] - value).abs().max() / value.abs().max())
+                for key, value in expected.tensors.items()
+            )
+            parts = [slowest(timed.microseconds[part], ctx) for part in PARTS]
+            figures = " | ".join(f"{part:.0f}" for part in parts)
+            write(f"| {name} | {figures} | {sum(parts):.0f} | {slowest(error, ctx):.1e} |")
+
+
+def rank_main(rank: int, num_gpus: int, port: int, programs: list[int], path: str) -> None:
+    launch = Launch(rank=rank, world_size=num_gpus, local_rank=rank, local_world_size=num_gpus, master_port=port)
+    config = ParallelConfig(world_size=num_gpus, ep=num_gpus)
+    ctx = ParallelContext.start(config, launch, device="cuda", dtype="bf16")
+    lines: list[str] = []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        if ctx.is_first:
+            print(line, flush=True)
+            Path(path).write_text("\n".join(lines) + "\n")
+
+    write(f"# Token dispatchers on {num_gpus} x {torch.cuda.get_device_name()}, {date.today()}")
+    write(f"\n`python benchmarks/harness/bench_dispatch.py --gpus {num_gpus}`, torch {torch.__version__}")
+    measure(ctx, programs, write)
+    ctx.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 32, 132])
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--port", type=int, default=29555)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here; this tool times exchanges between GPUs.")
+    machine = torch.cuda.get_device_name().split()[-1].lower()
+    path = arguments.output_dir / f"{date.today()}-{arguments.gpus}x{machine}-dispatch.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mp.spawn(rank_main, args=(arguments.gpus, arguments.port, arguments.programs, str(path)), nprocs=arguments.gpus)
+
+
+if __name__ == "__main__":
+    main()
