@@ -33,6 +33,8 @@ from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # n
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 
 WARMUP, REPEATS = 5, 20
+SLEEP_CYCLES = 8_000_000
+"""About 4 ms."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,13 @@ class Timed:
     tensors: dict[str, Tensor]
 
 
+def start_together(ctx: ParallelContext) -> None:
+    """Lets all GPUs begin at the same time, after the host has queued the work: it then does not bound the times."""
+    torch.cuda.synchronize()
+    dist.barrier(device_ids=[ctx.device.index])
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+
+
 def run_dispatcher(kind: Any, shape: Shape, ctx: ParallelContext, num_sms: int | None = None) -> Timed:
     """Times one dispatcher; the experts are replaced by a multiplication with the probability."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
@@ -92,27 +101,23 @@ def run_dispatcher(kind: Any, shape: Shape, ctx: ParallelContext, num_sms: int |
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
         assert routing.probs_TK is not None
         tokens_TH.grad = routing.probs_TK.grad = None
-        torch.cuda.synchronize()
-        dist.barrier(device_ids=[ctx.device.index])
+        start_together(ctx)
         marks[0].record()
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens_TH, routing))
         marks[1].record()
         leaf_RH = rows.data.detach().requires_grad_()
         probs_R = rows.probs_R.detach().requires_grad_()
         weighed = replace(rows, data=(leaf_RH * probs_R[:, None].bfloat16()))
-        torch.cuda.synchronize()
-        dist.barrier(device_ids=[ctx.device.index])
+        start_together(ctx)
         marks[2].record()
         out_TH = dispatcher.finish_combine(dispatcher.start_combine(weighed, handle))
         marks[3].record()
-        torch.cuda.synchronize()
-        dist.barrier(device_ids=[ctx.device.index])
+        start_together(ctx)
         marks[4].record()
         (rows_grad_RH,) = torch.autograd.grad(out_TH, weighed.data, grad_TH, retain_graph=True)
         marks[5].record()
         rows_grad, probs_grad = torch.autograd.grad(weighed.data, (leaf_RH, probs_R), rows_grad_RH)
-        torch.cuda.synchronize()
-        dist.barrier(device_ids=[ctx.device.index])
+        start_together(ctx)
         marks[6].record()
         torch.autograd.backward((rows.data, rows.probs_R), (rows_grad, probs_grad))
         marks[7].record()
@@ -136,14 +141,12 @@ def push_alone(shape: Shape, ctx: ParallelContext, num_sms: int | None) -> float
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
     channel = comm.push.channel("dispatch", pending.shape)
-    assert routing.ids_TK is not None
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        dist.barrier(device_ids=[ctx.device.index])
+        start_together(ctx)
         start.record()
-        kernels.push_tokens(tokens_TH, routing.ids_TK, None, dispatcher.owner_EP, channel)
+        kernels.push_tokens(tokens_TH, pending.ranks_T, None, channel)
         kernels.wait_for_peers(channel)
         end.record()
         kernels.acknowledge(channel)

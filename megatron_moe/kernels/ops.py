@@ -341,11 +341,15 @@ class Kernels(Protocol):
         ...
 
     # exchanges between the ranks of one host, through symmetric memory; see `push_channel.py`
+    def mark_ranks(self, ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
+        """int32 [T]: bit p is set if `owner_EP` (bool) is True for one of the token's experts and rank p. P <= 31."""
+        ...
+
     def push_tokens(
-        self, tokens_TH: Tensor, ids_TK: Tensor, values_TK: Tensor | None, owner_EP: Tensor, channel: PushChannel
+        self, tokens_TH: Tensor, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
     ) -> None:
-        """Copies token t to slot [this rank, t] of every rank p for which `owner_EP` (bool) is True for one of its
-        experts. With `values_TK` in promote(fp32, dtype), ids and values go to all ranks."""
+        """Copies token t to slot [this rank, t] of every rank in `ranks_T` (see `mark_ranks`), and `choices`, ids and
+        values [T, K] in promote(fp32, dtype), to all ranks."""
         ...
 
     def push_sums(self, rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:

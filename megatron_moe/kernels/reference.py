@@ -31,6 +31,7 @@ from megatron_moe.kernels.reference_pages import free_pages as free_pages
 from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows
 from megatron_moe.kernels.reference_push import acknowledge as acknowledge
+from megatron_moe.kernels.reference_push import mark_ranks as mark_ranks
 from megatron_moe.kernels.reference_push import push_sums as push_sums
 from megatron_moe.kernels.reference_push import push_tokens as push_tokens
 from megatron_moe.kernels.reference_push import sum_partials as sum_partials

@@ -11,17 +11,21 @@ from megatron_moe.kernels.push_channel import PushChannel
 _POLL_S = 20e-6
 
 
+def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
+    needed_TP = _owned_by(ids_TK, owner_EP).any(dim=1)
+    bits_P = torch.arange(needed_TP.shape[1], dtype=torch.int32, device=ids_TK.device)
+    return (needed_TP.int() << bits_P).sum(dim=1, dtype=torch.int32)
+
+
 def push_tokens(
-    tokens_TH: Tensor, ids_TK: Tensor, values_TK: Tensor | None, owner_EP: Tensor, channel: PushChannel
+    tokens_TH: Tensor, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
 ) -> None:
     _wait(channel, channel.acknowledged[channel.rank])
-    owners_TKP = _owned_by(ids_TK, owner_EP)
     for peer in range(channel.shape.num_ranks):
-        needed_T = owners_TKP[..., peer].any(dim=1)
+        needed_T = (ranks_T >> peer & 1).bool()
         channel.tokens[peer][channel.rank, needed_T] = tokens_TH[needed_T]
-        if values_TK is not None:
-            channel.ids[peer][channel.rank] = ids_TK
-            channel.values[peer][channel.rank] = values_TK
+        if choices is not None:
+            channel.ids[peer][channel.rank], channel.values[peer][channel.rank] = choices
     _signal(channel)
 
 

@@ -49,7 +49,8 @@ def round_trip(kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: 
         tokens = [torch.randn(num_tokens, width, generator=draw[rank]) for rank in range(num_ranks)]
         probs = [torch.rand(num_tokens, topk, generator=draw[rank]) for rank in range(num_ranks)]
         for rank in range(num_ranks):
-            kernels.push_tokens(tokens[rank], ids[rank], probs[rank], owner_EP, there[rank])
+            ranks = kernels.mark_ranks(ids[rank], owner_EP)
+            kernels.push_tokens(tokens[rank], ranks, (ids[rank], probs[rank]), there[rank])
         for rank in range(num_ranks):
             kernels.wait_for_peers(there[rank])
             first = rank * num_local
@@ -86,7 +87,7 @@ def test_a_rank_that_does_not_arrive_is_reported_after_the_timeout(late: int) ->
     both = channels(2, 3, 8, 1, timeout_s=0.05)
     ids, tokens = random_ids(3, 1, 0), torch.randn(3, 8)
     here = both[1 - late]
-    reference.push_tokens(tokens, ids, torch.rand(3, 1), owners(2), here)
+    reference.push_tokens(tokens, reference.mark_ranks(ids, owners(2)), None, here)
     assert here.missing == 0
     reference.wait_for_peers(here)
     assert here.missing == late + 1
@@ -98,7 +99,9 @@ def test_slots_are_not_overwritten_before_they_are_acknowledged(push: str) -> No
     ids, tokens = torch.zeros(3, 1, dtype=torch.int64), torch.randn(3, 8)
     index = reference.sort_rows(torch.zeros(6, 1, dtype=torch.int64), 1, None)
     pushes: dict[str, Callable[[PushChannel], None]] = {
-        "push_tokens": lambda channel: reference.push_tokens(tokens, ids, None, owners(2), channel),
+        "push_tokens": lambda channel: reference.push_tokens(
+            tokens, reference.mark_ranks(ids, owners(2)), None, channel
+        ),
         "push_sums": lambda channel: reference.push_sums(torch.randn(6, 8), index, None, channel),
     }
     pushes[push](both[0])

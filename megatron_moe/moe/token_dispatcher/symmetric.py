@@ -78,6 +78,8 @@ class SymmetricHandle:
 
     shape: ChannelShape
     ids_TK: Tensor
+    ranks_T: Tensor
+    """Ranks that every token was sent to, see `Kernels.mark_ranks`."""
     index: RowIndex
     """Rows of this rank's experts; tokens count over the slots of all ranks, [P * T]."""
 
@@ -88,6 +90,7 @@ class PendingDispatch:
     def __init__(self, dispatcher: "SymmetricDispatcher", tokens_TH: Tensor, routing: Routing) -> None:
         assert routing.ids_TK is not None and routing.probs_TK is not None, "a dense routing needs another dispatcher"
         self.dispatcher, self.ids_TK, self.capacity = dispatcher, routing.ids_TK, routing.capacity
+        self.ranks_T = dispatcher.kernels.mark_ranks(self.ids_TK, dispatcher.owner_EP)
         self.probs_dtype = routing.probs_TK.dtype
         self.shape = ChannelShape(
             num_ranks=dispatcher.num_ranks,
@@ -214,14 +217,14 @@ class _StartDispatch(torch.autograd.Function):
     def forward(ctx: Any, tokens_TH: Tensor, probs_TK: Tensor, pending: PendingDispatch) -> Tensor:
         ctx.pending, self = pending, pending.dispatcher
         channel = self.resources.channel("dispatch", pending.shape)
-        values_TK = probs_TK.to(channel.values[0].dtype)
+        choices = (pending.ids_TK, probs_TK.to(channel.values[0].dtype))
 
         # etp x ep: one row of H elements per token and rank that holds one of its experts; ids and probabilities T * K
         # to every rank
         def push() -> None:
-            self.kernels.push_tokens(tokens_TH, pending.ids_TK, values_TK, self.owner_EP, channel)
+            self.kernels.push_tokens(tokens_TH, pending.ranks_T, choices, channel)
 
-        pending.exchange = _Exchange(self.resources, channel, push, tokens_TH, values_TK)
+        pending.exchange = _Exchange(self.resources, channel, push, tokens_TH, choices)
         return tokens_TH.new_empty(0)
 
     @staticmethod
@@ -247,7 +250,7 @@ class _FinishDispatch(torch.autograd.Function):
         rows_RH = self.kernels.permute(channel.received, index)
         probs_GK = channel.received_values.to(pending.probs_dtype, copy=True)
         exchange.leave()
-        pending.handle = SymmetricHandle(pending.shape, pending.ids_TK, index)
+        pending.handle = SymmetricHandle(pending.shape, pending.ids_TK, pending.ranks_T, index)
         ctx.index = index
         return rows_RH, probs_GK
 
@@ -309,7 +312,7 @@ class _FinishCombine(torch.autograd.Function):
 
         # etp x ep: one row of H elements per token and rank that holds one of its experts
         def push() -> None:
-            self.kernels.push_tokens(grad_TH, handle.ids_TK, None, self.owner_EP, channel)
+            self.kernels.push_tokens(grad_TH, handle.ranks_T, None, channel)
 
         pending.exchange = _Exchange(self.resources, channel, push, grad_TH)
         return grad_TH.new_empty(0), None

@@ -26,6 +26,7 @@ from megatron_moe.kernels.backends.triton.pages import free_pages as free_pages
 from megatron_moe.kernels.backends.triton.pages import pack_rows as pack_rows
 from megatron_moe.kernels.backends.triton.pages import unpack_rows as unpack_rows
 from megatron_moe.kernels.backends.triton.push import acknowledge as acknowledge
+from megatron_moe.kernels.backends.triton.push import mark_ranks as mark_ranks
 from megatron_moe.kernels.backends.triton.push import push_sums as push_sums
 from megatron_moe.kernels.backends.triton.push import push_tokens as push_tokens
 from megatron_moe.kernels.backends.triton.push import sum_partials as sum_partials
@@ -62,6 +63,7 @@ PROVIDES = (
     "permute",
     "unpermute",
     "gather_probs",
+    "mark_ranks",
     "push_tokens",
     "push_sums",
     "sum_partials",

@@ -19,21 +19,36 @@ ROWS = 4
 """Rows that a program has in flight. Measured on NVLink: 8 programs with 4 rows of 4 KB reach 93 % of the bandwidth
 that 132 programs reach."""
 COLUMNS = 2048
+TOKENS = 64
+"""Tokens of a program of `mark_ranks`."""
+
+
+def mark_ranks(ids_TK: Tensor, owner_EP: Tensor) -> Tensor:
+    """See `Kernels.mark_ranks`."""
+    num_tokens, topk = ids_TK.shape
+    ranks_T = torch.empty(num_tokens, dtype=torch.int32, device=ids_TK.device)
+    if num_tokens:
+        _mark_ranks[(triton.cdiv(num_tokens, TOKENS),)](
+            ids_TK.contiguous(), owner_EP, ranks_T, num_tokens,
+            NUM_RANKS=owner_EP.shape[1], TOPK=topk, CHOICES=power_of_two(topk), BLOCK=TOKENS,
+        )  # fmt: skip
+    return ranks_T
 
 
 def push_tokens(
-    tokens_TH: Tensor, ids_TK: Tensor, values_TK: Tensor | None, owner_EP: Tensor, channel: PushChannel
+    tokens_TH: Tensor, ranks_T: Tensor, choices: tuple[Tensor, Tensor] | None, channel: PushChannel
 ) -> None:
     """See `Kernels.push_tokens`."""
     shape, tokens_TH = channel.shape, rows_of(tokens_TH)
+    ids_TK, values_TK = (ranks_T, ranks_T) if choices is None else (each.contiguous() for each in choices)
     columns = min(power_of_two(shape.width), COLUMNS)
     _push_tokens[(_num_programs(channel),)](
-        tokens_TH, ids_TK.contiguous(), ids_TK if values_TK is None else values_TK.contiguous(), owner_EP,
+        tokens_TH, ranks_T, ids_TK, values_TK,
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
         shape.num_tokens, shape.width, tokens_TH.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
-        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS,
-        COLUMNS=columns, WITH_CHOICES=values_TK is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, ROWS=ROWS, COLUMNS=columns, BLOCK=1024,
+        WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
     )  # fmt: skip
 
 
@@ -137,44 +152,78 @@ def _signal_after_last_program(
 
 @triton.jit
 def _push_tokens(
-    tokens_ptr, ids_ptr, values_ptr, owner_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
+    tokens_ptr, ranks_ptr, ids_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, WITH_CHOICES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(epoch_ptr)
     _wait(acknowledged_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS, STRIDE, INTERPRETED)
-    choices = tl.arange(0, CHOICES)
-    for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
-        tokens = first + tl.arange(0, ROWS)
-        inside = tokens < num_tokens
-        places = tokens.to(tl.int64)[:, None] * TOPK + choices[None, :]
-        given = inside[:, None] & (choices < TOPK)[None, :]
-        ids = tl.load(ids_ptr + places, mask=given, other=-1)
-        chosen = ids >= 0
-        slots = RANK * num_tokens + tokens.to(tl.int64)
-        for start in range(0, width, COLUMNS):
-            columns = start + tl.arange(0, COLUMNS)
-            held = inside[:, None] & (columns < width)[None, :]
-            rows = tl.load(tokens_ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=held, other=0.0)
-            for step in tl.static_range(NUM_RANKS):
-                # starts after the own rank, so that the ranks do not all write to the same peer
-                peer = (RANK + 1 + step) % NUM_RANKS
-                owned = tl.load(owner_ptr + ids * NUM_RANKS + peer, mask=chosen, other=0)
-                needed = tl.max(owned.to(tl.int32), axis=1) > 0
-                into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
-                into = tl.multiple_of(into, 16)
-                tl.store(into + slots[:, None] * width + columns[None, :], rows, mask=held & needed[:, None])
-        if WITH_CHOICES:
+    if WITH_CHOICES:
+        num_choices = num_tokens * TOPK
+        for start in range(tl.program_id(0) * BLOCK, num_choices, tl.num_programs(0) * BLOCK):
+            places = start + tl.arange(0, BLOCK)
+            given = places < num_choices
+            ids = tl.load(ids_ptr + places, mask=given, other=-1).to(tl.int32)
             values = tl.load(values_ptr + places, mask=given, other=0.0)
-            into_place = RANK * num_tokens * TOPK + places
             for peer in tl.static_range(NUM_RANKS):
                 ids_into = tl.load(addresses_ptr + NUM_RANKS + peer).to(tl.pointer_type(tl.int32))
-                tl.store(ids_into + into_place, ids.to(tl.int32), mask=given)
+                tl.store(ids_into + RANK * num_choices + places, ids, mask=given)
                 values_into = tl.load(addresses_ptr + 2 * NUM_RANKS + peer)
                 values_into = values_into.to(tl.pointer_type(value_like_ptr.dtype.element_ty))
-                tl.store(values_into + into_place, values.to(value_like_ptr.dtype.element_ty), mask=given)
+                tl.store(values_into + RANK * num_choices + places, values, mask=given)
+    tiles, blocks = tl.cdiv(num_tokens, ROWS), tl.cdiv(width, COLUMNS)
+    item = tl.program_id(0)
+    rows, ranks = _load_rows(tokens_ptr, ranks_ptr, item, blocks, num_tokens, width, stride, ROWS, COLUMNS)
+    while item < tiles * blocks:
+        # loaded before the stores of this item, so that stores and loads are in flight at the same time
+        following = item + tl.num_programs(0)
+        next_rows, next_ranks = _load_rows(
+            tokens_ptr, ranks_ptr, following, blocks, num_tokens, width, stride, ROWS, COLUMNS
+        )
+        slots = RANK * num_tokens + ((item // blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        for step in tl.static_range(NUM_RANKS):
+            # starts after the own rank, so that the ranks do not all write to the same peer
+            peer = (RANK + 1 + step) % NUM_RANKS
+            needed = ((ranks >> peer) & 1) > 0
+            into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
+            into = tl.multiple_of(into, 16)
+            into = into + slots[:, None] * width + columns[None, :]
+            tl.store(into, rows, mask=needed[:, None] & (columns < width)[None, :])
+        item = following
+        rows, ranks = next_rows, next_ranks
     _signal_after_last_program(addresses_ptr, epoch_ptr, RANK, NUM_RANKS, STRIDE)
+
+
+@triton.jit
+def _load_rows(
+    tokens_ptr, ranks_ptr, item, blocks, num_tokens, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Columns of a few tokens, and the ranks (bits) that need them; none past the last token."""
+    tokens = (item // blocks) * ROWS + tl.arange(0, ROWS)
+    columns = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = tokens < num_tokens
+    ranks = tl.load(ranks_ptr + tokens, mask=inside, other=0)
+    held = inside[:, None] & (columns < width)[None, :]
+    rows = tl.load(tokens_ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    return rows, ranks
+
+
+@triton.jit
+def _mark_ranks(
+    ids_ptr, owner_ptr, ranks_ptr, num_tokens,
+    NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    choices = tl.arange(0, CHOICES)
+    given = (tokens < num_tokens)[:, None] & (choices < TOPK)[None, :]
+    ids = tl.load(ids_ptr + tokens.to(tl.int64)[:, None] * TOPK + choices[None, :], mask=given, other=-1)
+    ranks = tl.zeros((BLOCK,), dtype=tl.int32)
+    for peer in tl.static_range(NUM_RANKS):
+        owned = tl.load(owner_ptr + ids * NUM_RANKS + peer, mask=ids >= 0, other=0)
+        ranks |= tl.max(owned.to(tl.int32), axis=1) << peer
+    tl.store(ranks_ptr + tokens, ranks, mask=tokens < num_tokens)
 
 
 @triton.jit
