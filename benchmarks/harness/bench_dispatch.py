@@ -125,8 +125,7 @@ def run_dispatcher(kind: Any, shape: Shape, ctx: ParallelContext, num_sms: int |
         if repeat >= WARMUP:
             for part, start in zip(PARTS, (0, 2, 4, 6), strict=True):
                 times[part].append(1000 * marks[start].elapsed_time(marks[start + 1]))
-        assert tokens_TH.grad is not None and routing.probs_TK.grad is not None
-        tensors = {"out": out_TH.detach(), "tokens": tokens_TH.grad, "probabilities": routing.probs_TK.grad}
+        tensors = {"out": out_TH.detach(), "tokens": tokens_TH.grad, "probabilities": routing.probs_TK.grad}  # type: ignore[dict-item]
     return Timed({part: statistics.median(values) for part, values in times.items()}, tensors)
 
 
@@ -140,13 +139,13 @@ def push_alone(shape: Shape, ctx: ParallelContext, num_sms: int | None) -> float
     with torch.no_grad():
         pending = dispatcher.start_dispatch(tokens_TH, routing)
         dispatcher.finish_dispatch(pending)
-    channel = comm.push.channel("dispatch", pending.shape)
+    channel = comm.transport._channel("dispatch", tokens_TH, pending.route)
     times = []
     for repeat in range(WARMUP + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_together(ctx)
         start.record()
-        kernels.push_tokens(tokens_TH, pending.ranks_T, None, channel)
+        kernels.push_tokens(tokens_TH, pending.route.state, None, channel)
         kernels.wait_for_peers(channel)
         end.record()
         kernels.acknowledge(channel)
@@ -177,8 +176,8 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         cases: list[tuple[str, Any, int | None]] = [("all-to-all (NCCL)", AllToAllDispatcher, None)]
         cases.append(("all-gather (NCCL)", AllGatherDispatcher, None))
         cases += [(f"symmetric, {n} programs", SymmetricDispatcher, n) for n in programs]
-        for name, kind, num_sms in cases:
-            timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, num_sms)
+        for name, kind, sms in cases:
+            timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, sms)
             error = max(
                 float((timed.tensors[key] - value).abs().max() / value.abs().max())
                 for key, value in expected.tensors.items()

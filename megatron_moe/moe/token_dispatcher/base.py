@@ -86,8 +86,8 @@ class ExpertComm:
     """bool scalar on the device: a dispatch of this step on this rank exceeded its bound. None: that cannot happen.
     The same on all ranks, whether or not they hold an MoE layer, because they reduce it together."""
 
-    push: Any = None
-    """Resources of the symmetric-memory dispatcher; set by the first one."""
+    transport: Any = None
+    """Transport of the flex dispatcher; set by the first one."""
 
     def __init__(
         self,

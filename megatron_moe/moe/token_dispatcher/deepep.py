@@ -1,0 +1,128 @@
+"""Transport of the flex dispatcher over DeepEP 1.2 (`deep_ep.Buffer`), within one NVLink host.
+
+`dispatch` delivers one row per (token, destination rank), ordered by source rank and token, with local expert ids;
+`num_worst_tokens` makes its shapes static, so that the host reads nothing. `combine` adds the rows of all ranks without
+weights. The handle of a dispatch serves its gradients. Rows are bf16, weights fp32.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.ops import RowIndex, internal_dtype
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.moe.token_dispatcher.flex import FlexDispatcher, ReceivedTokens, Route
+from megatron_moe.parallel.grid import expert_grid
+
+DEFAULT_SMS = 20
+"""DeepEP's own default."""
+
+
+@dataclass
+class _Handle:
+    """DeepEP's handle of a routing; None before its dispatch."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    received: Any
+    event: Any
+    """`EventOverlap` of the library's stream."""
+
+
+class DeepEPTransport:
+    """Exchanges tokens through one `deep_ep.Buffer`, on its own stream. Over etp every choice is sent to all ranks that
+    hold a part of the expert: K choices become K * etp."""
+
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        from deep_ep import Buffer
+
+        self._kernels, self._group = comm.kernels, comm.etp_ep
+        self._num_local = num_experts // comm.ep.size
+        self._etp = comm.etp.size
+        Buffer.set_num_sms(comm.num_sms or DEFAULT_SMS)
+        self._make_buffer, self._buffer, self._row_bytes = Buffer, None, 0
+        grid = expert_grid(comm.ctx.config)
+        places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
+        holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
+        self._holders = torch.tensor(holders, device=comm.ctx.device)
+        """int64 [ep, etp]: ranks of the group that hold the experts of an ep rank."""
+
+    def new_route(self, ids_TK: Tensor) -> Route:
+        return Route(ids_TK, _Handle())
+
+    def start_tokens(self, tokens_TH: Tensor, route: Route, probs_TK: Tensor | None) -> _Exchange:
+        buffer = self._buffer_for(tokens_TH)
+        if probs_TK is None:
+            tokens_GH, *_, event = buffer.dispatch(tokens_TH, handle=route.state.value, async_finish=True)
+            return _Exchange(ReceivedTokens(tokens_GH, None, None), event)
+        ids_TC, probs_TC = self._of_ranks(route.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
+        num_experts = self._num_local * self._group.size
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TC, num_experts)
+        tokens_GH, ids_GC, probs_GC, _, route.state.value, event = buffer.dispatch(
+            tokens_TH,
+            topk_idx=ids_TC,
+            topk_weights=probs_TC,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            num_worst_tokens=self._group.size * len(tokens_TH),
+            async_finish=True,
+        )
+        return _Exchange(ReceivedTokens(tokens_GH, ids_GC, probs_GC), event)
+
+    def finish_tokens(self, ticket: _Exchange) -> ReceivedTokens:
+        ticket.event.current_stream_wait()
+        received: ReceivedTokens = ticket.received
+        return received
+
+    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: Route, grad_GK: Tensor | None) -> _Exchange:
+        sums_GH = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
+        weights = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
+        tokens_TH, grad_TC, event = self._buffer_for(rows_RH).combine(
+            sums_GH, route.state.value, topk_weights=weights, async_finish=True
+        )
+        return _Exchange((tokens_TH, grad_TC), event)
+
+    def finish_sums(self, ticket: _Exchange, route: Route) -> tuple[Tensor, Tensor | None]:
+        ticket.event.current_stream_wait()
+        tokens_TH, grad_TC = ticket.received
+        if grad_TC is None:
+            return tokens_TH, None
+        grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
+        return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
+
+    def release(self, ticket: _Exchange) -> None:
+        """Nothing: received tensors are not reused."""
+
+    def _of_ranks(self, ids_TK: Tensor) -> Tensor:
+        """Choices [T, K * etp] as DeepEP numbers experts: rank of the group times local experts, plus local expert."""
+        ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
+        ids_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
+        return ids_TKP.masked_fill((ids_TK < 0)[..., None], -1).flatten(1)
+
+    def _repeated(self, probs_TK: Tensor) -> Tensor:
+        return probs_TK.repeat_interleave(self._etp, dim=1) if self._etp > 1 else probs_TK
+
+    def _buffer_for(self, rows: Tensor) -> Any:
+        """The buffer, created for the widest rows so far. Collective over the group when it is created."""
+        row_bytes = rows.shape[1] * max(rows.element_size(), 2)
+        if row_bytes > self._row_bytes:
+            num = self._group.size
+            configs = (self._make_buffer.get_dispatch_config(num), self._make_buffer.get_combine_config(num))
+            size = max(config.get_nvl_buffer_size_hint(row_bytes, num) for config in configs)
+            self._buffer, self._row_bytes = self._make_buffer(self._group.handle, size, 0), row_bytes
+        return self._buffer
+
+
+class DeepEPDispatcher(FlexDispatcher):
+    """Flex dispatcher over DeepEP."""
+
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        comm.transport = comm.transport or DeepEPTransport(num_experts, comm)
+        super().__init__(num_experts, comm, comm.transport)
