@@ -1,6 +1,9 @@
 """Pushes between ranks: the Triton kernels, interpreted, against the reference; ranks take turns in one process."""
 
+import random
+import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -110,3 +113,87 @@ def test_slots_are_not_overwritten_before_they_are_acknowledged(push: str) -> No
     reference.acknowledge(both[0])
     pushes[push](both[0])
     assert both[0].missing == 2, "rank 1 has not acknowledged the first exchange"
+
+
+def value_of(rank: int, epoch: int) -> float:
+    return 100.0 * epoch + rank
+
+
+def run_rank(channel: PushChannel, num_epochs: int, pause: Callable[[], None]) -> None:
+    """Exchanges on one rank; every received token must be that of the current epoch. Read slots are overwritten by nan,
+    so that a token that arrives too early or too late is noticed."""
+    ranks_T = torch.full((channel.shape.num_tokens,), 2**channel.shape.num_ranks - 1, dtype=torch.int32)
+    for epoch in range(1, num_epochs + 1):
+        pause()
+        tokens = torch.full((channel.shape.num_tokens, channel.shape.width), value_of(channel.rank, epoch))
+        reference.push_tokens(tokens, ranks_T, None, channel)
+        pause()
+        reference.wait_for_peers(channel)
+        for rank, slots in enumerate(channel.tokens[channel.rank]):
+            assert (slots == value_of(rank, epoch)).all(), f"epoch {epoch}: rank {channel.rank} read {slots}"
+        channel.received.fill_(torch.nan)
+        pause()
+        reference.acknowledge(channel)
+        assert channel.missing == 0
+
+
+@pytest.mark.parametrize("num_epochs", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_slots_hold_the_tokens_of_their_epoch_under_random_delays(num_epochs: int) -> None:
+    errors: list[BaseException] = []
+
+    def rank_main(channel: PushChannel) -> None:
+        draw = random.Random(channel.rank)
+        try:
+            run_rank(channel, num_epochs, lambda: time.sleep(draw.choice((0, 0, 0, 1e-4, 5e-4))))
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+
+    threads = [Thread(target=rank_main, args=(channel,)) for channel in channels(3, 2, 4, 1, timeout_s=60.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_no_interleaving_of_the_ranks_loses_a_token_or_deadlocks(num_ranks: int) -> None:
+    """Explores every order of the steps (push, wait and read, acknowledge) of all ranks over three exchanges."""
+    num_epochs, views = 3, channels(num_ranks, 1, 1, 1, timeout_s=0.0)
+    ranks_T = torch.full((1,), 2**num_ranks - 1, dtype=torch.int32)
+    stores = [view.tokens[view.rank] for view in views] + [view.epoch for view in views]
+    stores += [flags[view.rank] for view in views for flags in (view.arrived, view.acknowledged)]
+
+    def act(view: PushChannel, step: int) -> bool:
+        """Runs step `step` of a rank; False if it would block."""
+        epoch = step // 3 + 1
+        if step % 3 == 0:
+            reference.push_tokens(torch.full((1, 1), value_of(view.rank, epoch)), ranks_T, None, view)
+        elif step % 3 == 1:
+            reference.wait_for_peers(view)
+        if view.missing:
+            view.missing.zero_()
+            return False
+        if step % 3 == 1:
+            read = [slots.item() for slots in view.tokens[view.rank]]
+            assert read == [value_of(rank, epoch) for rank in range(num_ranks)], f"epoch {epoch}: {read}"
+        if step % 3 == 2:
+            reference.acknowledge(view)
+        return True
+
+    seen, pending = set(), [((0,) * num_ranks, [store.clone() for store in stores])]
+    while pending:
+        steps, contents = pending.pop()
+        if steps in seen:
+            continue
+        seen.add(steps)
+        moved = False
+        for rank in range(num_ranks):
+            for store, content in zip(stores, contents, strict=True):
+                store.copy_(content)
+            if steps[rank] < 3 * num_epochs and act(views[rank], steps[rank]):
+                moved = True
+                after = (*steps[:rank], steps[rank] + 1, *steps[rank + 1 :])
+                pending.append((after, [store.clone() for store in stores]))
+        assert moved or steps == (3 * num_epochs,) * num_ranks, f"deadlock after {steps}"
+    assert len(seen) > 20
