@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton
+from megatron_moe.kernels.backends.triton import push
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from tests.helpers.tolerances import EXACT
@@ -19,7 +20,9 @@ from tests.helpers.tolerances import EXACT
 EXPERTS = 8
 
 
-def channels(num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0) -> list[PushChannel]:
+def channels(
+    num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, num_programs: int | None = 3
+) -> list[PushChannel]:
     """The same channel seen from every rank."""
     shape = ChannelShape(num_ranks=num_ranks, num_tokens=num_tokens, width=width, topk=topk, dtype=torch.float32)
     parts: list[Tensor] = []
@@ -29,7 +32,7 @@ def channels(num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: 
             parts.extend(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
         return tuple(parts)
 
-    return [new_channel(shape, rank, allocate, timeout_s, num_programs=3) for rank in range(num_ranks)]
+    return [new_channel(shape, rank, allocate, timeout_s, num_programs=num_programs) for rank in range(num_ranks)]
 
 
 def owners(num_ranks: int) -> Tensor:
@@ -42,9 +45,11 @@ def random_ids(num_tokens: int, topk: int, seed: int) -> Tensor:
     return ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.2, -1)
 
 
-def round_trip(kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: int) -> list[Tensor]:
+def round_trip(
+    kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: int, num_programs: int | None = 3
+) -> list[Tensor]:
     """Two exchanges there and back on the same channels; rows are the tokens times the expert's number plus one."""
-    there, back = (channels(num_ranks, num_tokens, width, topk) for _ in range(2))
+    there, back = (channels(num_ranks, num_tokens, width, topk, num_programs=num_programs) for _ in range(2))
     owner_EP, num_local, found = owners(num_ranks), EXPERTS // num_ranks, []
     for epoch in range(2):
         draw = [torch.Generator().manual_seed(10 * epoch + rank) for rank in range(num_ranks)]
@@ -78,9 +83,13 @@ def round_trip(kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: 
 @pytest.mark.parametrize(
     ("num_ranks", "num_tokens", "width", "topk"), [(2, 5, 16, 2), (4, 9, 24, 3), (4, 1, 8, 1), (1, 3, 8, 2)]
 )
-def test_triton_pushes_what_the_reference_pushes(num_ranks: int, num_tokens: int, width: int, topk: int) -> None:
+@pytest.mark.parametrize("num_programs", [None, 3])
+def test_triton_pushes_what_the_reference_pushes(
+    num_ranks: int, num_tokens: int, width: int, topk: int, num_programs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "COLUMNS", 16)
     expected = round_trip(reference, num_ranks, num_tokens, width, topk)
-    actual = round_trip(triton, num_ranks, num_tokens, width, topk)
+    actual = round_trip(triton, num_ranks, num_tokens, width, topk, num_programs)
     for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
         EXACT.check(a, e, f"tensor {number}")
 

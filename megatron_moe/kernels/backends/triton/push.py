@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference_push
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, num_multiprocessors, power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.rows import sum_rows
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import FLAG_STRIDE, PushChannel
 
@@ -53,17 +54,21 @@ def push_tokens(
 
 
 def push_sums(rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:
-    """See `Kernels.push_sums`."""
+    """See `Kernels.push_sums`. With few programs, which would read the rows slowly, the sums are made by all
+    multiprocessors and stored before they are pushed."""
     assert index.rows_TK is not None, "a dense form has no rows per choice"
     shape, rows_RH = channel.shape, rows_of(rows_RH)
     columns = min(power_of_two(shape.width), COLUMNS)
+    is_summed = channel.num_programs is not None
+    source = sum_rows(rows_RH, index) if is_summed else rows_RH
     _push_sums[(_num_programs(channel),)](
-        rows_RH, index.rows_TK.contiguous(), rows_RH if values_GK is None else values_GK.contiguous(),
+        source, index.rows_TK.contiguous(), rows_RH if values_GK is None else values_GK.contiguous(),
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
-        shape.num_tokens, shape.width, rows_RH.stride(0), _timeout_ns(channel),
+        shape.num_tokens, shape.width, source.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS,
-        COLUMNS=columns, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
+        COLUMNS=columns, IS_SUMMED=is_summed, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE,
+        INTERPRETED=INTERPRETED, num_warps=8,
     )  # fmt: skip
 
 
@@ -231,48 +236,81 @@ def _push_sums(
     rows_ptr, places_ptr, values_ptr, addresses_ptr, acknowledged_ptr, epoch_ptr, missing_ptr,
     num_tokens, width, stride, timeout_ns, token_like_ptr, value_like_ptr,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WITH_VALUES: tl.constexpr, STRIDE: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr, WITH_VALUES: tl.constexpr, STRIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(epoch_ptr)
     _wait(acknowledged_ptr, epoch, missing_ptr, timeout_ns, NUM_RANKS, STRIDE, INTERPRETED)
-    choices = tl.arange(0, CHOICES)
-    tiles = tl.cdiv(num_tokens, ROWS)
-    for tile in range(tl.program_id(0), tiles * NUM_RANKS, tl.num_programs(0)):
-        # neighbouring programs serve different peers
-        peer = (RANK + 1 + tile % NUM_RANKS) % NUM_RANKS
-        tokens = (tile // NUM_RANKS) * ROWS + tl.arange(0, ROWS)
-        inside = tokens < num_tokens
-        own = tokens.to(tl.int64)
-        gathered = peer * num_tokens + own
-        slots = RANK * num_tokens + own
-        places = tl.load(
-            places_ptr + gathered[:, None] * TOPK + choices[None, :],
-            mask=inside[:, None] & (choices < TOPK)[None, :],
-            other=-1,
-        )
+    blocks = tl.cdiv(width, COLUMNS)
+    num_items = tl.cdiv(num_tokens, ROWS) * NUM_RANKS * blocks
+    item = tl.program_id(0)
+    sums, places = _sum_rows(
+        rows_ptr, places_ptr, item, blocks, num_tokens, width, stride,
+        RANK, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
+    )  # fmt: skip
+    while item < num_items:
+        following = item + tl.num_programs(0)
+        next_sums, next_places = _sum_rows(
+            rows_ptr, places_ptr, following, blocks, num_tokens, width, stride,
+            RANK, NUM_RANKS, TOPK, CHOICES, ROWS, COLUMNS, IS_SUMMED,
+        )  # fmt: skip
+        peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
+        slots = RANK * num_tokens + tokens.to(tl.int64)
         needed = tl.max(places, axis=1) >= 0
         into = tl.load(addresses_ptr + peer).to(tl.pointer_type(token_like_ptr.dtype.element_ty))
         into = tl.multiple_of(into, 16)
-        for start in range(0, width, COLUMNS):
-            columns = start + tl.arange(0, COLUMNS)
-            filled = (columns < width)[None, :]
-            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-            for choice in tl.static_range(TOPK):
-                row = tl.load(places_ptr + gathered * TOPK + choice, mask=inside, other=-1)
-                held = (row >= 0)[:, None] & filled
-                total += tl.load(rows_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0).to(
-                    tl.float32
-                )
-            stored = total.to(token_like_ptr.dtype.element_ty)
-            tl.store(into + slots[:, None] * width + columns[None, :], stored, mask=needed[:, None] & filled)
+        into = into + slots[:, None] * width + columns[None, :]
+        stored = sums.to(token_like_ptr.dtype.element_ty)
+        tl.store(into, stored, mask=needed[:, None] & (columns < width)[None, :])
         if WITH_VALUES:
-            given = gathered[:, None] * TOPK + choices[None, :]
-            values = tl.load(values_ptr + given, mask=places >= 0, other=0.0)
+            choices = tl.arange(0, CHOICES)
+            given = (peer * num_tokens + tokens.to(tl.int64))[:, None] * TOPK + choices[None, :]
+            filled = (places >= 0) & ((item // NUM_RANKS) % blocks == 0)
+            values = tl.load(values_ptr + given, mask=filled, other=0.0)
             values_into = tl.load(addresses_ptr + 2 * NUM_RANKS + peer)
             values_into = values_into.to(tl.pointer_type(value_like_ptr.dtype.element_ty))
-            into_place = slots[:, None] * TOPK + choices[None, :]
-            tl.store(values_into + into_place, values.to(value_like_ptr.dtype.element_ty), mask=places >= 0)
+            values_into = values_into + slots[:, None] * TOPK + choices[None, :]
+            tl.store(values_into, values.to(value_like_ptr.dtype.element_ty), mask=filled)
+        item = following
+        sums, places = next_sums, next_places
     _signal_after_last_program(addresses_ptr, epoch_ptr, RANK, NUM_RANKS, STRIDE)
+
+
+@triton.jit
+def _place_of(
+    item, blocks, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Peer, tokens and columns of an item; items of neighbouring programs go to different peers."""
+    peer = (RANK + 1 + item % NUM_RANKS) % NUM_RANKS
+    tokens = (item // (NUM_RANKS * blocks)) * ROWS + tl.arange(0, ROWS)
+    columns = ((item // NUM_RANKS) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    return peer, tokens, columns
+
+
+@triton.jit
+def _sum_rows(
+    rows_ptr, places_ptr, item, blocks, num_tokens, width, stride,
+    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Sums [ROWS, COLUMNS] of the rows of a few tokens, and the rows [ROWS, CHOICES], -1: none."""
+    peer, tokens, columns = _place_of(item, blocks, RANK, NUM_RANKS, ROWS, COLUMNS)
+    inside = tokens < num_tokens
+    gathered = peer * num_tokens + tokens.to(tl.int64)
+    choices = tl.arange(0, CHOICES)
+    given = inside[:, None] & (choices < TOPK)[None, :]
+    places = tl.load(places_ptr + gathered[:, None] * TOPK + choices[None, :], mask=given, other=-1)
+    filled = (columns < width)[None, :]
+    if IS_SUMMED:
+        held = inside[:, None] & filled
+        total = tl.load(rows_ptr + gathered[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    else:
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for choice in tl.static_range(TOPK):
+            row = tl.load(places_ptr + gathered * TOPK + choice, mask=inside, other=-1)
+            held = (row >= 0)[:, None] & filled
+            total += tl.load(rows_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+    return total, places
 
 
 @triton.jit

@@ -21,12 +21,12 @@ COPY_TILE = 2048
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     """See `Kernels.permute`."""
-    return RowCopies(_gather, _sum).permute(tokens_TH, index)
+    return RowCopies(_gather, sum_rows).permute(tokens_TH, index)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
     """See `Kernels.unpermute`."""
-    return RowCopies(_gather, _sum).unpermute(rows_RH, index, num_tokens)
+    return RowCopies(_gather, sum_rows).unpermute(rows_RH, index, num_tokens)
 
 
 def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
@@ -74,7 +74,7 @@ def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
     return rows_RH
 
 
-def _sum(rows_RH: Tensor, index: RowIndex) -> Tensor:
+def sum_rows(rows_RH: Tensor, index: RowIndex) -> Tensor:
     """[R, H] -> [T, H], one token's rows added in fp32 in the order of its choices."""
     assert index.rows_TK is not None, "a dense form has no rows per choice"
     rows_RH = rows_of(rows_RH)
