@@ -73,12 +73,13 @@ def derived(plan: RunPlan) -> list[str]:
     parallel, batch, model = plan.parallel, plan.batch, plan.model
     ranks, replicas = parallel.world_size, parallel.dp
     num_moe = sum(layer.is_moe for layer in model.layers)
-    microbatches = batch.global_size // (batch.micro * replicas)
+    microbatches = batch.global_batch_size // (batch.micro_batch_size * replicas)
     layers = [f"derived: {len(model.layers) - num_moe} dense and {num_moe} MoE layers"]
     return [
         "All flags of this run with the origin of each value. Repeat the run with --config THIS_FILE.",
         f"derived: {ranks} ranks = {replicas} data-parallel x {ranks // replicas} model-parallel",
-        f"derived: a step is {batch.global_size} sequences = {microbatches} microbatches of {batch.micro} per rank",
+        f"derived: a step is {batch.global_batch_size} sequences = {microbatches} microbatches of "
+        f"{batch.micro_batch_size} per rank",
         *([] if plan.unknown_layers else layers),
         f"derived: vocabulary of {plan.data.vocab_size} tokens, padded to {model.vocab_size}",
         f"derived: {plan.loop.train_iters} iterations",

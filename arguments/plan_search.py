@@ -132,26 +132,29 @@ def _axes(plan: RunPlan) -> Iterator[tuple[str, object]]:
     yield "expert_model_parallel_size", parallel.ep
     yield "expert_tensor_parallel_size", parallel.etp
     yield "sequence_parallel", parallel.sequence_parallel
-    yield "micro_batch_size", plan.batch.micro
+    yield "micro_batch_size", plan.batch.micro_batch_size
     yield "overlap_moe_expert_parallel_comm", plan.pipeline.overlap
-    yield "delay_wgrad_compute", plan.pipeline.split_backward
+    yield "delay_wgrad_compute", plan.pipeline.delay_wgrad_compute
     if parallel.pp > 1:
         yield "pipeline_model_parallel_layout", str(plan.layout)
 
 
 def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
     recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
-    whole = recompute.granularity == "full"
-    yield "recompute_granularity", None if recompute.granularity == "none" else recompute.granularity
-    yield "recompute_modules", recompute.modules if recompute.granularity == "selective" else None
-    yield "recompute_method", recompute.method if whole else None
-    yield "recompute_num_layers", recompute.num_layers if whole else None
-    yield "fine_grained_activation_offloading", bool(offload.modules)
-    yield "offload_modules", offload.modules
-    if plan.optimizer.offload.host_steps:
+    whole = recompute.recompute_granularity == "full"
+    yield (
+        "recompute_granularity",
+        None if recompute.recompute_granularity == "none" else recompute.recompute_granularity,
+    )
+    yield "recompute_modules", recompute.recompute_modules if recompute.recompute_granularity == "selective" else None
+    yield "recompute_method", recompute.recompute_method if whole else None
+    yield "recompute_num_layers", recompute.recompute_num_layers if whole else None
+    yield "fine_grained_activation_offloading", bool(offload.offload_modules)
+    yield "offload_modules", offload.offload_modules
+    if plan.optimizer.offload.cpu_step:
         yield from (("optimizer_cpu_offload", True), ("overlap_cpu_optimizer_d2h_h2d", True))
         yield "use_precision_aware_optimizer", True
-    if precision.exp_avg == precision.exp_avg_sq == "bf16":
+    if precision.exp_avg_dtype == precision.exp_avg_sq_dtype == "bf16":
         yield "use_precision_aware_optimizer", True
         yield from (("exp_avg_dtype", "bf16"), ("exp_avg_sq_dtype", "bf16"))
 
@@ -212,12 +215,12 @@ def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
 def switches_text(plan: RunPlan) -> str:
     """Short description of the memory options of a plan."""
     recompute, offload, words = plan.memory.recompute, plan.memory.offload, []
-    if recompute.granularity == "full":
+    if recompute.recompute_granularity == "full":
         words.append("recompute of whole layers")
-    elif recompute.granularity == "selective" and recompute.modules:
-        words.append(f"recompute of {' '.join(recompute.modules)}")
-    if offload.modules:
-        words.append(f"offload of {' '.join(offload.modules)}")
+    elif recompute.recompute_granularity == "selective" and recompute.recompute_modules:
+        words.append(f"recompute of {' '.join(recompute.recompute_modules)}")
+    if offload.offload_modules:
+        words.append(f"offload of {' '.join(offload.offload_modules)}")
     return " and ".join(words)
 
 
@@ -225,11 +228,11 @@ def layout_text(found: PlannedLayout) -> str:
     """One line with axes, microbatch size and memory options."""
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
-    axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro}"]
+    axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro_batch_size}"]
     more = [
         "overlap" if plan.pipeline.overlap else "",
         switches_text(plan),
-        "moments in bf16" if plan.precision.exp_avg == plan.precision.exp_avg_sq == "bf16" else "",
-        "the optimizer on the host" if plan.optimizer.offload.host_steps else "",
+        "moments in bf16" if plan.precision.exp_avg_dtype == plan.precision.exp_avg_sq_dtype == "bf16" else "",
+        "the optimizer on the host" if plan.optimizer.offload.cpu_step else "",
     ]
     return ", ".join([" ".join(axes), *filter(None, more)])

@@ -147,7 +147,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _parameters(row),
         gpus,
         f"{parallel.tp} x {parallel.cp} x {stages}, {parallel.ep} x {parallel.etp}",
-        f"{batch.micro} / {batch.global_size}, {plan.data.seq_length}",
+        f"{batch.micro_batch_size} / {batch.global_batch_size}, {plan.data.seq_length}",
         _numbers(row),
         row.about.source or "ours",
         row.about.published or "-",

@@ -51,7 +51,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         precision=_precision(flags),
         memory=_memory(flags),
         optimizer=_optimizer(flags),
-        lr=_lr(flags, batch, loop),
+        lr_schedule=_lr(flags, batch, loop),
         batch=batch,
         data=_data(flags, vocab_size),
         loop=loop,
@@ -60,7 +60,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         profile=_profile(flags.logging),
         resilience=_resilience(flags, loop),
         kernels=_kernels(flags),
-        graphs=_graphs(flags, model),
+        cuda_graphs=_graphs(flags, model),
         launch=launch,
         device=flags.kernels.device,
         **provenance,
@@ -77,13 +77,13 @@ def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
         pp=pipeline.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
         cp_sub_axes=_cp_sub_axes(flags),
-        max_seqlen_per_rank=parallel.max_seqlen_per_dp_cp_rank if parallel.hybrid_context_parallel else None,
+        max_seqlen_per_dp_cp_rank=parallel.max_seqlen_per_dp_cp_rank if parallel.hybrid_context_parallel else None,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        timeout_minutes=float(parallel.distributed_timeout_minutes),
+        distributed_timeout_minutes=float(parallel.distributed_timeout_minutes),
     )
 
 
@@ -104,11 +104,11 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
     parallel = flags.parallel
     return PipelineConfig(
         layout=layout,
-        group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
+        microbatch_group_size_per_virtual_pipeline_stage=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
         # one expert-parallel rank has no expert communication to overlap
         overlap=parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1,
-        split_backward=parallel.delay_wgrad_compute,
-        early_attention_backward=parallel.ep_overlap_early_attn_memory_release,
+        delay_wgrad_compute=parallel.delay_wgrad_compute,
+        ep_overlap_early_attn_memory_release=parallel.ep_overlap_early_attn_memory_release,
     )
 
 
@@ -117,23 +117,23 @@ def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
     # without replicas there is no gradient or parameter communication to overlap
     has_replicas = max(grid.dp * grid.cp, grid.edp) > 1
     return DataParallelConfig(
-        sharded_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce and has_replicas,
         overlap_param_gather=parallel.overlap_param_gather and has_replicas,
-        bucket_size=parallel.ddp_bucket_size,
-        num_buckets=parallel.ddp_num_buckets,
-        pad_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        average_in_collective=parallel.ddp_average_in_collective,
-        fp32_sums=parallel.ddp_reduce_scatter_with_fp32_accumulation,
+        ddp_bucket_size=parallel.ddp_bucket_size,
+        ddp_num_buckets=parallel.ddp_num_buckets,
+        ddp_pad_buckets_for_high_nccl_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
+        ddp_average_in_collective=parallel.ddp_average_in_collective,
+        ddp_reduce_scatter_with_fp32_accumulation=parallel.ddp_reduce_scatter_with_fp32_accumulation,
     )
 
 
 def batch_config(flags: Flags, data_parallel_size: int) -> BatchConfig:
     training = flags.training
     return BatchConfig(
-        micro=training.micro_batch_size,
-        global_size=from_flags(derive.global_batch_size, flags, data_parallel_size=data_parallel_size),
-        rampup=training.rampup_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=from_flags(derive.global_batch_size, flags, data_parallel_size=data_parallel_size),
+        rampup_batch_size=training.rampup_batch_size,
     )
 
 
@@ -144,14 +144,14 @@ def tokenizer_config(flags: Flags) -> TokenizerConfig:
     return from_flags(
         TokenizerConfig,
         flags,
-        kind=OTHER_TOKENIZER_NAMES.get(name, name),
-        model=_path(data.tokenizer_model),
+        tokenizer_type=OTHER_TOKENIZER_NAMES.get(name, name),
+        tokenizer_model=_path(data.tokenizer_model),
         vocab_file=_path(data.vocab_file),
         merge_file=_path(data.merge_file),
-        eod=data.null_tokenizer_eod_id,
-        pad=data.null_tokenizer_pad_id,
-        num_special_tokens=data.tiktoken_num_special_tokens,
-        special_tokens=data.tokenizer_special_tokens or (),
+        null_tokenizer_eod_id=data.null_tokenizer_eod_id,
+        null_tokenizer_pad_id=data.null_tokenizer_pad_id,
+        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
+        tokenizer_special_tokens=data.tokenizer_special_tokens or (),
     )
 
 
@@ -163,23 +163,25 @@ def _precision(flags: Flags) -> PrecisionConfig:
     precision = flags.precision
     low_params = precision.fp8_param_gather or precision.fp4_param_gather
     if precision.fp64:
-        return PrecisionConfig(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
+        return PrecisionConfig(
+            params="fp64", grads="fp64", main_params_dtype="fp64", deterministic_mode=precision.deterministic_mode
+        )
     return PrecisionConfig(
         params="bf16" if precision.bf16 else "fp32",
         grads="bf16" if precision.grad_reduce_in_bf16 or precision.main_grads_dtype == "bf16" else "fp32",
-        master=precision.main_params_dtype,
-        deterministic=precision.deterministic_mode,
-        exp_avg=precision.exp_avg_dtype,
-        exp_avg_sq=precision.exp_avg_sq_dtype,
-        remainders=(
+        main_params_dtype=precision.main_params_dtype,
+        deterministic_mode=precision.deterministic_mode,
+        exp_avg_dtype=precision.exp_avg_dtype,
+        exp_avg_sq_dtype=precision.exp_avg_sq_dtype,
+        store_param_remainders=(
             precision.use_precision_aware_optimizer
             and precision.store_param_remainders
             and precision.bf16
             and precision.main_params_dtype == "fp32"
             and not low_params  # the 16-bit remainder completes a bf16 parameter only
         ),
-        low=_low_precision(flags),
-        low_params=low_params,
+        low_precision=_low_precision(flags),
+        low_precision_params=low_params,
     )
 
 
@@ -196,22 +198,22 @@ def _memory(flags: Flags) -> MemoryConfig:
     streamed = offload.optimizer_state_offload_fraction if offload.chunked_optimizer_state_offload else 0.0
     return MemoryConfig(
         recompute=RecomputeConfig(
-            granularity=recompute.recompute_granularity or "none",
-            method=recompute.recompute_method or "uniform",
-            num_layers=recompute.recompute_num_layers or 1,
-            modules=recompute.recompute_modules or ("core_attn",),
-            distribute=recompute.distribute_saved_activations,
+            recompute_granularity=recompute.recompute_granularity or "none",
+            recompute_method=recompute.recompute_method or "uniform",
+            recompute_num_layers=recompute.recompute_num_layers or 1,
+            recompute_modules=recompute.recompute_modules or ("core_attn",),
+            distribute_saved_activations=recompute.distribute_saved_activations,
         ),
         offload=ActivationOffloadConfig(
-            modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),
-            fraction=offload.activation_offload_fraction,
-            min_elements=offload.min_offloaded_tensor_size,
-            stay_bytes_per_stage=offload.delta_offload_bytes_across_pp_ranks,
-            max_inflight=offload.fine_grained_offloading_max_inflight_offloads,
+            offload_modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),
+            activation_offload_fraction=offload.activation_offload_fraction,
+            min_offloaded_tensor_size=offload.min_offloaded_tensor_size,
+            delta_offload_bytes_across_pp_ranks=offload.delta_offload_bytes_across_pp_ranks,
+            fine_grained_offloading_max_inflight_offloads=offload.fine_grained_offloading_max_inflight_offloads,
             optimizer_fraction=max(cpu_step, streamed),
         ),
-        stash=_stash(flags),
-        expert_wgrad_interval=flags.moe.moe_expert_wgrad_interval,
+        paged_stash=_stash(flags),
+        moe_expert_wgrad_interval=flags.moe.moe_expert_wgrad_interval,
     )
 
 
@@ -220,7 +222,8 @@ def _stash(flags: Flags) -> PagedStashConfig | None:
     if not offload.moe_paged_stash:
         return None
     return PagedStashConfig(
-        page_size=offload.moe_paged_stash_page_size, factor=offload.moe_paged_stash_buffer_size_factor_cuda
+        moe_paged_stash_page_size=offload.moe_paged_stash_page_size,
+        moe_paged_stash_buffer_size_factor_cuda=offload.moe_paged_stash_buffer_size_factor_cuda,
     )
 
 
@@ -229,12 +232,12 @@ def _optimizer(flags: Flags) -> OptimizerConfig:
     return from_flags(
         OptimizerConfig,
         flags,
-        beta1=optimizer.adam_beta1,
-        beta2=optimizer.adam_beta2,
-        eps=optimizer.adam_eps,
-        decay_qk_norm=optimizer.apply_wd_to_qk_layernorm,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        apply_wd_to_qk_layernorm=optimizer.apply_wd_to_qk_layernorm,
         offload=_state_offload(flags),
-        in_forward=optimizer.overlap_optimizer_step,
+        overlap_optimizer_step=optimizer.overlap_optimizer_step,
     )
 
 
@@ -243,11 +246,11 @@ def _state_offload(flags: Flags) -> OptimizerOffloadConfig:
     if offload.optimizer_cpu_offload:
         return OptimizerOffloadConfig(
             fraction=offload.optimizer_offload_fraction,
-            host_steps=True,
-            overlap=offload.overlap_cpu_optimizer_d2h_h2d,
-            torch_kernel=offload.use_torch_optimizer_for_cpu_offload,
-            pin_grads=offload.pin_cpu_grads,
-            pin_params=offload.pin_cpu_params,
+            cpu_step=True,
+            overlap_cpu_optimizer_d2h_h2d=offload.overlap_cpu_optimizer_d2h_h2d,
+            use_torch_optimizer_for_cpu_offload=offload.use_torch_optimizer_for_cpu_offload,
+            pin_cpu_grads=offload.pin_cpu_grads,
+            pin_cpu_params=offload.pin_cpu_params,
         )
     if offload.chunked_optimizer_state_offload:
         return OptimizerOffloadConfig(
@@ -259,7 +262,7 @@ def _state_offload(flags: Flags) -> OptimizerOffloadConfig:
 
 def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
     """Converts schedule lengths to samples: iterations are multiplied by the global batch size."""
-    optimizer, size = flags.optimizer, batch.global_size
+    optimizer, size = flags.optimizer, batch.global_batch_size
     if flags.training.train_samples is not None:
         length, wsd = flags.training.train_samples, optimizer.lr_wsd_decay_samples
         decay, warmup = optimizer.lr_decay_samples, optimizer.lr_warmup_samples
@@ -283,8 +286,8 @@ def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
         end_weight_decay=optimizer.weight_decay if end is None else end,
         weight_decay_style=optimizer.weight_decay_incr_style,
         weight_decay_samples=length,
-        override=optimizer.override_opt_param_scheduler,
-        use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=optimizer.override_opt_param_scheduler,
+        use_checkpoint_opt_param_scheduler=optimizer.use_checkpoint_opt_param_scheduler,
     )
 
 
@@ -304,9 +307,9 @@ def _loop(flags: Flags, batch: BatchConfig) -> LoopConfig:
         flags,
         train_iters=train_iters,
         eval_iters=from_flags(derive.eval_iters, flags, train_iters=train_iters),
-        exit_duration_minutes=None if minutes is None else float(minutes),
-        per_token_loss=flags.model.calculate_per_token_loss,
-        check_nonfinite=flags.resilience.check_for_nan_in_loss_and_grad,
+        exit_duration_in_mins=None if minutes is None else float(minutes),
+        calculate_per_token_loss=flags.model.calculate_per_token_loss,
+        check_for_nan_in_loss_and_grad=flags.resilience.check_for_nan_in_loss_and_grad,
     )
 
 
@@ -315,20 +318,20 @@ def _data(flags: Flags, vocab_size: int) -> DataConfig:
     return from_flags(
         DataConfig,
         flags,
-        train=data.train_data_path,
-        valid=data.valid_data_path,
-        test=data.test_data_path,
-        blend=data.data_path,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_path=data.data_path,
         split="969, 30, 1" if data.split is None else data.split,
-        mock=data.mock_data,
-        cache_dir=_path(data.data_cache_path),
+        mock_data=data.mock_data,
+        data_cache_path=_path(data.data_cache_path),
         tokenizer=tokenizer_config(flags),
         vocab_size=vocab_size,
         reset_position_ids=data.reset_position_ids or data.dataloader_inter_document_masking,
         reset_attention_mask=data.reset_attention_mask or data.dataloader_inter_document_masking,
-        mmap=data.mmap_bin_files,
-        surplus=data.mid_level_dataset_surplus,
-        dataloader="cyclic" if data.dataloader_type == "cyclic" else "single",
+        mmap_bin_files=data.mmap_bin_files,
+        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+        dataloader_type="cyclic" if data.dataloader_type == "cyclic" else "single",
     )
 
 
@@ -339,20 +342,20 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
         flags,
         save=from_flags(derive.save_folder, flags),
         load=checkpoint.load or None,
-        pretrained=checkpoint.pretrained_checkpoint,
-        weights_only=flags.training.skip_train,
+        pretrained_checkpoint=checkpoint.pretrained_checkpoint,
+        skip_train=flags.training.skip_train,
         load_optim=checkpoint.load_optim and not moe.moe_use_upcycling,
-        override_iteration=checkpoint.override_ckpt_iteration,
-        exit_on_missing=checkpoint.exit_on_missing_checkpoint,
-        keep_last=checkpoint.keep_last_checkpoints,
-        retain_interval=checkpoint.save_retain_interval,
-        keep_best=checkpoint.keep_best_checkpoint,
-        in_background=checkpoint.async_save,
-        most_failures=1 if checkpoint.on_save_failure == "stop" else CheckpointConfig.most_failures,
-        upcycle=moe.moe_use_upcycling,
-        upcycle_granularity=moe.moe_upcycling_granularity,
-        hf_interval=checkpoint.save_hf_interval,
-        hf_config=_hf_config(checkpoint),
+        override_ckpt_iteration=checkpoint.override_ckpt_iteration,
+        exit_on_missing_checkpoint=checkpoint.exit_on_missing_checkpoint,
+        keep_last_checkpoints=checkpoint.keep_last_checkpoints,
+        save_retain_interval=checkpoint.save_retain_interval,
+        keep_best_checkpoint=checkpoint.keep_best_checkpoint,
+        async_save=checkpoint.async_save,
+        max_save_failures=1 if checkpoint.on_save_failure == "stop" else CheckpointConfig.max_save_failures,
+        moe_use_upcycling=moe.moe_use_upcycling,
+        moe_upcycling_granularity=moe.moe_upcycling_granularity,
+        save_hf_interval=checkpoint.save_hf_interval,
+        save_hf_config=_hf_config(checkpoint),
     )
 
 
@@ -386,12 +389,12 @@ def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
         flags,
         exit_signals=tuple(dict.fromkeys(signals)),
         watchdog=_deadlines(flags, loop),
-        compare_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
-        most_skips=resilience.max_skipped_iterations,
-        report_spiky_loss=resilience.check_for_spiky_loss,
-        report_large_grads=resilience.check_for_large_grads,
-        timeout_after_start=resilience.distributed_timeout_seconds_after_init,
-        rerun=resilience.rerun_mode,
+        check_weight_hash_across_dp_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
+        max_skipped_iterations=resilience.max_skipped_iterations,
+        check_for_spiky_loss=resilience.check_for_spiky_loss,
+        check_for_large_grads=resilience.check_for_large_grads,
+        distributed_timeout_seconds_after_init=resilience.distributed_timeout_seconds_after_init,
+        rerun_mode=resilience.rerun_mode,
         faults=tuple(map(parse_fault, resilience.inject)),
     )
 
@@ -402,24 +405,24 @@ def _logging(flags: Flags) -> LoggingConfig:
         LoggingConfig,
         flags,
         run_dir=_path(logging.run_dir),
-        style=logging.log_style,
+        log_style=logging.log_style,
         tensorboard_dir=_path(logging.tensorboard_dir),
-        tensorboard_interval=logging.tensorboard_log_interval,
+        tensorboard_log_interval=logging.tensorboard_log_interval,
         wandb_project=logging.wandb_project or "",
         wandb_exp_name=logging.wandb_exp_name or "",
         wandb_entity=logging.wandb_entity or "",
         wandb_save_dir=_path(logging.wandb_save_dir),
-        log_num_zeros=logging.log_num_zeros_in_grad,
-        log_memory=logging.log_memory_to_tensorboard,
-        memory_interval=logging.log_memory_interval,
-        log_device_memory=logging.log_device_memory_used,
-        log_timers=logging.log_timers_to_tensorboard,
-        log_validation_ppl=logging.log_validation_ppl_to_tensorboard,
-        log_world_size=logging.log_world_size_to_tensorboard,
-        stragglers_named=logging.straggler_minmax_count,
-        timing_level=logging.timing_log_level,
-        timing_option=logging.timing_log_option,
-        per_layer_moe=flags.moe.moe_per_layer_logging,
+        log_num_zeros_in_grad=logging.log_num_zeros_in_grad,
+        log_memory_to_tensorboard=logging.log_memory_to_tensorboard,
+        log_memory_interval=logging.log_memory_interval,
+        log_device_memory_used=logging.log_device_memory_used,
+        log_timers_to_tensorboard=logging.log_timers_to_tensorboard,
+        log_validation_ppl_to_tensorboard=logging.log_validation_ppl_to_tensorboard,
+        log_world_size_to_tensorboard=logging.log_world_size_to_tensorboard,
+        straggler_minmax_count=logging.straggler_minmax_count,
+        timing_log_level=logging.timing_log_level,
+        timing_log_option=logging.timing_log_option,
+        moe_per_layer_logging=flags.moe.moe_per_layer_logging,
     )
 
 
@@ -429,12 +432,12 @@ def _profile(logging: LoggingFlags) -> ProfileConfig:
         tool = "torch" if logging.use_pytorch_profiler else "cuda"
     return ProfileConfig(
         tool=tool,
-        after=logging.profile_step_start,
-        last=logging.profile_step_end,
-        ranks=logging.profile_ranks,
-        shapes=logging.pytorch_profiler_collect_shapes,
-        stacks=logging.pytorch_profiler_collect_callstack,
-        marks=logging.nvtx_ranges,
+        profile_step_start=logging.profile_step_start,
+        profile_step_end=logging.profile_step_end,
+        profile_ranks=logging.profile_ranks,
+        pytorch_profiler_collect_shapes=logging.pytorch_profiler_collect_shapes,
+        pytorch_profiler_collect_callstack=logging.pytorch_profiler_collect_callstack,
+        nvtx_ranges=logging.nvtx_ranges,
         memory_snapshot=logging.memory_snapshot_path if logging.record_memory_history else None,
     )
 
@@ -444,11 +447,11 @@ def _graphs(flags: Flags, model: ModelConfig) -> CudaGraphConfig:
     warmup = max(kernels.cuda_graph_warmup_steps, 1)  # the first step compiles kernels and creates library plans
     match kernels.cuda_graph_impl:
         case "none":
-            return CudaGraphConfig(warmup_steps=warmup)
+            return CudaGraphConfig(cuda_graph_warmup_steps=warmup)
         case "full_iteration":
-            return CudaGraphConfig(full_iteration=True, warmup_steps=warmup)
+            return CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=warmup)
     modules: Any = kernels.cuda_graph_modules or _all_graph_modules(flags, model)  # checks/cuda_graphs.py rejects mamba
-    return CudaGraphConfig(modules=modules, warmup_steps=warmup)
+    return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=warmup)
 
 
 def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, ...]:
@@ -469,7 +472,7 @@ def _kernels(flags: Flags) -> KernelConfig:
     return from_flags(
         KernelConfig,
         flags,
-        backend=kernels.kernel_backend,
-        per_op=tuple((op, backend) for op, _, backend in requests),
-        cache_dir=_path(kernels.kernel_cache_dir),
+        kernel_backend=kernels.kernel_backend,
+        kernel_per_op=tuple((op, backend) for op, _, backend in requests),
+        kernel_cache_dir=_path(kernels.kernel_cache_dir),
     )

@@ -65,7 +65,7 @@ def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
 
 def set_algorithms(plan: RunPlan) -> None:
     """What torch computes with in the whole process."""
-    if plan.precision.deterministic:
+    if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         # Nothing is read before it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -109,11 +109,11 @@ def build_saver(
     saver = CheckpointSaver(
         config.save,
         context,
-        keep_last=config.keep_last,
-        retain_interval=config.retain_interval,
-        keep_best=config.keep_best,
+        keep_last=config.keep_last_checkpoints,
+        retain_interval=config.save_retain_interval,
+        keep_best=config.keep_best_checkpoint,
         fresh=config.fresh,
-        stop_after=config.most_failures,
+        stop_after=config.max_save_failures,
         expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
         say=reporter.note,
     )
@@ -162,12 +162,12 @@ def build_saved_tensor_policy(
 ) -> SavedTensorPolicy:
     """What waits for the backward in another form, or elsewhere."""
     config, offload = plan.memory.offload, None
-    if config.modules:
-        stay = config.stay_bytes_per_stage * context.group("pp").rank
+    if config.offload_modules:
+        stay = config.delta_offload_bytes_across_pp_ranks * context.group("pp").rank
         offload = ActivationOffload(config, host_copies, stay_bytes=stay)
     stash = None
-    if plan.memory.stash is not None:
-        stash = PagedStash(plan.memory.stash, pages_of_rank(plan, context.group("pp").rank), kernels)
+    if plan.memory.paged_stash is not None:
+        stash = PagedStash(plan.memory.paged_stash, pages_of_rank(plan, context.group("pp").rank), kernels)
     return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 
@@ -193,14 +193,14 @@ def build_trainer(
             kernels,
             optimizer=plan.optimizer,
             data_parallel=parallel,
-            expert_interval=plan.memory.expert_wgrad_interval,
+            expert_interval=plan.memory.moe_expert_wgrad_interval,
             alignment=rule.alignment,
         )
         optimizer = Optimizer(buffers, plan.precision, rule)
     experts = count_expert_elements(plan.model)
     if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
-    if plan.optimizer.in_forward:
+    if plan.optimizer.overlap_optimizer_step:
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
@@ -209,40 +209,44 @@ def build_trainer(
         pipeline,
         buffers,
         optimizer,
-        LRSchedule.of(plan.lr, plan.optimizer),
+        LRSchedule.of(plan.lr_schedule, plan.optimizer),
         MetricAccumulator(),
         loop=plan.loop,
         resilience=plan.resilience,
         logging=plan.logging,
-        micro_batch_size=plan.batch.micro,
+        micro_batch_size=plan.batch.micro_batch_size,
         timers=timers,
         memory_guard=partial(room_asked_for, plan, context),
     )
     if context.device.type == "cuda":
-        check_recordable(plan.graphs, kernels)
-        record_steps(trainer, CudaGraphRecorder(context.device), plan.graphs, plan.memory.expert_wgrad_interval)
+        check_recordable(plan.cuda_graphs, kernels)
+        record_steps(
+            trainer, CudaGraphRecorder(context.device), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval
+        )
     return trainer
 
 
 def record_steps(trainer: Trainer, recorder: Recorder, config: CudaGraphConfig, interval: int = 1) -> None:
     """Makes the trainer capture and replay what `config` selects. `interval`:
     `--moe-expert-wgrad-interval`."""
-    rows = {"moe", "moe_preprocess"} & set(config.modules)
+    rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
     assert interval == 1 or not rows, f"rows of {interval} microbatches wait where replays of {sorted(rows)} write"
     if config.full_iteration:
-        trainer.full_iteration = FullIterationGraph(recorder, config.warmup_steps, tuple(trainer.buffers.slots))
-    elif config.modules:
-        trainer.model.capture(config.modules)
-        trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.warmup_steps)
+        trainer.full_iteration = FullIterationGraph(
+            recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
+        )
+    elif config.cuda_graph_modules:
+        trainer.model.capture(config.cuda_graph_modules)
+        trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.cuda_graph_warmup_steps)
 
 
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
     """None without --log-straggler."""
     if not plan.logging.log_straggler:
         return None
-    num_samples = plan.batch.global_size / plan.parallel.world_size
+    num_samples = plan.batch.global_batch_size / plan.parallel.world_size
     flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
-    return Stragglers(trainer.model, trainer.context, num_named=plan.logging.stragglers_named, flops=flops)
+    return Stragglers(trainer.model, trainer.context, num_named=plan.logging.straggler_minmax_count, flops=flops)
 
 
 def build_run_events(
@@ -252,7 +256,7 @@ def build_run_events(
     garbage = stack.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     stack.callback(profile.close)
-    if plan.profile.marks:
+    if plan.profile.nvtx_ranges:
         mark_parts(trainer.model, context.device)
     faults = plan.resilience.faults
     for fault in faults:
@@ -305,7 +309,7 @@ def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: 
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
-    if context.device.type == "cpu" and (plan.graphs.full_iteration or plan.graphs.modules):
+    if context.device.type == "cpu" and (plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules):
         yield "--cuda-graph-impl: nothing is recorded on a CPU, every step is computed"
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)

@@ -26,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
         if options.tokenizer_type or options.tokenizer_model:
             name = options.tokenizer_type or "HuggingFaceTokenizer"
             kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-            config = TokenizerConfig(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size)
+            config = TokenizerConfig(
+                tokenizer_type=kind, tokenizer_model=options.tokenizer_model, vocab_size=vocab_size
+            )
             tokenizer = load_tokenizer(config)
             vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
     except RunError as problem:
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
     parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
     parser.add_argument("--eod", type=int, help="end-of-document id; the tokenizer's when one is given")
-    kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
+    kinds = get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])
     parser.add_argument(
         "--tokenizer-type",
         choices=[kind for kind in (*kinds, *OTHER_TOKENIZER_NAMES) if kind != "GPT2BPETokenizer"],

@@ -149,10 +149,10 @@ def skeleton(plan: RunPlan, folder: Path) -> GPT:
 
 def _template(plan: RunPlan) -> Path:
     """Hugging Face folder that the run loaded its weights or its tokenizer from."""
-    loaded = (plan.checkpoint.load, plan.checkpoint.pretrained)
+    loaded = (plan.checkpoint.load, plan.checkpoint.pretrained_checkpoint)
     folders = [Path(path.removeprefix(HUGGING_FACE)) for path in loaded if path and path.startswith(HUGGING_FACE)]
-    if plan.data.tokenizer.model is not None:
-        folders.append(local_copy(plan.data.tokenizer.model))
+    if plan.data.tokenizer.tokenizer_model is not None:
+        folders.append(local_copy(plan.data.tokenizer.tokenizer_model))
     found = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     if found is None:
         raise CheckpointProblem(

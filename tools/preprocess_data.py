@@ -143,11 +143,11 @@ def write_documents(
 def preprocess(args: argparse.Namespace) -> Progress:
     kind: Any = OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type)
     config = TokenizerConfig(
-        kind=kind,
-        model=args.tokenizer_model,
+        tokenizer_type=kind,
+        tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
-        num_special_tokens=args.tiktoken_num_special_tokens,
+        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
     )
@@ -174,7 +174,7 @@ def preprocess(args: argparse.Namespace) -> Progress:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
+    kinds = get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
     add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files per key")

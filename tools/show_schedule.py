@@ -93,7 +93,7 @@ def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
     ranks = str(requested_cluster(options, words, {}).world_size)
     environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
     plan = read_plan(words, environ, waiting=True)
-    num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    num_microbatches = plan.batch.global_batch_size // (plan.batch.micro_batch_size * plan.parallel.dp)
     if plan.unknown_layers:
         table = f"layers of {' '.join(plan.unknown_layers)} cannot be built yet"
         return ShownSchedule(plan.schedule(num_microbatches), table)

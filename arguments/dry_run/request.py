@@ -82,7 +82,7 @@ def or_known_size(
         try:
             return read_size(config)
         except RunError as trouble:
-            known = given or (_GPT2_VOCABULARY if config.kind == "GPT2BPETokenizer" else None)
+            known = given or (_GPT2_VOCABULARY if config.tokenizer_type == "GPT2BPETokenizer" else None)
             if known is None:
                 remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
                 raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None

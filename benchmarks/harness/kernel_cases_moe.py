@@ -89,7 +89,7 @@ def pages(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
 
 
 def stash(rows_RW: Tensor, draw: Draw) -> Pages:
-    size = PagedStashConfig.page_size
+    size = PagedStashConfig.moe_paged_stash_page_size
     return make_pages(-(-len(rows_RW) // size), size, rows_RW.shape[1], dtype=draw.dtype, device=draw.device)
 
 

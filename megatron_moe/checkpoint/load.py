@@ -164,13 +164,13 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
         assert config.save is not None
         _report_stale_tracker(config.save, own, say)
         # --finetune and --no-load-optim apply to --load: a restart of the same command line must resume in full.
-        resume = CheckpointConfig(load_optim=config.save_optim, weights_only=config.weights_only)
+        resume = CheckpointConfig(load_optim=config.save_optim, skip_train=config.skip_train)
         return _source("--save", str(config.save), own, config if same_folder else resume)
     if config.load is not None and not (same_folder and config.fresh):
         source = _given_folder(config.load, config, say)
         if source is not None:
             return source
-    return None if config.pretrained is None else _pretrained(config.pretrained)
+    return None if config.pretrained_checkpoint is None else _pretrained(config.pretrained_checkpoint)
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
@@ -182,7 +182,7 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
         _report_stale_tracker(checkpoints_folder(Path(location)), found, say)
         return _source("--load", location, found, config)
     missing = _describe_missing("--load", location)
-    if config.pretrained is not None:
+    if config.pretrained_checkpoint is not None:
         say(f"{missing}: --pretrained-checkpoint is used")
         return None
     requiring = _flags_requiring_checkpoint(config)
@@ -195,11 +195,11 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
 
 def _flags_requiring_checkpoint(config: CheckpointConfig) -> list[str]:
     flags = {
-        "--exit-on-missing-checkpoint": config.exit_on_missing,
-        "--moe-use-upcycling": config.upcycle,
+        "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
+        "--moe-use-upcycling": config.moe_use_upcycling,
         "--finetune": config.finetune,
-        "--skip-train": config.weights_only,
-        "--no-load-optim": not config.load_optim and not config.upcycle,
+        "--skip-train": config.skip_train,
+        "--no-load-optim": not config.load_optim and not config.moe_use_upcycling,
     }
     return [flag for flag, given in flags.items() if given]
 
@@ -247,7 +247,7 @@ def _source(
         origin,
         location,
         candidates,
-        optimizer=config.load_optim and not config.finetune and not config.weights_only,
+        optimizer=config.load_optim and not config.finetune and not config.skip_train,
         train_state=not config.finetune,
     )
 

@@ -92,14 +92,14 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, master weights and moments: 6 + 12 / d per parameter.
     """
     precision, parallel = plan.precision, plan.parallel
-    sharded = plan.data_parallel.sharded_optimizer
+    sharded = plan.data_parallel.use_distributed_optimizer
     owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
     owned = held.attention / owners[0] + held.expert / owners[1]
     on_device = 1 - plan.memory.offload.optimizer_fraction
-    has_master = precision.params != precision.master
+    has_master = precision.params != precision.main_params_dtype
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
-    if precision.low and precision.low_params:
+    if precision.low_precision and precision.low_precision_params:
         weights -= low.total * (weight - _low_weight(precision))
     return StateBytes(
         weights=weights,
@@ -110,19 +110,19 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
 
 
 def _master(precision: PrecisionConfig) -> int:
-    """Bytes of a master weight, or of its low 16 bits (`PrecisionConfig.remainders`)."""
-    return 2 if precision.remainders else num_bytes(precision.master)
+    """Bytes of a master weight, or of its low 16 bits (`PrecisionConfig.store_param_remainders`)."""
+    return 2 if precision.store_param_remainders else num_bytes(precision.main_params_dtype)
 
 
 def _moments(precision: PrecisionConfig) -> int:
-    if precision.master == "fp64":
+    if precision.main_params_dtype == "fp64":
         return 16
-    return num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
+    return num_bytes(precision.exp_avg_dtype) + num_bytes(precision.exp_avg_sq_dtype)
 
 
 def _low_weight(precision: PrecisionConfig) -> float:
     """Bytes of a weight in a low format. MXFP8 and NVFP4 need a rowwise and a columnwise copy."""
-    match precision.low:
+    match precision.low_precision:
         case "mxfp8":
             return 2 * (1 + 1 / 32)
         case "nvfp4":
@@ -228,7 +228,7 @@ class RankMemory:
     def moments(self, rank: int, num_microbatches: int) -> list[Moment]:
         """Distinct numbers of microbatches that a pipeline rank stores after each computation, over a few groups of
         microbatches: the rest of a long step is periodic."""
-        interval = self.plan.memory.expert_wgrad_interval
+        interval = self.plan.memory.moe_expert_wgrad_interval
         group = self.plan.schedule(num_microbatches).group
         count = min(num_microbatches, groups_of_moments(interval) * group)
         key = rank, count, interval
@@ -249,7 +249,7 @@ class RankMemory:
         """(all parameters, parameters in a low format)."""
         if rank not in self._held:
             plan, low = self.plan, HeldElements()
-            if plan.precision.low and plan.precision.low_params:
+            if plan.precision.low_precision and plan.precision.low_precision_params:
                 kinds = Counter(self._layers_of(rank)).items()
                 low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), low)
             self._held[rank] = held_by_rank(plan.model, plan.layout, rank, plan.parallel), low
@@ -285,7 +285,7 @@ class RankMemory:
             tensors = self.tensors(plan.model.layers[layer])
             self._add(chunk, self._input(tensors, plan.memory.recompute, place) if whole else tensors)
         self._add(chunk, stage_tensors(plan.model, stage, plan.parallel, self.sizes))
-        kept = min(chunk.on_host, float(plan.memory.offload.stay_bytes_per_stage * rank))
+        kept = min(chunk.on_host, float(plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
         if kept:
             chunk.modules["not offloaded"] = kept
             chunk.on_host -= kept
@@ -293,7 +293,7 @@ class RankMemory:
 
     def _input(self, tensors: list[SavedTensor], recompute: RecomputeConfig, place: int) -> list[SavedTensor]:
         """The saved input of a fully recomputed layer; only the first layer of a recomputed chunk has one."""
-        first = recompute.method == "block" or place % recompute.num_layers == 0
+        first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
         return [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
 
     def _add(self, chunk: _Chunk, tensors: Iterable[SavedTensor]) -> None:
@@ -303,19 +303,24 @@ class RankMemory:
             chunk.on_host += placed.host
 
     def _place(self, tensor: SavedTensor) -> _Placed:
-        memory, low, recompute = self.plan.memory, self.plan.precision.low, self.plan.memory.recompute
-        freed_by = recompute.modules if recompute.granularity == "selective" else ()
-        if recompute.granularity == "full" and recompute.method == "uniform":
+        memory, low, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
+        freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+        if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
             freed_by = (WHOLE_LAYER,)
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(tensor.module, 0.0, recomputed=tensor.bytes)
         size = tensor.elements * _low_activation(low) if tensor.low and low else float(tensor.bytes)
-        if memory.stash is not None and tensor.even_bytes:
+        if memory.paged_stash is not None and tensor.even_bytes:
             # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
-            return _Placed(tensor.module, size * memory.stash.factor * tensor.even_bytes / tensor.bytes)
+            return _Placed(
+                tensor.module,
+                size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes,
+            )
         offload = memory.offload
-        offloaded = tensor.offloaded_by in offload.modules and tensor.elements >= offload.min_elements
-        host = size * offload.fraction if offloaded else 0.0
+        offloaded = (
+            tensor.offloaded_by in offload.offload_modules and tensor.elements >= offload.min_offloaded_tensor_size
+        )
+        host = size * offload.activation_offload_fraction if offloaded else 0.0
         return _Placed(tensor.module, size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
@@ -343,8 +348,8 @@ class RankMemory:
             if each.module not in ATTENTION:
                 freed += placed.device + placed.recomputed + placed.host
         recompute = self.plan.memory.recompute
-        if recompute.granularity == "full":
-            run = max(min(recompute.num_layers, longest), 1) if recompute.method == "uniform" else 1
+        if recompute.recompute_granularity == "full":
+            run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * float(sum(each.bytes for each in self.tensors(layer))))
         arguments = layer, self.plan.parallel, self.sizes
         feed_forward = in_feed_forward(*arguments).and_more(restored[False])
@@ -354,7 +359,7 @@ class RankMemory:
     def _visiting(self, rank: int) -> float:
         """Offloaded optimizer state that the update has on the device: all of it, or two chunks."""
         offload = self.plan.optimizer.offload
-        if offload.host_steps or not offload.fraction:
+        if offload.cpu_step or not offload.fraction:
             return 0.0
         state = state_bytes(replace(self.plan, memory=MemoryConfig()), self.held(rank), HeldElements())
         offloaded = (state.master + state.moments) * offload.fraction
@@ -369,9 +374,9 @@ class RankMemory:
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
     """Whether full recompute covers the layer at this place of its stage."""
-    if recompute.granularity != "full":
+    if recompute.recompute_granularity != "full":
         return False
-    return recompute.method == "uniform" or place < recompute.num_layers
+    return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
 
 
 def groups_of_moments(interval: int) -> int:
@@ -415,7 +420,7 @@ def checkpoint_bytes(plan: RunPlan) -> int:
     """Bytes of one checkpoint: weights and, if saved, optimizer state (at least fp32). Buffers, a few elements per
     expert, are excluded."""
     precision = plan.precision
-    wide = max(num_bytes("fp32"), num_bytes(precision.master))
-    copies = 2 if precision.master == precision.params else 3
+    wide = max(num_bytes("fp32"), num_bytes(precision.main_params_dtype))
+    copies = 2 if precision.main_params_dtype == precision.params else 3
     state = copies * wide if plan.checkpoint.save_optim else 0
     return count_parameters(plan.model).total * (num_bytes(precision.params) + state)

@@ -12,10 +12,10 @@ from megatron_moe.cost_model.memory import RankMemory
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
     """Number of pages of a pipeline rank for each row width. Every in-flight tensor of expert rows gets its rows at an
-    even load times `PagedStashConfig.factor`, and one partial page."""
-    assert plan.memory.stash is not None, "the plan has no paged stash"
+    even load times `moe_paged_stash_buffer_size_factor_cuda`, and one partial page."""
+    assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
-    chunks = [_pages(layers, memory, plan.memory.stash) for layers in memory.layers_of_chunks(rank)]
+    chunks = [_pages(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
     for in_flight, _ in memory.moments(rank, plan.num_microbatches):
         now: Counter[int] = Counter()
@@ -36,8 +36,10 @@ def _pages(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConf
         even = plan.parallel.etp * memory.sizes.residual * feed_forward.router.topk
         widths = [experts.hidden_size, experts.activation.fan * experts.ffn_hidden_size]
         recompute = plan.memory.recompute
-        if not (recompute.granularity == "selective" and "moe_act" in recompute.modules):
+        if not (recompute.recompute_granularity == "selective" and "moe_act" in recompute.recompute_modules):
             widths.append(experts.ffn_hidden_size)
         for width in widths:
-            found[width] += ceil(config.factor * even / config.page_size) + 1
+            found[width] += (
+                ceil(config.moe_paged_stash_buffer_size_factor_cuda * even / config.moe_paged_stash_page_size) + 1
+            )
     return found

@@ -25,7 +25,7 @@ _MAX_COMPUTATIONS = 50_000
 
 def too_long_to_simulate(plan: RunPlan) -> str | None:
     """Reason why simulating the plan's schedule would take longer than about a second; None if it does not."""
-    interval = plan.memory.expert_wgrad_interval
+    interval = plan.memory.moe_expert_wgrad_interval
     config = plan.schedule(plan.num_microbatches)
     groups = max(MANY_GROUPS, groups_of_moments(interval))
     simulated = min(config.num_microbatches, groups * config.group)
@@ -170,8 +170,8 @@ def _schedule(plan: RunPlan, num_microbatches: int) -> Facts:
     config = plan.schedule(num_microbatches)
     return {
         "microbatches": num_microbatches,
-        "micro_batch_size": plan.batch.micro,
-        "global_batch_size": plan.batch.global_size,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "global_batch_size": plan.batch.global_batch_size,
         "pipeline_ranks": config.pp,
         "virtual_stages": config.vpp,
         "in_flight": list(in_flight(config)),
@@ -224,14 +224,14 @@ def _spread(spread: LoadSpread) -> Facts:
 
 
 def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> Facts:
-    tokens = plan.batch.global_size * plan.data.seq_length
+    tokens = plan.batch.global_batch_size * plan.data.seq_length
     world = plan.parallel.world_size
     return {
         "flops_per_step": time.flops.total,
         "flops_per_token": time.per_token,
         "by_kind": {kind: count / time.flops.total for kind, count in asdict(time.flops).items() if count},
         "tokens_per_step": tokens,
-        "products_in": "fp8" if plan.precision.low else gpu.rate(plan.precision.params)[1],
+        "products_in": "fp8" if plan.precision.low_precision else gpu.rate(plan.precision.params)[1],
         "compute_ms": time.compute * 1e3,
         "bound_ms": time.bound * 1e3,
         "bound_tflops_per_gpu": time.flops.total / time.bound / world / 1e12,

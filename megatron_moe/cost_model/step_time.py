@@ -37,9 +37,9 @@ class StepTime:
 
 def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
     """Step time at the full global batch size."""
-    seq, batch, world = plan.data.seq_length, plan.batch.global_size, plan.parallel.world_size
+    seq, batch, world = plan.data.seq_length, plan.batch.global_batch_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
-    low = plan.precision.low is not None
+    low = plan.precision.low_precision is not None
     products = flops.attention + flops.dense_mlp + flops.experts + flops.shared
     rate, _ = gpu.rate(plan.precision.params)
     seconds = (flops.total - products) / rate + products / (gpu.fp8 if low else rate)

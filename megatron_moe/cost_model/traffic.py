@@ -141,7 +141,7 @@ class Communication:
     def expert_traffic(self, config: MoEConfig) -> ExpertTraffic:
         """Dispatch volume of one layer and microbatch."""
         placement = self.placements["ep"]
-        block = 32 if self.plan.precision.low == "mxfp8" else 128
+        block = 32 if self.plan.precision.low_precision == "mxfp8" else 128
         return expert_traffic(
             config, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
         )
@@ -255,10 +255,10 @@ class Communication:
         ):
             placement = self.placements[group]
             grads = float(elements * num_bytes(plan.precision.grads))
-            passes = 1 if config.sharded_optimizer else 2
+            passes = 1 if config.use_distributed_optimizer else 2
             reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
-            if config.sharded_optimizer:
+            if config.use_distributed_optimizer:
                 weights = float(elements * num_bytes(plan.precision.params))
                 gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)

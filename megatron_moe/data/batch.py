@@ -208,10 +208,12 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     """Over how many ranks the sequences of a whole microbatch are split: all context-parallel ranks; or as few as the
     longest document needs, and groups of so many neighbours share the sequences."""
-    if config.max_seqlen_per_rank is None:
+    if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
-    return fewest_ranks(batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_rank, num_sequences, config.cp)
+    return fewest_ranks(
+        batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_dp_cp_rank, num_sequences, config.cp
+    )
 
 
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
@@ -219,7 +221,7 @@ def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
     return SequencePart(
         split_places(config.cp_split, batch.tokens_BS.shape[1], degree),
         cp.rank % degree,
-        group="cp" if config.max_seqlen_per_rank is None else f"cp_{degree}",
+        group="cp" if config.max_seqlen_per_dp_cp_rank is None else f"cp_{degree}",
         share=(cp.rank // degree, cp.size // degree),
     )
 

@@ -108,8 +108,8 @@ def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
     """Samples needed: --train-samples or --train-iters global batches for training, `eval_iters` global batches per
     evaluation; evaluations are every `eval_interval` iterations and at the end."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
-    train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_size
-    one_evaluation = loop.eval_iters * batch.global_size
+    train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
+    one_evaluation = loop.eval_iters * batch.global_batch_size
     return SplitSizes(train=0 if loop.skip_train else train, valid=evaluations * one_evaluation, test=one_evaluation)
 
 
@@ -202,9 +202,9 @@ class _Builder:
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
     def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
-        own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
-        if self.config.mock or not any(own.values()):
-            shared = Blend(prefixes=("mock",)) if self.config.mock else parse_blend(self.config.blend)
+        own = {name: parse_blend(getattr(self.config, f"{name}_data_path")) for name in SPLITS}
+        if self.config.mock_data or not any(own.values()):
+            shared = Blend(prefixes=("mock",)) if self.config.mock_data else parse_blend(self.config.data_path)
             if shared is None:
                 raise DataProblem("there is no training data: give --data-path, --train-data-path or --mock-data")
             shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
@@ -278,7 +278,7 @@ class _Builder:
         if blend.weights is not None:
             assert size is not None, "a weighted blend needs a size"
             weights = normalize(blend.weights)
-            built = samples_per_dataset(weights, size, self.config.surplus)
+            built = samples_per_dataset(weights, size, self.config.mid_level_dataset_surplus)
             total = sum(samples_per_dataset(weights, size))
         parts = [
             self._single(split, Blend(prefixes=(prefix,)), share, count)
@@ -293,15 +293,15 @@ class _Builder:
                 MockTokens(
                     vocab_size=self.config.vocab_size, eod=self.tokenizer.eod, num_documents=self.config.mock_documents
                 )
-                if self.config.mock
-                else IndexedTokens(prefix, mmap=self.config.mmap)
+                if self.config.mock_data
+                else IndexedTokens(prefix, mmap=self.config.mmap_bin_files)
             )
         return self.opened[prefix]
 
     def _cache_dir(self, prefix: str) -> Path | None:
-        if self.config.mock:
+        if self.config.mock_data:
             return None
-        return self.config.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
+        return self.config.data_cache_path or Path(prefix) / "cache" / "GPTDataset_indices"
 
     def _note_sizes(self, train: Samples | None, valid: tuple[NamedSamples, ...], test: Samples | None) -> None:
         sets = [("train", train), *((each.name, each.samples) for each in valid), ("test", test)]

@@ -149,14 +149,15 @@ class EvalLoader:
     ) -> None:
         self.samples = samples
         self.full = eval_iters is None
-        self.eval_iters = len(samples) // batch.global_size if eval_iters is None else eval_iters
+        self.eval_iters = len(samples) // batch.global_batch_size if eval_iters is None else eval_iters
         if self.full and not self.eval_iters:
             raise DataProblem(
                 f"--full-validation: the validation set has {len(samples):,} samples, less than one global batch of "
-                f"{batch.global_size}; add data or use a smaller --global-batch-size"
+                f"{batch.global_batch_size}; add data or use a smaller --global-batch-size"
             )
         self._schedule = BatchSchedule(
-            BatchConfig(micro=batch.micro, global_size=batch.global_size), context.group("dp").size
+            BatchConfig(micro_batch_size=batch.micro_batch_size, global_batch_size=batch.global_batch_size),
+            context.group("dp").size,
         )
         self._masks = masks
         self._rank = context.group("dp").rank
@@ -177,7 +178,7 @@ class EvalLoader:
 def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
     """Loader of a run's training samples."""
     assert datasets.train is not None, "a run with --skip-train has no training loader"
-    order = SampleOrder(kind=config.dataloader, num_samples=len(datasets.train), seed=config.seed)
+    order = SampleOrder(kind=config.dataloader_type, num_samples=len(datasets.train), seed=config.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)
     return TrainLoader(
         datasets.train,

@@ -65,22 +65,24 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Loads the tokenizer of `config`."""
-    if config.kind == "NullTokenizer":
+    if config.tokenizer_type == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")
-        return NullTokenizer(config.vocab_size, eod=config.eod, pad=config.pad)
-    if config.kind == "GPT2BPETokenizer":
+        return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=config.null_tokenizer_pad_id)
+    if config.tokenizer_type == "GPT2BPETokenizer":
         return GPT2BPETokenizer(config)
-    if config.kind == "ByteTokenizer":
+    if config.tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
-    if config.model is None:
-        raise DataProblem(f"--tokenizer-type {config.kind} needs --tokenizer-model")
-    if config.kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(local_copy(config.model))
-    if not config.model.exists():
-        raise DataProblem(f"tokenizer model {config.model} does not exist; give a local path, nothing is downloaded")
-    if config.kind == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(config.model)
+    if config.tokenizer_model is None:
+        raise DataProblem(f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-model")
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(local_copy(config.tokenizer_model))
+    if not config.tokenizer_model.exists():
+        raise DataProblem(
+            f"tokenizer model {config.tokenizer_model} does not exist; give a local path, nothing is downloaded"
+        )
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(config.tokenizer_model)
     return TikTokenizer(config)
 
 
@@ -292,18 +294,18 @@ class TikTokenizer:
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        assert config.model is not None
+        assert config.tokenizer_model is not None
         package = _package("tiktoken")
-        content = _read(config.model)
-        num_special = config.num_special_tokens
-        ranks = _tiktoken_ranks(config.model, content)
+        content = _read(config.tokenizer_model)
+        num_special = config.tiktoken_num_special_tokens
+        ranks = _tiktoken_ranks(config.tokenizer_model, content)
         ranks = ranks[: max(0, (config.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
         names = _tiktoken_specials(config)
         pattern = config.tiktoken_pattern or "v2"
         if pattern not in _TIKTOKEN_PATTERNS:
             raise DataProblem(f"--tiktoken-pattern must be v1 or v2, not {pattern}")
         self._encoding = package.Encoding(
-            name=config.model.stem,
+            name=config.tokenizer_model.stem,
             pat_str=_TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: number + num_special for number, token in enumerate(ranks)},
             special_tokens={name: number for number, name in enumerate(names)},
@@ -334,14 +336,14 @@ def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple
 
 
 def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
-    names = list(config.special_tokens or _TIKTOKEN_SPECIALS)
+    names = list(config.tokenizer_special_tokens or _TIKTOKEN_SPECIALS)
     missing = [name for name in _TIKTOKEN_SPECIALS if name not in names]
-    if missing or len(set(names)) != len(names) or len(names) > config.num_special_tokens:
+    if missing or len(set(names)) != len(names) or len(names) > config.tiktoken_num_special_tokens:
         raise DataProblem(
             f"--tokenizer-special-tokens {' '.join(names)} must be different names, include "
-            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {config.num_special_tokens}"
+            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {config.tiktoken_num_special_tokens}"
         )
-    return names + [f"<SPECIAL_{number}>" for number in range(len(names), config.num_special_tokens)]
+    return names + [f"<SPECIAL_{number}>" for number in range(len(names), config.tiktoken_num_special_tokens)]
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:

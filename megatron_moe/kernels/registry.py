@@ -56,11 +56,11 @@ def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtyp
     Raises `EnvironmentProblem` when a request names an unknown op or backend, or one that is not supported.
     """
     backends = {backend.name: backend for backend in discover(BACKENDS)}
-    requests = dict(config.per_op)
+    requests = dict(config.kernel_per_op)
     check_names(config, backends)
     functions, choices = {}, []
     for op in OPS:
-        request = requests.get(op, config.backend)
+        request = requests.get(op, config.kernel_backend)
         if request == AUTO:
             choice = select_best(op, backends, device, dtype)
         else:
@@ -139,15 +139,15 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
 def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
     """Raises `EnvironmentProblem` for requests of ops or backends that do not exist."""
     known = [AUTO, reference.NAME, *backends]
-    for op, request in config.per_op:
+    for op, request in config.kernel_per_op:
         if op not in OPS:
             raise EnvironmentProblem(f"Kernel op '{op}' does not exist; the ops are {listed(OPS)}.")
         if request not in known:
             raise EnvironmentProblem(
                 f"Kernel backend '{request}', requested for '{op}', does not exist; use {listed(known)}."
             )
-    if config.backend not in known:
-        raise EnvironmentProblem(f"Kernel backend '{config.backend}' does not exist; use {listed(known)}.")
+    if config.kernel_backend not in known:
+        raise EnvironmentProblem(f"Kernel backend '{config.kernel_backend}' does not exist; use {listed(known)}.")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

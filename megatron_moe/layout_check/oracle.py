@@ -107,7 +107,7 @@ def _partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
     if not by_rank:
         return
     partition = _Partition(plan)
-    if plan.parallel.max_seqlen_per_rank is not None:
+    if plan.parallel.max_seqlen_per_dp_cp_rank is not None:
         trainer.model.register_forward_pre_hook(partition.look_at)
     for router in by_rank:
         router.selection = _SelectionByRank(router, partition)
@@ -131,7 +131,7 @@ class _Partition:
 
     def _over(self, degree: int) -> list[Tensor]:
         """Splits each sequence over `degree` context-parallel ranks; groups of `degree` ranks share sequences."""
-        num_sequences = self._plan.batch.micro
+        num_sequences = self._plan.batch.micro_batch_size
         sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
         # token t = s * B + b

@@ -60,7 +60,7 @@ def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
     """
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask
-    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, packed)
+    samples = RandomSamples(num_steps * plan.batch.global_batch_size, data.seq_length, data.vocab_size, packed)
     masks = MaskConfig(
         vocab_size=data.vocab_size,
         eod=data.vocab_size - 1,

@@ -220,7 +220,7 @@ def _worst_layer(metric: Metric) -> float:
 
 def step_line(report: StepReport, config: LoggingConfig) -> str:
     """Line of one report in the style of `--log-style`."""
-    return short_line(report) if config.style == "short" else megatron_line(report, config)
+    return short_line(report) if config.log_style == "short" else megatron_line(report, config)
 
 
 def megatron_line(report: StepReport, config: LoggingConfig) -> str:

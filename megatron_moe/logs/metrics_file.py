@@ -65,18 +65,18 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
 def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
     """Tags sent to dashboards under the run's flags; metrics.jsonl keeps all of them."""
     hidden: set[str] = set()
-    if not config.log_timers:
+    if not config.log_timers_to_tensorboard:
         hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
     if not config.log_throughput:
         hidden.update(THROUGHPUT_TAGS)
-    if not config.log_world_size:
+    if not config.log_world_size_to_tensorboard:
         hidden.add("world-size")
-    if not config.log_memory:
+    if not config.log_memory_to_tensorboard:
         hidden.update(MEMORY_TAGS)
     return {
         name: value
         for name, value in tags.items()
-        if name not in hidden and (config.log_validation_ppl or not name.endswith(" ppl"))
+        if name not in hidden and (config.log_validation_ppl_to_tensorboard or not name.endswith(" ppl"))
     }
 
 

@@ -107,7 +107,7 @@ class Reporter:
             world_size=context.group("world").size,
             peak_flops=_device_peak(params_dtype, context),
         )
-        self.timers = Timers(self.config.timing_level, context.device)
+        self.timers = Timers(self.config.timing_log_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._report_failure)
         self._live = self.config.progress_bar and has_live_line()
@@ -147,13 +147,13 @@ class Reporter:
         """Takes the results of one step, for averages, progress bar and per-step curves."""
         self.interval.add(reading)
         self._samples += reading.num_samples
-        every = self.config.memory_interval
+        every = self.config.log_memory_interval
         if every is not None and reading.iteration % every == 0:
             self._write_memory(reading.iteration)
         if not self.context.is_last:
             return
         self._guard.run("console", partial(self._console.progress, reading))
-        if reading.iteration % self.config.tensorboard_interval == 0:
+        if reading.iteration % self.config.tensorboard_log_interval == 0:
             values = (reading.learning_rate, reading.num_samples, reading.loss, reading.norms["all"])
             self._log(reading.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
@@ -178,11 +178,11 @@ class Reporter:
         """Prints and records a report. Collective over all ranks, which gather the timers."""
         timings = self.timers.take(self.context, report.num_steps)
         if self.context.is_last:
-            for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_option)):
+            for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_log_option)):
                 self._detail(line)
             extra = memory_tags(self.context.device) | {f"{name}-time": max(ranks) for name, ranks in timings.items()}
             self._log(report.iteration, self._shown(report, extra), {**step_record(report), **extra})
-        if not self._has_reported and self.config.memory_interval is None:
+        if not self._has_reported and self.config.log_memory_interval is None:
             self._write_memory(report.iteration)
         self._has_reported = True
 
@@ -191,7 +191,7 @@ class Reporter:
         if not self.context.is_last:
             return
         short = short_validation_line(report)
-        lines = [short] if self.config.style == "short" else validation_lines(report)
+        lines = [short] if self.config.log_style == "short" else validation_lines(report)
         self.write("\n".join(lines), shown=short if self._live else None)
         self._log(report.iteration, wanted_tags(validation_tags(report), self.config), validation_record(report))
 
@@ -239,15 +239,15 @@ class Reporter:
     def _write_memory(self, iteration: int) -> None:
         """Writes the memory line of one rank per model shard."""
         if self.context.group("dp").rank == 0:
-            whole_device = self.config.log_device_memory
+            whole_device = self.config.log_device_memory_used
             self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=whole_device))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
         """Scalars of a report that go to dashboards."""
         tags = wanted_tags({**step_tags(report), **extra}, self.config)
-        if self.config.per_layer_moe:
+        if self.config.moe_per_layer_logging:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
-        if report.iteration % self.config.tensorboard_interval == 0:
+        if report.iteration % self.config.tensorboard_log_interval == 0:
             # `observe` already logged the step's own values; metrics.jsonl has the averages.
             tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
         return tags

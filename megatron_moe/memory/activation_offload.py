@@ -190,7 +190,10 @@ class ActivationOffload:
         if groups is not None:
             keep_last = at in self._at_once
             self._current.send = to_send(
-                groups, fraction=self.config.fraction, stay_bytes=self._stay_bytes, keep_last=keep_last
+                groups,
+                fraction=self.config.activation_offload_fraction,
+                stay_bytes=self._stay_bytes,
+                keep_last=keep_last,
             )
 
     def open(self, module: str) -> "_Collecting":
@@ -204,7 +207,7 @@ class ActivationOffload:
         """The tensor as part of the group; None: it stays where it is."""
         base = tensor if tensor._base is None else tensor._base
         is_parameter = base.is_leaf and base.requires_grad
-        if is_parameter or tensor.numel() < self.config.min_elements:
+        if is_parameter or tensor.numel() < self.config.min_offloaded_tensor_size:
             return None
         moved = self._moved(tensor, group)
         return _Ticket(self, group, moved, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
@@ -231,7 +234,10 @@ class ActivationOffload:
             moved = reference()
             if moved is not None:
                 leaving.append(moved.send())
-        while self.config.max_inflight is not None and len(leaving) > self.config.max_inflight:
+        while (
+            self.config.fine_grained_offloading_max_inflight_offloads is not None
+            and len(leaving) > self.config.fine_grained_offloading_max_inflight_offloads
+        ):
             self.pool.copies.wait(leaving.popleft())
 
     def needed(self, group: OffloadGroup) -> None:

@@ -39,7 +39,11 @@ class PagedStash:
             return None
         if width not in self._pages:
             self._pages[width] = make_pages(
-                self._num_pages[width], self.config.page_size, width, dtype=rows_RW.dtype, device=rows_RW.device
+                self._num_pages[width],
+                self.config.moe_paged_stash_page_size,
+                width,
+                dtype=rows_RW.dtype,
+                device=rows_RW.device,
             )
         return self._pages[width]
 

@@ -50,12 +50,12 @@ class SavedTensorPolicy:
         self.offload = offload
         self.stash = stash
         self._recompute = recompute or RecomputeConfig()
-        self._spread = tp if self._recompute.distribute else None
+        self._spread = tp if self._recompute.distribute_saved_activations else None
         self._policies: list[Policy] = []
 
     def is_recomputed(self, module: str) -> bool:
         """Whether a module is recomputed in backward (selective recompute)."""
-        return self._recompute.granularity == "selective" and module in self._recompute.modules
+        return self._recompute.recompute_granularity == "selective" and module in self._recompute.recompute_modules
 
     def run(self, module: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """`run(*tensors)`; for a recomputed module only the inputs are saved."""
@@ -74,12 +74,12 @@ class SavedTensorPolicy:
         `ahead`: layers of multi-token prediction, which form groups of one.
         """
         config = self._recompute
-        if config.granularity != "full":
+        if config.recompute_granularity != "full":
             return [(1, False)] * number
-        if config.method == "block":
-            checkpoint = 0 if ahead else min(config.num_layers, number)
+        if config.recompute_method == "block":
+            checkpoint = 0 if ahead else min(config.recompute_num_layers, number)
             return [(1, True)] * checkpoint + [(1, False)] * (number - checkpoint)
-        size = 1 if ahead else config.num_layers
+        size = 1 if ahead else config.recompute_num_layers
         return [(min(size, number - first), True) for first in range(0, number, size)]
 
     def discard_output(
@@ -98,7 +98,7 @@ class SavedTensorPolicy:
 
     def offload_scope(self, module: str) -> Scope:
         """Scope of one call of a module: tensors that an offloaded module saves are moved to the host."""
-        if self.offload is None or module not in self.offload.config.modules or not torch.is_grad_enabled():
+        if self.offload is None or module not in self.offload.config.offload_modules or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self, self._policies, self.offload.open(module))
 

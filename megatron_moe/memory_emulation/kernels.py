@@ -26,9 +26,9 @@ def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
 
     Raises EnvironmentProblem for backends without fakes.
     """
-    requests, functions, choices = dict(config.per_op), {}, []
+    requests, functions, choices = dict(config.kernel_per_op), {}, []
     for op in OPS:
-        name, function = _selected(op, requests.get(op, config.backend), dtype)
+        name, function = _selected(op, requests.get(op, config.kernel_backend), dtype)
         functions[op] = function
         choices.append(
             Selection(op, name, "memory only, nothing is computed" if name != reference.NAME else "plain torch")

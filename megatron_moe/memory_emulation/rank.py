@@ -61,7 +61,7 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
     assert emulation is not None, "a plan that asks for no emulation"
     parallel = replace(plan.parallel, embedding_ranks=plan.layout.embedding_ranks(tied=plan.model.tied_embeddings))
     context = ParallelContext.fake(parallel, rank, dtype=torch_dtype(plan.precision.params), device=device)
-    load = assumed_load(context, emulation.imbalance)
+    load = assumed_load(context, emulation.emulate_imbalance)
     try:
         if device.type == "meta":
             kernels = emulated_bundle(plan.kernels, context.dtype)
@@ -105,10 +105,10 @@ def take_steps(
 def enough_microbatches(plan: RunPlan) -> int:
     """Warm-up of the first pipeline rank and two more rounds, and as many as wait for weight gradients: after these
     nothing new is ever kept."""
-    whole = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    whole = plan.batch.global_batch_size // (plan.batch.micro_batch_size * plan.parallel.dp)
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
-    wanted = warmup + 2 * config.pp + plan.memory.expert_wgrad_interval - 1
+    wanted = warmup + 2 * config.pp + plan.memory.moe_expert_wgrad_interval - 1
     rounds = -(-wanted // config.group) * config.group
     return min(rounds if config.vpp > 1 else wanted, whole)
 
@@ -166,7 +166,7 @@ def make_batches(plan: RunPlan, context: ParallelContext, number: int) -> list[M
 
 def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
     """Tokens without meaning, in one document per sequence."""
-    size, length = plan.batch.micro, plan.data.seq_length
+    size, length = plan.batch.micro_batch_size, plan.data.seq_length
     tokens_BS = torch.arange(size * length, device=device).remainder(plan.data.vocab_size).view(size, length)
     wide = torch.promote_types(torch.float32, torch_dtype(plan.precision.params))
     positions_BS = torch.arange(length, device=device).repeat(size, 1)

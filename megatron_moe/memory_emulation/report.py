@@ -19,7 +19,7 @@ def facts_of(plan: RunPlan, gpu: GPU, played: Sequence[EmulatedRun], *, real: bo
     return {
         "world_size": plan.parallel.world_size,
         "device": {"kind": gpu.kind, "memory_bytes": int(gpu.memory_gib * GIB), "real": real},
-        "imbalance": plan.emulation.imbalance,
+        "imbalance": plan.emulation.emulate_imbalance,
         "layout": str(plan.layout),
         "ranks": [_rank(each) for each in played],
     }

@@ -34,10 +34,10 @@ def emulate(plan: RunPlan) -> str:
         gc.collect()
     facts = facts_of(plan, GPUS[config.gpu], played, real=device.type == "cuda")
     try:
-        if config.json is not None:
-            config.json.write_text(json.dumps(facts, indent=2) + "\n")
-        if config.plot is not None:
-            draw_memory({_title(each): each.timeline.curves(_POINTS)[1] for each in played}, config.plot)
+        if config.emulate_json is not None:
+            config.emulate_json.write_text(json.dumps(facts, indent=2) + "\n")
+        if config.emulate_plot is not None:
+            draw_memory({_title(each): each.timeline.curves(_POINTS)[1] for each in played}, config.emulate_plot)
     except OSError as trouble:
         raise EnvironmentProblem(f"the emulation's results could not be written: {trouble}") from trouble
     return report(facts)

@@ -17,8 +17,8 @@ class AdamW:
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         self._config = config
         self.moments = (
-            MomentSpec("exp_avg", precision.exp_avg),
-            MomentSpec("exp_avg_sq", precision.exp_avg_sq, root=True),
+            MomentSpec("exp_avg", precision.exp_avg_dtype),
+            MomentSpec("exp_avg_sq", precision.exp_avg_sq_dtype, root=True),
         )
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
@@ -26,9 +26,9 @@ class AdamW:
         key, stored, weights = operands.key, operands.stored, operands.weights
         step = AdamWStep(
             lr=scalars.decoupled_lr if key.decoupled_lr and scalars.decoupled_lr is not None else scalars.lr,
-            beta1=self._config.beta1,
-            beta2=self._config.beta2,
-            eps=self._config.eps,
+            beta1=self._config.adam_beta1,
+            beta2=self._config.adam_beta2,
+            eps=self._config.adam_eps,
             weight_decay=scalars.weight_decay if key.decay else 0.0,
             step=scalars.step,
             grad_scale=scalars.grad_scale,

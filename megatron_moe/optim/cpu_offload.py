@@ -51,8 +51,8 @@ class CPUStep:
             size = min(_HOST_CHUNK, max(state.size for state in states))
             grads = max((state.grads.dtype for state in states), key=_width)
             weights = max((state.weights.dtype for state in states), key=_width)
-            self._grads = [copies.host_buffer(size, grads, pinned=config.pin_grads) for _ in range(2)]
-            self._weights = [copies.host_buffer(size, weights, pinned=config.pin_params) for _ in range(2)]
+            self._grads = [copies.host_buffer(size, grads, pinned=config.pin_cpu_grads) for _ in range(2)]
+            self._weights = [copies.host_buffer(size, weights, pinned=config.pin_cpu_params) for _ in range(2)]
             self._scalars = copies.host_buffer(4, torch.float64)
 
     def run(self, scalars: StepScalars) -> None:
@@ -64,7 +64,7 @@ class CPUStep:
         here = self._on_host(scalars)
         if not here.proceed:
             return
-        ahead = self._config.overlap
+        ahead = self._config.overlap_cpu_optimizer_d2h_h2d
         coming = [self._bring(0, chunks)]
         going: list[Event] = []
         for number, (state, start, end) in enumerate(chunks):
@@ -181,11 +181,13 @@ class StreamedStep:
 
 def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequence[OptimizerState]) -> Kernels:
     device = states[0].weights.device
-    if device.type == "cpu" and not config.torch_kernel:
+    if device.type == "cpu" and not config.use_torch_optimizer_for_cpu_offload:
         return kernels
-    name = "torch_native" if config.torch_kernel else "reference"
+    name = "torch_native" if config.use_torch_optimizer_for_cpu_offload else "reference"
     wishes = (("adamw_", name), ("adamw_packed_", name))
-    return select_kernels(KernelConfig(backend="reference", per_op=wishes), torch.device("cpu"), states[0].grads.dtype)
+    return select_kernels(
+        KernelConfig(kernel_backend="reference", kernel_per_op=wishes), torch.device("cpu"), states[0].grads.dtype
+    )
 
 
 def _view(room: Tensor, like: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Optimizer:
 
         Other readers of weights call `finish_gather` first.
         """
-        assert self.buffers.data_parallel.sharded_optimizer, "only a sharded optimizer gathers weights"
+        assert self.buffers.data_parallel.use_distributed_optimizer, "only a sharded optimizer gathers weights"
         if self.store.gathers:  # otherwise nodes would acquire units that are never pending
             model.acquire_from(self.store)
         self._gather_in_forward = True

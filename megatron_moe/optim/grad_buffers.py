@@ -276,7 +276,7 @@ class GradBuffers:
             num_shards={"attention": context.group("dp_cp").size, "expert": context.group("edp").size},
             config=self.data_parallel,
         )
-        sharded = self.data_parallel.sharded_optimizer
+        sharded = self.data_parallel.use_distributed_optimizer
         assert alignment == "element" or not sharded, f"collectives exchange equal shards, not whole {alignment}"
         self.buffers = tuple(
             FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
@@ -295,7 +295,7 @@ class GradBuffers:
     def whole(self) -> bool:
         """This rank owns every element of the model."""
         config = self.context.config
-        return not self.data_parallel.sharded_optimizer and (config.tp, config.pp, config.ep, config.etp) == (
+        return not self.data_parallel.use_distributed_optimizer and (config.tp, config.pp, config.ep, config.etp) == (
             1,
             1,
             1,
@@ -344,7 +344,7 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
     they are sums over tokens: gradients are summed and divided by `token_count`, a device scalar with the tokens of the
     global batch. Without any token the gradient is zero.
     """
-    in_collective = buffers.data_parallel.average_in_collective
+    in_collective = buffers.data_parallel.ddp_average_in_collective
     assert token_count is None or not in_collective, "a mean over ranks of gradients that are sums over tokens"
     buffers.complete()
     buffers.reducer.finish()

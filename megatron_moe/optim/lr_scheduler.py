@@ -10,7 +10,7 @@ from typing import Any
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
 
-_NOT_PART_OF_THE_CURVE = ("override", "use_checkpoint")
+_NOT_PART_OF_THE_CURVE = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 _LENGTHS = ("warmup_samples", "decay_samples", "wsd_decay_samples", "weight_decay_samples")
 
 
@@ -72,9 +72,9 @@ class LRSchedule:
         if not differences:
             return self, []
         pairs = [f"{name} {ours} (checkpoint: {theirs})" for name, (ours, theirs) in differences.items()]
-        if self.config.override:
+        if self.config.override_opt_param_scheduler:
             return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
-        if self.config.use_checkpoint:
+        if self.config.use_checkpoint_opt_param_scheduler:
             return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
         now, then = batch_sizes
         if then and all(

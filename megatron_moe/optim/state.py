@@ -193,7 +193,7 @@ def new_states(
     for start, end in buffer.owned:
         middle = min(start + -(-away // BLOCK) * BLOCK, end) if away > 0 else start
         if start < middle:
-            home: Home = "host" if config.host_steps else "parked"
+            home: Home = "host" if config.cpu_step else "parked"
             yield _new_state(buffer, (start, middle), moments, precision, home, copies)
         if middle < end:
             yield _new_state(buffer, (middle, end), moments, precision, "device", copies)
@@ -211,8 +211,8 @@ def _new_state(
     start, end = owned
     weights, grads = buffer.weights[start:end], buffer.grads[start:end]
     # in a run in fp64 all state is
-    exact = precision.master == "fp64"
-    saves_master = weights.dtype != torch_dtype(precision.master)
+    exact = precision.main_params_dtype == "fp64"
+    saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
 
     def moment(spec: MomentSpec) -> PackedState:
         plain = torch.float64 if exact else torch.bfloat16 if spec.format == "bf16" else torch.float32
@@ -230,8 +230,8 @@ def _new_state(
 
     master = None
     if saves_master or home == "host":
-        remainders = precision.remainders and weights.dtype is torch.bfloat16 and home != "host"
-        name: Format = "remainder" if remainders else "fp16" if precision.master == "fp16" else "plain"
+        remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and home != "host"
+        name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
         master = _zeros(end - start, name, torch.float64 if exact else torch.float32, root=False)
     kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
     state = OptimizerState(buffer, start, weights, grads, kept, home, saves_master)

@@ -102,7 +102,7 @@ class ParallelContext:
             return world
         key = (world.ranks, "host")
         if key not in self._handles:
-            timeout = timedelta(minutes=self.config.timeout_minutes)
+            timeout = timedelta(minutes=self.config.distributed_timeout_minutes)
             self._handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
         return replace(world, name="host", handle=self._handles[key], device=torch.device("cpu"))
 
@@ -250,14 +250,14 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
             store=_meet(config, launch),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(minutes=config.timeout_minutes),
+            timeout=timedelta(minutes=config.distributed_timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise OtherRankProblem(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at "
-            f"{launch.master_addr}:{launch.master_port} within {config.timeout_minutes:g} minutes: {error}; "
-            f"check that all ranks were started with the same master address and that the port is free",
+            f"{launch.master_addr}:{launch.master_port} within {config.distributed_timeout_minutes:g} minutes: "
+            f"{error}; check that all ranks were started with the same master address and that the port is free",
             code=ExitCode.RENDEZVOUS,
         ) from error
 
@@ -270,7 +270,7 @@ def _meet(config: ParallelConfig, launch: Launch) -> dist.Store:
 
     Raises OtherRankProblem on the first rank when others did not come; errors of torch otherwise.
     """
-    timeout = timedelta(minutes=config.timeout_minutes)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
     is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = launch.master_addr, launch.master_port
     store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
@@ -286,7 +286,7 @@ def _meet(config: ParallelConfig, launch: Launch) -> dist.Store:
         named = ", ".join(map(str, missing[:_MAX_NAMED])) + " ..." * (len(missing) > _MAX_NAMED)
         raise OtherRankProblem(
             f"{len(missing)} of {launch.world_size} ranks did not come to {address}:{port} within "
-            f"{config.timeout_minutes:g} minutes: rank {named}; see what they printed, and "
+            f"{config.distributed_timeout_minutes:g} minutes: rank {named}; see what they printed, and "
             "check that all ranks were started with the same master address",
             missing[0] if missing else None,
             ExitCode.RENDEZVOUS,

@@ -100,10 +100,10 @@ class Estimator:
         offload = self._offload(work)
         recompute = plan.memory.recompute
         recomputed = work.recompute
-        if recompute.granularity == "full":
+        if recompute.recompute_granularity == "full":
             recomputed += tensor * _TENSOR_FORWARD
-        if recompute.granularity == "full" or "moe" in recompute.modules:
-            recomputed += experts / 2 if recompute.granularity != "none" else 0.0
+        if recompute.recompute_granularity == "full" or "moe" in recompute.recompute_modules:
+            recomputed += experts / 2 if recompute.recompute_granularity != "none" else 0.0
         busy = work.total - work.recompute + recomputed + tensor + experts + context + offload
         return StepEstimate(
             dense=work.dense,
@@ -119,7 +119,7 @@ class Estimator:
             pipeline=self._pipeline(),
             data_parallel=self._data_parallel(work),
             optimizer=self._optimizer(),
-            flops=float(flops_per_step(plan.model, plan.batch.global_size, plan.data.seq_length)),
+            flops=float(flops_per_step(plan.model, plan.batch.global_batch_size, plan.data.seq_length)),
             world_size=plan.parallel.world_size,
         )
 
@@ -165,7 +165,7 @@ class Estimator:
 
     def _offload(self, work: Work) -> float:
         """Copies to the host are hidden by the forward (1/3 of the work), those back by the backward."""
-        if not self.plan.memory.offload.modules:
+        if not self.plan.memory.offload.offload_modules:
             return 0.0
         num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.num_microbatches
         exposed = num_bytes_moved / self.rates.host_link - work.total / 3
@@ -175,9 +175,13 @@ class Estimator:
         """State is read and written once, gradients are accessed twice; offloaded state at host memory bandwidth."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
-        owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.sharded_optimizer else (1, 1)
+        owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)
         owned = held.attention / owners[0] + held.expert / owners[1]
-        state = num_bytes(precision.master) + num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
+        state = (
+            num_bytes(precision.main_params_dtype)
+            + num_bytes(precision.exp_avg_dtype)
+            + num_bytes(precision.exp_avg_sq_dtype)
+        )
         each = 2 * state + 2 * num_bytes(precision.grads) + num_bytes(precision.params)
         offloaded = plan.memory.offload.optimizer_fraction * owned
         copies = (num_bytes(precision.grads) + num_bytes(precision.params)) / self.rates.host_link

@@ -92,7 +92,7 @@ class Layouts:
             self.plan,
             parallel=parallel,
             pipeline=PipelineConfig(layout=stages),
-            batch=replace(self.plan.batch, micro=degrees.micro),
+            batch=replace(self.plan.batch, micro_batch_size=degrees.micro),
         )
 
     def _divides(self, degrees: Degrees) -> bool:
@@ -116,7 +116,7 @@ class Layouts:
         return True
 
     def _batch_divides(self, parallel: ParallelConfig, degrees: Degrees) -> bool:
-        size, unit = self.plan.batch.global_size, degrees.micro * parallel.dp
+        size, unit = self.plan.batch.global_batch_size, degrees.micro * parallel.dp
         if size % unit:
             return False
         try:
@@ -138,7 +138,7 @@ class Layouts:
 
 def overlapped(plan: RunPlan) -> RunPlan:
     """The plan with expert communication overlapped with another microbatch."""
-    return replace(plan, pipeline=replace(plan.pipeline, overlap=True, split_backward=True))
+    return replace(plan, pipeline=replace(plan.pipeline, overlap=True, delay_wgrad_compute=True))
 
 
 def _may_overlap(plan: RunPlan) -> bool:

@@ -56,9 +56,9 @@ def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
     peak, _ = gpu.rate(precision.params)
     low = gpu.fp8 * LOW_PRECISION
     return Rates(
-        dense=low if precision.low else peak * DENSE,
+        dense=low if precision.low_precision else peak * DENSE,
         head=peak * DENSE,
-        experts=low if precision.low else peak * GROUPED,
+        experts=low if precision.low_precision else peak * GROUPED,
         core_attention=peak * CORE_ATTENTION,
         memory=gpu.hbm * BANDWIDTH,
         host_link=gpu.host_link,

@@ -160,9 +160,9 @@ class Planner:
     def _cost(self, plan: RunPlan, base: float, costs: Mapping[object, float]) -> float:
         """Seconds that a set of options adds."""
         recompute = plan.memory.recompute
-        if recompute.granularity == "full":
+        if recompute.recompute_granularity == "full":
             return self._lower_bound(plan) - base
-        return sum(costs[name] for name in recompute.modules) + costs[plan.memory.offload.modules]
+        return sum(costs[name] for name in recompute.recompute_modules) + costs[plan.memory.offload.offload_modules]
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
         """Useful combinations of selective recompute and offload, and full recompute."""
@@ -180,12 +180,12 @@ class Planner:
 
 def _key(plan: RunPlan) -> object:
     """The only option of a plan."""
-    return plan.memory.offload.modules or plan.memory.recompute.modules[0]
+    return plan.memory.offload.offload_modules or plan.memory.recompute.recompute_modules[0]
 
 
 def _expected_gain(plan: RunPlan, gains: Mapping[object, float]) -> float:
     """Bytes that a set of options saves, as the sum of its individual savings."""
     recompute = plan.memory.recompute
-    if recompute.granularity == "full":
+    if recompute.recompute_granularity == "full":
         return inf
-    return sum(gains[name] for name in recompute.modules) + gains[plan.memory.offload.modules]
+    return sum(gains[name] for name in recompute.recompute_modules) + gains[plan.memory.offload.offload_modules]

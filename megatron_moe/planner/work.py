@@ -47,7 +47,7 @@ class LayerWork:
         self.plan = plan
         self.rates = rates
         self.sizes = ActivationSizes.of(plan)
-        self._share = plan.batch.micro / (plan.parallel.tp * plan.parallel.cp)
+        self._share = plan.batch.micro_batch_size / (plan.parallel.tp * plan.parallel.cp)
         """A rank's share of the operations of one microbatch, relative to those of one sequence."""
         self._plain: dict[LayerConfig, Work] = {}
         self._tensors: dict[LayerConfig, list[SavedTensor]] = {}
@@ -71,7 +71,11 @@ class LayerWork:
         """Work of one microbatch in one stage, recompute included."""
         model, recompute = self.plan.model, self.plan.memory.recompute
         work = Work()
-        first = recompute.num_layers if recompute.granularity == "full" and recompute.method == "block" else 0
+        first = (
+            recompute.recompute_num_layers
+            if recompute.recompute_granularity == "full" and recompute.recompute_method == "block"
+            else 0
+        )
         for (layer, early), count in Counter(self._places(stage, first)).items():
             work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
         if stage.num_mtp:
@@ -91,7 +95,7 @@ class LayerWork:
         rates, flops = self.rates, count_layer_flops(layer, self.plan.data.seq_length)
         tensors = self.tensors(layer)
         num_bytes_moved = PASSES * sum(each.bytes for each in tensors)
-        if self.plan.precision.low:
+        if self.plan.precision.low_precision:
             num_bytes_moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
         return Work(
             dense=(flops.attention + flops.dense_mlp + flops.shared) * self._share / rates.dense,
@@ -104,8 +108,8 @@ class LayerWork:
         """Bytes of expert weights read in forward and backward, and of their gradients read and written once per
         `expert_wgrad_interval`. With few rows per expert, computation does not hide this traffic."""
         plan, precision = self.plan, self.plan.precision
-        weight = 1 if precision.low else num_bytes(precision.params)
-        interval = max(1, min(plan.memory.expert_wgrad_interval, plan.num_microbatches))
+        weight = 1 if precision.low_precision else num_bytes(precision.params)
+        interval = max(1, min(plan.memory.moe_expert_wgrad_interval, plan.num_microbatches))
         gradient = 2 * num_bytes(precision.grads) / interval
         return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
@@ -132,14 +136,14 @@ class LayerWork:
     def recompute(self, layer: LayerConfig, early: bool) -> float:
         """Seconds of recompute per microbatch; `early`: method "block" includes the layer."""
         recompute = self.plan.memory.recompute
-        if recompute.granularity == "none":
+        if recompute.recompute_granularity == "none":
             return 0.0
-        if recompute.granularity == "full":
-            whole = recompute.method == "uniform" or early
+        if recompute.recompute_granularity == "full":
+            whole = recompute.recompute_method == "uniform" or early
             return _FORWARD * self.of_layer(layer).total if whole else 0.0
-        if (layer, recompute.modules) not in self._recompute:
-            self._recompute[layer, recompute.modules] = self._of_modules(layer, recompute.modules)
-        return self._recompute[layer, recompute.modules]
+        if (layer, recompute.recompute_modules) not in self._recompute:
+            self._recompute[layer, recompute.recompute_modules] = self._of_modules(layer, recompute.recompute_modules)
+        return self._recompute[layer, recompute.recompute_modules]
 
     def _of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
         """Seconds to recompute modules of a layer: their GEMMs, and passes over the freed bytes."""

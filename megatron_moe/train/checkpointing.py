@@ -130,7 +130,7 @@ class Checkpointing:
         """
         source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
-        number = self._plan.checkpoint.override_iteration
+        number = self._plan.checkpoint.override_ckpt_iteration
         if number is not None and source is not None and source.origin != "--save":
             self._reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
             state.iteration = number
@@ -150,14 +150,14 @@ class Checkpointing:
         """True if a checkpoint or an export follows this iteration."""
         config = self._plan.checkpoint
         return bool(self._saver) and (
-            _divides(config.save_interval, iteration) or _divides(config.hf_interval, iteration)
+            _divides(config.save_interval, iteration) or _divides(config.save_hf_interval, iteration)
         )
 
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
         config = self._plan.checkpoint
         if _divides(config.save_interval, state.iteration):
-            self.save(state, loader, in_background=config.in_background)
-        if _divides(config.hf_interval, state.iteration):
+            self.save(state, loader, in_background=config.async_save)
+        if _divides(config.save_hf_interval, state.iteration):
             self._export(state)
 
     def commit_if_written(self) -> None:
@@ -280,7 +280,7 @@ class Checkpointing:
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
         trainer, say = self._trainer, self._reporter.note
         if self._upcycles(source):
-            granularity = self._plan.checkpoint.upcycle_granularity
+            granularity = self._plan.checkpoint.moe_upcycling_granularity
             load_upcycled(source, granularity, trainer.model, self._context, say=say)
             trainer.restored(with_optimizer=False)
             return TrainState()
@@ -301,7 +301,10 @@ class Checkpointing:
         if not source.train_state:
             return TrainState()
         if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
-            sizes = self._plan.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            sizes = (
+                self._plan.batch.global_batch_size,
+                loaded.train_state.get("training", {}).get("--global-batch-size"),
+            )
             trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
                 say(line)
@@ -328,7 +331,7 @@ class Checkpointing:
 
     def _upcycles(self, source: CheckpointSource) -> bool:
         """True if the source is the dense model rather than a checkpoint of this run."""
-        return self._plan.checkpoint.upcycle and source.origin != "--save"
+        return self._plan.checkpoint.moe_use_upcycling and source.origin != "--save"
 
     def _batch_differences(self, saved: dict) -> list[str]:
         """Line about a changed batch size, if any."""

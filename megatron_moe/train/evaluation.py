@@ -62,7 +62,7 @@ class Evaluation:
         self._config = loop
         self._pipeline = pipeline
         dp = pipeline.context.group("dp").size
-        self._num_microbatches = batch.global_size // (batch.micro * dp)
+        self._num_microbatches = batch.global_batch_size // (batch.micro_batch_size * dp)
         self._valid = {name: loader for name, loader in loaders.items() if name != TEST}
         self._test = loaders.get(TEST)
         self._reporter = reporter

@@ -45,7 +45,7 @@ class ExitConditions:
         self._signals = signals or Signals()
         self._clock = clock
         self._start = clock() if begun is None else begun
-        self._needs_agreement = self._signals.active or config.exit_duration_minutes is not None
+        self._needs_agreement = self._signals.active or config.exit_duration_in_mins is not None
         self._group = context.host_group() if self._needs_agreement else context.group("world")
 
     def now(self, iteration: int) -> bool:
@@ -61,7 +61,7 @@ class ExitConditions:
         if signal_number:
             self.preempted = True
             return f"exiting program at iteration {iteration} because of {signal_name(signal_number)}"
-        if config.exit_duration_minutes is not None and minutes > config.exit_duration_minutes:
+        if config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins:
             return f"exiting program after {minutes:.1f} minutes"
         if config.exit_interval and iteration > self._first and iteration % config.exit_interval == 0:
             return f"exiting program at iteration {iteration}"

@@ -66,10 +66,10 @@ class HuggingFaceExport:
         cls, config: CheckpointConfig, model: ModelConfig, context: ParallelContext, reporter: Reporter
     ) -> "HuggingFaceExport | None":
         """The export of a run with `--save-hf-interval`, else None."""
-        if config.hf_interval is None:
+        if config.save_hf_interval is None:
             return None
-        assert config.save is not None and config.hf_config is not None, f"rejected by the flag checks: {config}"
-        return cls(model, context, config.hf_config, config.save / FOLDER, reporter)
+        assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
+        return cls(model, context, config.save_hf_config, config.save / FOLDER, reporter)
 
     def save(self, iteration: int, tensors: Mapping[str, SavedTensor]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.

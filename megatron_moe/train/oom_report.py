@@ -90,7 +90,7 @@ def report(plan: RunPlan, pipeline_rank: int, found: DeviceMemory | None) -> Ite
     """Lines about allocated memory, expected memory and memory options."""
     if found is not None:
         yield from _found(found)
-    count = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    count = plan.batch.global_batch_size // (plan.batch.micro_batch_size * plan.parallel.dp)
     expected = RankMemory(plan).of_rank(pipeline_rank, count)
     yield from _expected(expected)
     switches = helpful(plan, pipeline_rank, count)

@@ -105,8 +105,8 @@ class RankStage:
         return pair_slots(
             chunks[forward_chunk],
             chunks[backward_chunk],
-            split_backward=config.split_backward,
-            early_attention_backward=config.early_attention_backward,
+            split_backward=config.delay_wgrad_compute,
+            early_attention_backward=config.ep_overlap_early_attn_memory_release,
         )
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:

@@ -153,17 +153,17 @@ def _training(plan: RunPlan) -> dict[str, Any]:
     """Training settings outside the model, by name; data and learning rate are saved separately."""
     optimizer, precision, data = plan.optimizer, plan.precision, plan.data
     return {
-        "--global-batch-size": plan.batch.global_size,
-        "--adam-beta1": optimizer.beta1,
-        "--adam-beta2": optimizer.beta2,
-        "--adam-eps": optimizer.eps,
+        "--global-batch-size": plan.batch.global_batch_size,
+        "--adam-beta1": optimizer.adam_beta1,
+        "--adam-beta2": optimizer.adam_beta2,
+        "--adam-eps": optimizer.adam_eps,
         "--clip-grad": optimizer.clip_grad,
-        "--apply-wd-to-qk-layernorm": optimizer.decay_qk_norm,
-        "--calculate-per-token-loss": plan.loop.per_token_loss,
+        "--apply-wd-to-qk-layernorm": optimizer.apply_wd_to_qk_layernorm,
+        "--calculate-per-token-loss": plan.loop.calculate_per_token_loss,
         "--seed": plan.loop.seed,
         "--eod-mask-loss": data.eod_mask_loss,
         "--reset-position-ids": data.reset_position_ids,
         "--reset-attention-mask": data.reset_attention_mask,
         "type of gradients": precision.grads,
-        "matrix products in low precision": precision.low,
+        "matrix products in low precision": precision.low_precision,
     }

@@ -126,7 +126,7 @@ class Trainer:
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
         """The step that was launched last, and the one that the host reads then."""
-        rehearses = resilience.rerun == "report_stats"
+        rehearses = resilience.rerun_mode == "report_stats"
         self.repeatability = Repeatability(self.context.device) if rehearses else None
         """With `--rerun-mode report_stats`: every step is computed twice."""
         self._limits = _spike_limits(resilience, self.context.device)
@@ -152,7 +152,7 @@ class Trainer:
             loss, num_tokens, local = self._forward_backward(batches, iteration)
         self.recent.append(RetainedStep(iteration, state.consumed_samples, batches, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
-            per_token = self.loop.per_token_loss
+            per_token = self.loop.calculate_per_token_loss
             finish_grads(self.buffers, self.context, token_count=num_tokens if per_token else None)
         with self.timers.span("optimizer", level=1):
             norms, figures = self._update(loss, lr, state.trained_samples)
@@ -180,7 +180,7 @@ class Trainer:
 
     def norm_of(self, repeated: RepeatedStep) -> Tensor:
         """Reduces the gradients that a repetition has left; their norm over all ranks."""
-        per_token = self.loop.per_token_loss
+        per_token = self.loop.calculate_per_token_loss
         finish_grads(self.buffers, self.context, token_count=repeated.num_tokens if per_token else None)
         return gradient_norms(self.buffers, self.context)["all"]
 
@@ -227,7 +227,7 @@ class Trainer:
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
         def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
-            per_token = self.loop.per_token_loss
+            per_token = self.loop.calculate_per_token_loss
             scalar, sums = objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
             loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
             totals.add_(torch.stack([loss_sum, num_tokens]))
@@ -243,7 +243,7 @@ class Trainer:
         logging, figures = self.logging, {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         self._sound = norms.pop("nonfinite") == 0
-        if logging.log_num_zeros:
+        if logging.log_num_zeros_in_grad:
             figures["num_zeros"] = count_zeros(self.buffers)
         overflow = None if self.model.expert_comm is None else self.model.expert_comm.any_overflow()
         if overflow is not None:
@@ -272,7 +272,7 @@ class Trainer:
         config, kept, now = self.resilience, self._kept, torch.ones_like(self._proceed)
         if overflow is not None:
             kept = kept & ~overflow
-        if self.loop.check_nonfinite:
+        if self.loop.check_for_nan_in_loss_and_grad:
             finite = torch.isfinite(loss) & torch.isfinite(norm)
             kept, now = (kept, now & finite) if config.on_nonfinite == "skip" else (kept & finite, now)
         for value, limit in zip((loss, norm), self._limits, strict=True):
@@ -292,7 +292,7 @@ class Trainer:
     def compare_replicas(self, iteration: int) -> None:
         """Every so many iterations, with `--check-weight-hash-across-dp-replicas-interval`: are all copies of the
         weights the same bits? Raises DriftProblem."""
-        interval = self.resilience.compare_replicas_interval
+        interval = self.resilience.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
             self.optimizer.finish_gather()
             check_replicas(self.model, self.context, iteration)
@@ -318,7 +318,7 @@ class Trainer:
         for index, batch in enumerate(batches):
             # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
             aux_loss_scale: Tensor | float = cp.size / len(batches)
-            if self.loop.per_token_loss:
+            if self.loop.calculate_per_token_loss:
                 aux_loss_scale = num_routed(batch.whole or batch)
             mb = replace(
                 batch.context,
@@ -333,6 +333,6 @@ class Trainer:
 
 def _spike_limits(config: ResilienceConfig, device: torch.device) -> tuple[SpikeLimit | None, SpikeLimit | None]:
     """Of loss and gradient norm, where a spike is kept from the weights."""
-    wanted = (config.report_spiky_loss, config.report_large_grads)
+    wanted = (config.check_for_spiky_loss, config.check_for_large_grads)
     loss, norm = (SpikeLimit(device) if want and config.on_spike != "report" else None for want in wanted)
     return loss, norm

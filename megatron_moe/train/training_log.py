@@ -31,9 +31,9 @@ class TrainingLog:
         """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
         """Last step read whose update was applied."""
-        self._loss_spikes = Spikes("loss") if config.report_spiky_loss else None
-        self._norm_spikes = Spikes("gradient norm") if config.report_large_grads else None
-        self._new_timeout_s = config.timeout_after_start
+        self._loss_spikes = Spikes("loss") if config.check_for_spiky_loss else None
+        self._norm_spikes = Spikes("gradient norm") if config.check_for_large_grads else None
+        self._new_timeout_s = config.distributed_timeout_seconds_after_init
         """Timeout of collectives after the first step; None: unchanged."""
         self._stragglers = stragglers
         self._reader = StepResultReader(trainer.context.device)
@@ -111,17 +111,17 @@ class TrainingLog:
         what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: {kind}"
         details = self._details(reading, reports)
         if stops:
-            judged = verdict(reading, reports) if self._config.rerun == "validate_results" else None
+            judged = verdict(reading, reports) if self._config.rerun_mode == "validate_results" else None
             text = (
                 f"{what}, so the update was rejected and the weights are those of iteration {reading.iteration - 1}"
                 f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for earlier "
                 f"iterations, and lower --lr or --clip-grad"
             )
             raise judged.problem(text) if judged else NumericsProblem(text)
-        if self._skipped >= self._config.most_skips:
+        if self._skipped >= self._config.max_skipped_iterations:
             raise NumericsProblem(
                 f"{what}, the {self._skipped}. iteration skipped in a row (--max-skipped-iterations "
-                f"{self._config.most_skips}){details}; lower --lr or --clip-grad, or find the cause with "
+                f"{self._config.max_skipped_iterations}){details}; lower --lr or --clip-grad, or find the cause with "
                 f"{'--on-spike' if finite else '--on-nonfinite'} stop"
             )
         self._reporter.note(f"{what}; the iteration is skipped, number {self._skipped} in a row{details}")
@@ -130,7 +130,7 @@ class TrainingLog:
         """Raises NumericsProblem about non-finite weights or moments stored by the last update."""
         assert self._applied is not None, "weights or moments are not finite, and no update was applied"
         reports = diagnose_state(self._trainer)
-        eps = self._trainer.optimizer.config.eps
+        eps = self._trainer.optimizer.config.adam_eps
         zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
         raise NumericsProblem(
             f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"

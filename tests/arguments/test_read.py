@@ -69,7 +69,10 @@ def test_the_first_example_of_the_help_trains_a_finished_quickstart_longer():
     longer = read_plan(example[2:], {}, vocab_size_of=lambda config: 1000)
     finished = read_plan(["--recipe", "quickstart"], {}, vocab_size_of=lambda config: 1000)
     assert longer.loop.train_iters > finished.loop.train_iters
-    assert longer.lr.decay_samples != finished.lr.decay_samples and longer.lr.override
+    assert (
+        longer.lr_schedule.decay_samples != finished.lr_schedule.decay_samples
+        and longer.lr_schedule.override_opt_param_scheduler
+    )
 
 
 def test_help_on_a_group_shows_all_its_flags():

@@ -29,7 +29,7 @@ SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280}
 def plan_of(case: Case) -> RunPlan:
     words = words_of(case, Path("my/corpus"), Path("my/tokenizer.model"))
     return read_plan(
-        words, {}, vocab_size_of=lambda config: (config.kind == "NullTokenizer" and config.vocab_size) or 8000
+        words, {}, vocab_size_of=lambda config: (config.tokenizer_type == "NullTokenizer" and config.vocab_size) or 8000
     )
 
 

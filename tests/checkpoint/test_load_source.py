@@ -41,10 +41,10 @@ def test_a_given_step_comes_before_everything(tmp_path: Path) -> None:
 
 def test_load_comes_before_pretrained(tmp_path: Path) -> None:
     load_, pretrained = saved_folder(tmp_path / "load", 10), saved_folder(tmp_path / "pretrained", 90)
-    source = choose(save=tmp_path / "new", load=str(load_), pretrained=str(pretrained))
+    source = choose(save=tmp_path / "new", load=str(load_), pretrained_checkpoint=str(pretrained))
     assert source.origin == "--load" and source.optimizer and source.train_state
     said: list[str] = []
-    source = choose(said, save=tmp_path / "new", load=str(tmp_path / "empty"), pretrained=str(pretrained))
+    source = choose(said, save=tmp_path / "new", load=str(tmp_path / "empty"), pretrained_checkpoint=str(pretrained))
     assert source.origin == "--pretrained-checkpoint" and not source.optimizer and not source.train_state
     assert len(said) == 1
     assert said[0].startswith(f"--load {tmp_path / 'empty'}, which does not exist, holds no checkpoint")
@@ -104,11 +104,11 @@ def test_a_plain_load_of_nothing_says_that_weights_are_random(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flag", "config"),
     [
-        ("--exit-on-missing-checkpoint", {"exit_on_missing": True}),
+        ("--exit-on-missing-checkpoint", {"exit_on_missing_checkpoint": True}),
         ("--finetune", {"finetune": True}),
-        ("--skip-train", {"weights_only": True}),
+        ("--skip-train", {"skip_train": True}),
         ("--no-load-optim", {"load_optim": False}),
-        ("--moe-use-upcycling", {"upcycle": True, "load_optim": False}),
+        ("--moe-use-upcycling", {"moe_use_upcycling": True, "load_optim": False}),
     ],
 )
 def test_a_load_of_nothing_ends_a_run_that_is_meaningless_without(flag: str, config: dict, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_folder_stands_for_its_checkpoints(tmp_path: Path) -> None:
     run = str(saved_folder(tmp_path / "run" / "checkpoints", 10, 20).parent)
     assert [c.iteration for c in choose(load=run).candidates] == [20, 10]
     assert [c.iteration for c in choose(load=run, ckpt_step=10).candidates] == [10]
-    assert [c.iteration for c in choose(pretrained=run).candidates] == [20, 10]
+    assert [c.iteration for c in choose(pretrained_checkpoint=run).candidates] == [20, 10]
     with pytest.raises(CheckpointProblem, match="is the folder it loads from"):
         choose(load=run, save=Path(run) / "checkpoints", finetune=True)
 
@@ -128,13 +128,13 @@ def test_a_run_folder_stands_for_its_checkpoints(tmp_path: Path) -> None:
 def test_an_evaluation_wants_weights_alone_from_wherever_they_come(tmp_path: Path) -> None:
     own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 90)
     for config in ({"save": own}, {"load": str(other)}, {"load": str(other), "ckpt_step": 90}):
-        source = choose(weights_only=True, **config)
+        source = choose(skip_train=True, **config)
         assert not source.optimizer and source.train_state
 
 
 def test_what_must_be_there_and_is_not_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointProblem, match="--pretrained-checkpoint .* holds no checkpoint"):
-        choose(pretrained=str(tmp_path))
+        choose(pretrained_checkpoint=str(tmp_path))
     with pytest.raises(CheckpointProblem, match="--ckpt-step 5 needs --load or --save"):
         choose(ckpt_step=5)
 
@@ -142,7 +142,7 @@ def test_what_must_be_there_and_is_not_ends_the_run(tmp_path: Path) -> None:
 def test_hugging_face_folders_are_named_and_left_to_their_reader(tmp_path: Path) -> None:
     source = choose(load="hf:/models/tiny", save=tmp_path / "new")
     assert source.is_hugging_face and source.location == "hf:/models/tiny" and source.candidates == ()
-    assert choose(pretrained="hf:/models/tiny").is_hugging_face
+    assert choose(pretrained_checkpoint="hf:/models/tiny").is_hugging_face
     own = saved_folder(tmp_path / "own", 10)
     assert choose(load="hf:/models/tiny", save=own).origin == "--save"
 
@@ -161,7 +161,7 @@ def test_all_ranks_get_the_same_answer_and_the_same_refusal(tmp_path: Path) -> N
     def answers(context: ParallelContext) -> tuple:
         source = find(CheckpointConfig(save=tmp_path), context)
         with pytest.raises(CheckpointProblem) as problem:
-            find(CheckpointConfig(pretrained=str(tmp_path / "none")), context)
+            find(CheckpointConfig(pretrained_checkpoint=str(tmp_path / "none")), context)
         return source, str(problem.value)
 
     first, second = on_threads(ParallelConfig(world_size=2), answers)

@@ -94,7 +94,7 @@ MODELS = {
 def saved_bytes(config: ModelConfig) -> int:
     """Bytes of all storages that autograd keeps of one forward pass, apart from parameters and buffers."""
     context = ParallelContext.single(dtype=torch.float32)
-    kernels: KernelSet = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+    kernels: KernelSet = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels)
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.05)

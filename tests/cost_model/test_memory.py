@@ -49,9 +49,9 @@ def plan(model: ModelConfig, parallel: ParallelConfig, layout: PipelineLayout, *
         pipeline=PipelineConfig(layout=layout),
         **{
             "precision": BF16,
-            "batch": BatchConfig(micro=1, global_size=128 * parallel.dp),
+            "batch": BatchConfig(micro_batch_size=1, global_batch_size=128 * parallel.dp),
             "data": replace(tiny.plan().data, seq_length=4096),
-            "data_parallel": DataParallelConfig(sharded_optimizer=True),
+            "data_parallel": DataParallelConfig(use_distributed_optimizer=True),
             **changes,
         },
     )
@@ -119,7 +119,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_gradients_and_optimizer_are_those_of_the_tensors_that_are_made(name, sharded):
     model, parallel, layout, ranks = LAYOUTS[name]
-    data_parallel = DataParallelConfig(sharded_optimizer=sharded)
+    data_parallel = DataParallelConfig(use_distributed_optimizer=sharded)
     changed = plan(model, parallel, layout, data_parallel=data_parallel)
     for rank in ranks:
         context = ParallelContext.fake(
@@ -153,11 +153,11 @@ def test_a_parameter_takes_six_bytes_and_twelve_among_its_copies():
     d = parallel.dp
     state = state_bytes(replace(DEEPSEEK, parallel=parallel), held, HeldElements())
     assert state.total == 1000 * (6 + 12 / d)
-    lean = PrecisionConfig(params="bf16", exp_avg="bf16", exp_avg_sq="bf16")
+    lean = PrecisionConfig(params="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     assert state_bytes(replace(DEEPSEEK, parallel=parallel, precision=lean), held, HeldElements()).total == 1000 * (
         6 + 8 / d
     )
-    tiny_moments = replace(lean, exp_avg="fp8", exp_avg_sq="fp8", grads="bf16")
+    tiny_moments = replace(lean, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", grads="bf16")
     changed = replace(DEEPSEEK, parallel=parallel, precision=tiny_moments)
     assert state_bytes(changed, held, HeldElements()).total == 1000 * (4 + 6 / d)
     plain = PrecisionConfig(params="fp32")
@@ -176,7 +176,7 @@ def test_low_weights_leave_out_norms_and_router():
 
 
 def with_recompute(*modules: str) -> RunPlan:
-    config = RecomputeConfig(granularity="selective", modules=modules)
+    config = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
     return replace(DEEPSEEK, memory=MemoryConfig(recompute=config))
 
 
@@ -202,43 +202,54 @@ def test_recomputing_the_moe_keeps_its_input_alone():
 
 
 def test_full_recompute_keeps_inputs_of_layers_and_works_on_one_of_them():
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     rotations = 17 * 2 * 4096 * 64 * 4
     assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
     assert rank.working > of_rank(DEEPSEEK).kept / 68
-    every_second = replace(config, num_layers=2)
+    every_second = replace(config, recompute_num_layers=2)
     half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=every_second)))
     assert half.kept - rotations == (rank.kept - rotations) / 2
-    first_of_stage = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, method="block"))))
+    first_of_stage = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_method="block")))
+    )
     assert rank.kept < first_of_stage.kept < of_rank(DEEPSEEK).kept
 
 
 def test_a_run_of_recomputed_layers_has_no_more_layers_than_a_chunk():
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
     whole = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     assert max(len(chunk.layers) for chunk in DEEPSEEK.layout.chunks(1)) == 4
-    more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, num_layers=100))))
+    more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_num_layers=100))))
     assert more == whole
 
 
 def test_offloaded_tensors_are_on_the_host_but_for_the_layer_at_work():
-    config = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"))
+    config = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))
     before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     moved = 68 * (448 + 256) * (1 << 20)
     assert after.on_host == before.kept - after.kept == moved
     assert after.working - before.working == moved / 68
-    half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, fraction=0.5))))
+    half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, activation_offload_fraction=0.5))))
     assert half.on_host == moved / 2
-    assert of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, min_elements=1 << 40)))).on_host == 0
+    assert (
+        of_rank(
+            replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, min_offloaded_tensor_size=1 << 40)))
+        ).on_host
+        == 0
+    )
 
 
 def test_later_stages_keep_more_of_what_would_move():
-    config = ActivationOffloadConfig(modules=("expert_fc1",), stay_bytes_per_stage=1 << 20)
-    moved = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=0))))
+    config = ActivationOffloadConfig(offload_modules=("expert_fc1",), delta_offload_bytes_across_pp_ranks=1 << 20)
+    moved = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=0)))
+    )
     some = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     assert some.kept - moved.kept == moved.on_host - some.on_host == 17 * (1 << 20)
-    everything = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=1 << 40))))
+    everything = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=1 << 40)))
+    )
     assert everything.on_host == 0
 
 
@@ -250,7 +261,7 @@ def test_uneven_experts_have_more_rows_and_nothing_else():
 
 
 def test_remainders_are_two_bytes_of_a_master_weight():
-    narrow = of_rank(replace(DEEPSEEK, precision=replace(BF16, remainders=True))).state
+    narrow = of_rank(replace(DEEPSEEK, precision=replace(BF16, store_param_remainders=True))).state
     whole = of_rank(DEEPSEEK).state
     assert narrow.master == whole.master / 2 and narrow.moments == whole.moments
 
@@ -274,7 +285,7 @@ def test_an_offloaded_optimizer_takes_its_states_along():
 
 def test_fp8_halves_the_inputs_of_matrices():
     """About 16 GB of DeepSeek-V3's expert inputs, says the paper, for the 60 layers in flight on pipeline rank 2."""
-    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low="tensorwise")), 2)
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision="tensorwise")), 2)
     saved = dict(of_rank(DEEPSEEK, 2).activations)["experts"] - dict(low.activations)["experts"]
     assert saved == 60 * (448 + 128) / 2 * (1 << 20)
 

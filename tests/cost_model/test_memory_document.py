@@ -30,8 +30,14 @@ def weighed_behind_the_experts(plan: RunPlan) -> RunPlan:
 
 
 def switched(plan: RunPlan, recompute: tuple[str, ...] = (), offload: tuple[str, ...] = ()) -> RunPlan:
-    config = RecomputeConfig(granularity="selective", modules=recompute) if recompute else RecomputeConfig()
-    return replace(plan, memory=MemoryConfig(recompute=config, offload=ActivationOffloadConfig(modules=offload)))
+    config = (
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=recompute)
+        if recompute
+        else RecomputeConfig()
+    )
+    return replace(
+        plan, memory=MemoryConfig(recompute=config, offload=ActivationOffloadConfig(offload_modules=offload))
+    )
 
 
 def of_rank(plan: RunPlan, rank: int = 1) -> RankBytes:
@@ -51,8 +57,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     three = ("mla_up_proj", "layernorm", "moe_act")
     standard = of_rank(weighed_behind_the_experts(DEEPSEEK)).kept - plain.kept
     assert standard == 68 * STANDARD_PERMUTATION
-    lean = of_rank(replace(DEEPSEEK, precision=replace(BF16, exp_avg="bf16", exp_avg_sq="bf16")))
-    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low="blockwise")))
+    lean = of_rank(replace(DEEPSEEK, precision=replace(BF16, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")))
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision="blockwise")))
     h100 = row_of("deepseek-v3-h100-1024", Registry.declared()).plan
     paper = ("mlp", "mla_up_proj", "moe_act", "layernorm")
     yield "total of a middle stage", "199.5", f"{plain.total / GIB:.1f}"
@@ -75,7 +81,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 def _long() -> Iterator[tuple[str, str, str]]:
     plan = switched(row_of("deepseek-v3-h100-256-64k", Registry.declared()).plan)
-    count = plan.batch.global_size // plan.parallel.dp
+    count = plan.batch.global_batch_size // plan.parallel.dp
     most = heaviest(RankMemory(plan).all_ranks(count))
     without = switched(plan, ("mla_up_proj", "moe", "mlp", "layernorm"))
     freed = most.kept - RankMemory(without).of_rank(most.rank, count).kept

@@ -114,7 +114,7 @@ def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
         pipeline=PipelineConfig(layout=layout),
         **{
             "precision": PrecisionConfig(),
-            "batch": BatchConfig(micro=BATCH, global_size=BATCH * parallel.dp),
+            "batch": BatchConfig(micro_batch_size=BATCH, global_batch_size=BATCH * parallel.dp),
             "data": replace(tiny.plan().data, seq_length=SEQ),
             **changes,
         },
@@ -230,7 +230,7 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
 def test_gradients_and_weights_travel_once_per_step():
     """A parameter of n elements with d copies: n (d - 1) / d elements there and back."""
     parallel = ParallelConfig(ep=2, world_size=8)
-    config = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True)
+    config = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
     precision = PrecisionConfig(params="bf16")
     changed = plan(layer_config(feed_forward=moe_config()), parallel, data_parallel=config, precision=precision)
     found = {each.what: each for each in predicted(changed) if each.group in ("dp_cp", "edp")}

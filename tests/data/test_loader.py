@@ -53,7 +53,7 @@ def loader(
 ) -> TrainLoader:
     samples = Numbered()
     order = SampleOrder(kind=kind, num_samples=len(samples), seed=5)
-    schedule = BatchSchedule(BatchConfig(micro=micro, global_size=size, **batch), dp)
+    schedule = BatchSchedule(BatchConfig(micro_batch_size=micro, global_batch_size=size, **batch), dp)
     return TrainLoader(samples, order, schedule, MASKS, rank_context(rank, dp), prefetch=prefetch)
 
 
@@ -103,7 +103,7 @@ def test_all_ranks_together_take_the_samples_of_one_rank(micro: int, dp: int, ki
 
 
 def test_ramp_up_takes_every_sample_once_and_resumes_inside() -> None:
-    ramp = {"size": 8, "micro": 1, "dp": 2, "rampup": (2, 2, 18)}
+    ramp = {"size": 8, "micro": 1, "dp": 2, "rampup_batch_size": (2, 2, 18)}
     one = loader(**ramp)
     sizes, seen, marks = [], [], []
     while not one.exhausted:
@@ -138,7 +138,7 @@ def test_restore_discards_what_was_prefetched() -> None:
 
 def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
     samples = Numbered(60)
-    schedule = BatchSchedule(BatchConfig(micro=6, global_size=6), 1)
+    schedule = BatchSchedule(BatchConfig(micro_batch_size=6, global_batch_size=6), 1)
     order = SampleOrder(kind="single", num_samples=60, seed=1)
     masks = MaskConfig(vocab_size=10, eod=9, pad=-1)
     ahead = TrainLoader(samples, order, schedule, masks, rank_context(), prefetch=True)
@@ -161,14 +161,14 @@ def test_exhausted_data_is_announced_and_then_refused() -> None:
 
 def test_loss_mask_has_at_least_single_precision() -> None:
     samples, order = Numbered(), SampleOrder(kind="single", num_samples=60, seed=1)
-    schedule = BatchSchedule(BatchConfig(micro=1, global_size=1), 1)
+    schedule = BatchSchedule(BatchConfig(micro_batch_size=1, global_batch_size=1), 1)
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         one = TrainLoader(samples, order, schedule, MASKS, rank_context(dtype=dtype))
         assert one.next_step()[0].loss_mask_BS.dtype == expected
 
 
 def eval_ids(dp: int, rank: int, evaluation: int, count: int = 60) -> list[int]:
-    batch = BatchConfig(micro=2, global_size=8, rampup=(4, 4, 100))
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=(4, 4, 100))
     one = EvalLoader(Numbered(count), batch, MASKS, rank_context(rank, dp), eval_iters=3)
     return ids(list(one.batches(evaluation)))
 
@@ -198,7 +198,9 @@ def test_passing_over_a_step_leaves_out_its_samples_and_no_others() -> None:
 
 
 def whole_set(count: int, size: int = 8) -> EvalLoader:
-    return EvalLoader(Numbered(count), BatchConfig(micro=2, global_size=size), MASKS, rank_context(), eval_iters=None)
+    return EvalLoader(
+        Numbered(count), BatchConfig(micro_batch_size=2, global_batch_size=size), MASKS, rank_context(), eval_iters=None
+    )
 
 
 def test_a_full_validation_reads_every_full_batch_each_time() -> None:

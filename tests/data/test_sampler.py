@@ -11,7 +11,7 @@ from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 
 
 def schedule(micro: int, size: int, dp: int, rampup: tuple[int, int, int] | None = None) -> BatchSchedule:
-    return BatchSchedule(BatchConfig(micro=micro, global_size=size, rampup=rampup), dp)
+    return BatchSchedule(BatchConfig(micro_batch_size=micro, global_batch_size=size, rampup_batch_size=rampup), dp)
 
 
 def test_constant_batch_has_its_number_of_microbatches() -> None:

@@ -44,7 +44,7 @@ def train_sentencepiece(path: Path, **options) -> Path:
 
 
 def sentencepiece_config(path: Path) -> TokenizerConfig:
-    return TokenizerConfig(kind="SentencePieceTokenizer", model=path)
+    return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path)
 
 
 def train_huggingface(path: Path, specials: list[str]) -> tokenizers.Tokenizer:
@@ -63,7 +63,7 @@ def train_huggingface(path: Path, specials: list[str]) -> tokenizers.Tokenizer:
 
 
 def huggingface_config(path: Path) -> TokenizerConfig:
-    return TokenizerConfig(kind="HuggingFaceTokenizer", model=path)
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
 
 
 def tiktoken_entries(merges: list[bytes]) -> list[dict]:
@@ -84,7 +84,9 @@ def write_tiktoken(path: Path, merges: list[bytes]) -> Path:
 
 
 def tiktoken_config(path: Path, **changes) -> TokenizerConfig:
-    return TokenizerConfig(kind="TikTokenizer", model=path, **{"num_special_tokens": 10, **changes})
+    return TokenizerConfig(
+        tokenizer_type="TikTokenizer", tokenizer_model=path, **{"tiktoken_num_special_tokens": 10, **changes}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def every_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Token
         "sentencepiece": sentencepiece_config(train_sentencepiece(folder / "sp.model")),
         "huggingface": huggingface_config(folder / "tokenizer.json"),
         "tiktoken": tiktoken_config(write_tiktoken(folder / "tik.json", [b"re", b"rea", b"read"])),
-        "byte": TokenizerConfig(kind="ByteTokenizer"),
+        "byte": TokenizerConfig(tokenizer_type="ByteTokenizer"),
     }
 
 
@@ -117,16 +119,18 @@ def test_fingerprint_is_stable(every_tokenizer: dict[str, TokenizerConfig], name
 
 
 def test_fingerprints_of_different_models_differ(every_tokenizer: dict[str, TokenizerConfig], tmp_path: Path) -> None:
-    configs = [*every_tokenizer.values(), TokenizerConfig(kind="NullTokenizer", vocab_size=10)]
-    configs.append(TokenizerConfig(kind="NullTokenizer", vocab_size=11))
-    configs.append(tiktoken_config(every_tokenizer["tiktoken"].model or tmp_path, tiktoken_pattern="v1"))
-    configs.append(tiktoken_config(every_tokenizer["tiktoken"].model or tmp_path, num_special_tokens=11))
+    configs = [*every_tokenizer.values(), TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)]
+    configs.append(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=11))
+    configs.append(tiktoken_config(every_tokenizer["tiktoken"].tokenizer_model or tmp_path, tiktoken_pattern="v1"))
+    configs.append(
+        tiktoken_config(every_tokenizer["tiktoken"].tokenizer_model or tmp_path, tiktoken_num_special_tokens=11)
+    )
     configs.append(sentencepiece_config(train_sentencepiece(tmp_path / "other.model", vocab_size=290)))
     assert len({load_tokenizer(config).fingerprint for config in configs}) == len(configs)
 
 
 def test_null_tokenizer_reads_numbers_and_ends_with_the_last_id() -> None:
-    tokenizer = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=128))
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=128))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (128, 127, -1)
     assert tokenizer.encode(" 3 1  2\n") == [3, 1, 2]
     assert tokenizer.decode([3, 1, 2]) == "3 1 2"
@@ -137,11 +141,11 @@ def test_null_tokenizer_reads_numbers_and_ends_with_the_last_id() -> None:
 @pytest.mark.parametrize("vocab_size", [None, 0, 1])
 def test_null_tokenizer_needs_a_vocabulary_size(vocab_size: int | None) -> None:
     with pytest.raises(DataProblem, match="--vocab-size"):
-        load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=vocab_size))
+        load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size))
 
 
 def test_byte_tokenizer_is_utf8() -> None:
-    tokenizer = load_tokenizer(TokenizerConfig(kind="ByteTokenizer"))
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, -1)
     assert tokenizer.encode("aß") == [97, 195, 159]
     assert tokenizer.decode([97, 256, 195]) == "a\ufffd"
@@ -230,8 +234,8 @@ def test_tiktoken_patterns_split_words_differently(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"tiktoken_pattern": "v3"}, "must be v1 or v2, not v3"),
-        ({"num_special_tokens": 3}, "fit --tiktoken-num-special-tokens 3"),
-        ({"special_tokens": ("<unk>", "</s>")}, "include <unk> <s> </s>"),
+        ({"tiktoken_num_special_tokens": 3}, "fit --tiktoken-num-special-tokens 3"),
+        ({"tokenizer_special_tokens": ("<unk>", "</s>")}, "include <unk> <s> </s>"),
     ],
 )
 def test_tiktoken_options_that_contradict_are_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
@@ -250,9 +254,9 @@ def test_tiktoken_file_with_a_missing_rank_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
 def test_missing_model_is_named(tmp_path: Path, kind) -> None:
     with pytest.raises(DataProblem, match="absent.model does not exist"):
-        load_tokenizer(TokenizerConfig(kind=kind, model=tmp_path / "absent.model"))
+        load_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=tmp_path / "absent.model"))
     with pytest.raises(DataProblem, match=f"{kind} needs --tokenizer-model"):
-        load_tokenizer(TokenizerConfig(kind=kind))
+        load_tokenizer(TokenizerConfig(tokenizer_type=kind))
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"])
@@ -263,7 +267,7 @@ def test_foreign_model_is_refused_with_its_name(tmp_path: Path, kind, content: b
     path = tmp_path / "foreign.json"
     path.write_bytes(content)
     with pytest.raises(DataProblem, match=r"foreign\.json"):
-        load_tokenizer(TokenizerConfig(kind=kind, model=path, num_special_tokens=10))
+        load_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=path, tiktoken_num_special_tokens=10))
 
 
 @pytest.mark.parametrize(
@@ -358,12 +362,16 @@ def gpt2_spec(
     lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) if merges is None else merges)
-    return TokenizerConfig(kind="GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt")
+    return TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer", vocab_file=folder / "vocab.json", merge_file=folder / "merges.txt"
+    )
 
 
 def test_the_two_files_of_gpt2_give_the_ids_of_the_one_file(tmp_path: Path) -> None:
     two = load_tokenizer(gpt2_spec(tmp_path))
-    one = load_tokenizer(TokenizerConfig(kind="HuggingFaceTokenizer", model=tmp_path / "tokenizer.json"))
+    one = load_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tmp_path / "tokenizer.json")
+    )
     assert (two.vocab_size, two.eod, two.pad) == (one.vocab_size, one.eod, -1)
     for text in TEXTS:
         assert two.encode(text) == one.encode(text)
@@ -380,13 +388,15 @@ def test_gpt2_files_without_an_end_of_document_or_at_all_are_refused(tmp_path: P
     with pytest.raises(DataProblem, match="no token that ends a document"):
         load_tokenizer(gpt2_spec(tmp_path, specials=()))
     with pytest.raises(DataProblem, match="needs --vocab-file and --merge-file"):
-        load_tokenizer(TokenizerConfig(kind="GPT2BPETokenizer"))
+        load_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"))
 
 
 def test_ids_of_a_null_tokenizer_can_be_chosen() -> None:
-    plain = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10))
-    chosen = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, eod=3, pad=4))
+    plain = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10))
+    chosen = load_tokenizer(
+        TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_eod_id=3, null_tokenizer_pad_id=4)
+    )
     assert (plain.eod, plain.pad, chosen.eod, chosen.pad) == (9, -1, 3, 4)
     assert plain.fingerprint != chosen.fingerprint
     with pytest.raises(DataProblem, match="--null-tokenizer-pad-id 10 is not below --vocab-size 10"):
-        load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, pad=10))
+        load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_pad_id=10))

@@ -188,7 +188,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
         if iteration == 2:
             spoiled_output(trainer.model.decoder.final_layernorm, lambda: True, lambda output: output * torch.nan)
 
-    plan = tiny.plan(resilience=replace(SKIP, most_skips=2))
+    plan = tiny.plan(resilience=replace(SKIP, max_skipped_iterations=2))
     with pytest.raises(NumericsProblem, match="iteration 3: .* the 2. iteration skipped in a row"):
         train(plan, ParallelContext.single(), spoil, steps=8)
 
@@ -202,8 +202,8 @@ def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> Non
 
 STATES = {
     "on the device": OptimizerOffloadConfig(),
-    "stepped on the host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
-    "parked on the host": OptimizerOffloadConfig(fraction=1.0, host_steps=False),
+    "stepped on the host": OptimizerOffloadConfig(fraction=1.0, cpu_step=True),
+    "parked on the host": OptimizerOffloadConfig(fraction=1.0, cpu_step=False),
 }
 
 
@@ -247,7 +247,7 @@ def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> N
             if iteration == 2:
                 spoil_second_moment(trainer, "output_layer.weight")
 
-        plan = tiny.plan(data_parallel=DataParallelConfig(sharded_optimizer=True))
+        plan = tiny.plan(data_parallel=DataParallelConfig(use_distributed_optimizer=True))
         with pytest.raises(NumericsProblem) as problem:
             train(plan, context, spoil, steps=6)
         return str(problem.value), int(trainers[0].optimizer.step_count)
@@ -268,7 +268,7 @@ def test_a_spike_is_told_left_out_or_ends_the_run(policy: Literal["report", "ski
             if policy != "report":
                 trainer._limits = (SpikeLimit(trainer.context.device, window=3), None)
 
-    config = ResilienceConfig(report_spiky_loss=True, on_spike=policy, most_skips=3)
+    config = ResilienceConfig(check_for_spiky_loss=True, on_spike=policy, max_skipped_iterations=3)
     plan = tiny.plan(resilience=config)
     if policy == "stop":
         with pytest.raises(

@@ -29,7 +29,7 @@ def cases(num_ranks: int) -> list[tuple[str, ModelConfig, MicroBatch, ParallelCo
     """Every exchange and kind of attention, over all ranks and over a degree of each microbatch."""
     plain = ParallelConfig(world_size=num_ranks, cp=num_ranks)
     levels = replace(plain, cp_sub_axes=(2, num_ranks // 2))
-    dynamic = replace(plain, max_seqlen_per_rank=7)
+    dynamic = replace(plain, max_seqlen_per_dp_cp_rank=7)
     batch, packed = microbatch(4, SEQ), microbatch(2, SEQ, max_seqlen=13, **documents())
     found = []
     for mixer in MIXERS:

@@ -45,9 +45,11 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
     graphs = CudaGraphConfig(
-        modules=() if modules == WHOLE else modules, full_iteration=modules == WHOLE, warmup_steps=2
+        cuda_graph_modules=() if modules == WHOLE else modules,
+        full_iteration=modules == WHOLE,
+        cuda_graph_warmup_steps=2,
     )
-    run = Run(replace(plan, graphs=graphs))
+    run = Run(replace(plan, cuda_graphs=graphs))
     figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)

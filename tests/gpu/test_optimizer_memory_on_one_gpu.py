@@ -84,7 +84,7 @@ def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> Non
     resident = Rig(precision, backend="triton", device="cuda").steps(1, 5)
     other = Rig(precision, AWAY[away], backend="triton", device="cuda").steps(1, 5)
     here, there = cpu(resident.saved()), cpu(other.saved())
-    if not AWAY[away].host_steps:
+    if not AWAY[away].cpu_step:
         EXACT.check_all(there, here, "weights and state")
         return
     for name, value in here.items():

@@ -22,11 +22,11 @@ BIASED = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rat
 MODEL = tiny.model(
     num_layers=4, moe_config=tiny.moe(BIASED), tied_embeddings=True, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)
 )
-PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro=1, global_size=4))
+PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro_batch_size=1, global_batch_size=4))
 PLANS = {
     "1F1B": laid_out(PLAN, "Ett|ttmL", 2),
     "chunks": laid_out(PLAN, "Et|t|t|tmL", 2),
-    "chunks, split backward": laid_out(PLAN, "Et|t|t|tmL", 2, split_backward=True),
+    "chunks, split backward": laid_out(PLAN, "Et|t|t|tmL", 2, delay_wgrad_compute=True),
     "prediction before the loss stage": laid_out(PLAN, "Et|tt|t|mL", 2),
 }
 

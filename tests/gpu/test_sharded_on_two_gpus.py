@@ -24,13 +24,17 @@ pytestmark = pytest.mark.gpu2
 NUM_RANKS = 2
 NUM_STEPS = 4
 MODES = {
-    "plain": DataParallelConfig(bucket_size=100),
-    "zero": DataParallelConfig(sharded_optimizer=True, bucket_size=100),
-    "zero-padded": DataParallelConfig(sharded_optimizer=True, pad_buckets=True),
-    "zero-early": DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=100),
-    "plain-early": DataParallelConfig(overlap_grad_reduce=True, bucket_size=100),
-    "zero-mean": DataParallelConfig(sharded_optimizer=True, average_in_collective=True, bucket_size=100),
-    "zero-fp32-sums": DataParallelConfig(sharded_optimizer=True, fp32_sums=True, bucket_size=100),
+    "plain": DataParallelConfig(ddp_bucket_size=100),
+    "zero": DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100),
+    "zero-padded": DataParallelConfig(use_distributed_optimizer=True, ddp_pad_buckets_for_high_nccl_busbw=True),
+    "zero-early": DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=100),
+    "plain-early": DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=100),
+    "zero-mean": DataParallelConfig(
+        use_distributed_optimizer=True, ddp_average_in_collective=True, ddp_bucket_size=100
+    ),
+    "zero-fp32-sums": DataParallelConfig(
+        use_distributed_optimizer=True, ddp_reduce_scatter_with_fp32_accumulation=True, ddp_bucket_size=100
+    ),
 }
 
 

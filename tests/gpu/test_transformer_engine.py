@@ -38,7 +38,7 @@ def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tenso
 
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor]) -> None:
     """Transformer Engine in bf16 on the GPU against fp64; it may be off by twice what plain torch is off in bf16."""
-    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    kernels = select_kernels(KernelConfig(kernel_backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
     rounded = [x.bfloat16() for x in inputs]
     exact = run(op(REFERENCE), [x.double() for x in rounded])
     theirs, plain = (run(op(k), [x.cuda() for x in rounded]) for k in (kernels, REFERENCE))
@@ -75,7 +75,7 @@ def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
-    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    kernels = select_kernels(KernelConfig(kernel_backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
 

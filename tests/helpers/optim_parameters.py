@@ -10,8 +10,8 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
-FP64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
-BF16 = PrecisionConfig(params="bf16", grads="fp32", master="fp32")
+FP64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")
+BF16 = PrecisionConfig(params="bf16", grads="fp32", main_params_dtype="fp32")
 FP32 = PrecisionConfig()
 
 KINDS = {

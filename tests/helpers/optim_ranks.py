@@ -24,7 +24,7 @@ from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter
 from tests.helpers.optim_parameters import FP64
 
 NUM_LAYERS = 2
-SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6, clip_grad=1.0)
+SPEC = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6, clip_grad=1.0)
 
 _LAYER = {
     "input_layernorm.weight": ((6,), ParamMeta(role="norm", partial_over_tp=True)),

@@ -27,7 +27,7 @@ from tests.helpers.tolerances import FP64_LAYOUT
 KERNELS = reference.bundle()
 # Adam divides by the size of the gradient. Where that is nothing but rounding, as for a bias on k, which softmax does
 # not see, a small eps would make steps of it.
-STEADY = OptimizerConfig(eps=1e-4)
+STEADY = OptimizerConfig(adam_eps=1e-4)
 
 
 def tensor_parallel_config(tp: int, *, sequence: bool = False) -> ParallelConfig:

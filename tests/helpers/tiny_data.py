@@ -40,7 +40,7 @@ def corpus(folder: Path, *, name: str = "corpus", num_documents: int = 40, seed:
 def data_config(**changes) -> DataConfig:
     values = {
         "seq_length": 8,
-        "tokenizer": TokenizerConfig(kind="NullTokenizer", vocab_size=VOCAB),
+        "tokenizer": TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB),
         "vocab_size": VOCAB,
         "split": "8,1,1",
     }
@@ -48,7 +48,7 @@ def data_config(**changes) -> DataConfig:
 
 
 def batch_config(**changes) -> BatchConfig:
-    return BatchConfig(**{"micro": 2, "global_size": 4, **changes})
+    return BatchConfig(**{"micro_batch_size": 2, "global_batch_size": 4, **changes})
 
 
 def loop_config(**changes) -> LoopConfig:

@@ -55,7 +55,9 @@ def test_an_optional_backend_is_taken_by_wish_only_and_refused_where_it_is_missi
     found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
     assert found.by_wish and found.missing() == found.needs
     with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
-        registry.select_kernels(KernelConfig(per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16)
+        registry.select_kernels(
+            KernelConfig(kernel_per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -74,7 +76,7 @@ def test_an_optional_backend_judges_devices_and_dtypes(name: str, stand_ins: Non
         assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
         assert module.judge(op, CUDA, torch.float64).fit is Priority.NO
         assert module.judge(op, CUDA, torch.bfloat16).fit is Priority.YES
-    wishes = KernelConfig(backend=name)
+    wishes = KernelConfig(kernel_backend=name)
     assert {c.op for c in registry.select_kernels(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
         module.PROVIDES
     )

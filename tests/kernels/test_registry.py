@@ -83,35 +83,39 @@ def test_on_a_gpu_expert_products_in_bf16_keep_their_offsets_on_the_device() -> 
 
 
 def test_a_wish_for_one_op_overrides_the_wish_for_all() -> None:
-    config = KernelConfig(backend="reference", per_op=(("rms_norm", "torch_native"), ("attention", "auto")))
+    config = KernelConfig(
+        kernel_backend="reference", kernel_per_op=(("rms_norm", "torch_native"), ("attention", "auto"))
+    )
     chosen = backend_of(select_kernels(config, CPU, torch.float32))
     assert {op for op, name in chosen.items() if name == "torch_native"} == {"rms_norm", "attention"}
 
 
 def test_a_wish_for_a_whole_backend_leaves_to_plain_torch_what_it_does_not_have_and_says_so() -> None:
-    bundle = select_kernels(KernelConfig(backend="torch_native"), CPU, torch.float32)
+    bundle = select_kernels(KernelConfig(kernel_backend="torch_native"), CPU, torch.float32)
     (rope,) = [choice for choice in bundle.choices if choice.op == "rope"]
     assert rope.backend == "reference" and "torch_native has no rope" in rope.reason
     assert backend_of(bundle)["permute"] == "torch_native", "asked for, though auto would not"
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    assert refusal(KernelConfig(backend="tritn")) == (
+    assert refusal(KernelConfig(kernel_backend="tritn")) == (
         "Kernel backend 'tritn' does not exist; use auto, reference, apex, grouped_gemm, hopper, torch_native, "
         "transformer_engine or triton."
     )
-    assert "'rms' does not exist; the ops are linear_forward" in refusal(KernelConfig(per_op=(("rms", "reference"),)))
-    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(per_op=(("rope", "aten"),)))
+    assert "'rms' does not exist; the ops are linear_forward" in refusal(
+        KernelConfig(kernel_per_op=(("rms", "reference"),))
+    )
+    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(kernel_per_op=(("rope", "aten"),)))
 
 
 def test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives() -> None:
-    assert refusal(KernelConfig(backend="torch_native"), torch.float64) == (
+    assert refusal(KernelConfig(kernel_backend="torch_native"), torch.float64) == (
         "Kernel backend 'torch_native' cannot compute 'linear_weight_grad' in float64 on cpu: "
         "fp64 is for proofs, which run on plain torch. It can be computed by auto or reference, "
         "for instance with --kernel-per-op linear_weight_grad=auto."
     )
     assert "cannot compute 'rope' in float32 on cpu: it has no rope" in refusal(
-        KernelConfig(per_op=(("rope", "torch_native"),))
+        KernelConfig(kernel_per_op=(("rope", "torch_native"),))
     )
 
 
@@ -129,7 +133,7 @@ def test_a_backend_file_is_found_by_name_and_not_imported_while_its_package_is_m
     monkeypatch.setattr(choosing, "BACKENDS", tmp_path)
     (rope,) = [choice for choice in select_kernels(KernelConfig(), CPU, torch.float32).choices if choice.op == "rope"]
     assert rope.backend == "reference" and "shiny: it needs a_package_nobody_has, not installed here" in rope.reason
-    assert "it needs a_package_nobody_has, not installed here" in refusal(KernelConfig(backend="shiny"))
+    assert "it needs a_package_nobody_has, not installed here" in refusal(KernelConfig(kernel_backend="shiny"))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_a_better_backend_wins_and_its_op_is_called(tmp_path, monkeypatch) -> No
     assert backend_of(bundle)["sum_of_squares"] == "shiny" and bundle.sum_of_squares(torch.ones(1)) == 42
     assert backend_of(bundle)["rope"] == "reference", "it can, but does not say that it should"
     assert choosing.support_of("rope", discover(package)[0], CPU, torch.float32).fit is Priority.YES
-    assert select_kernels(KernelConfig(per_op=(("rope", "shiny"),)), CPU, torch.float32).rope() == 43
+    assert select_kernels(KernelConfig(kernel_per_op=(("rope", "shiny"),)), CPU, torch.float32).rope() == 43
 
 
 def test_importing_the_chooser_imports_no_backend() -> None:

@@ -18,7 +18,7 @@ from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
-NATIVE = registry.select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
+NATIVE = registry.select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
 KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 

@@ -100,7 +100,7 @@ def test_the_short_line_fits_a_terminal(iteration):
 
 
 def test_the_style_of_the_run_decides():
-    assert step_line(step_report(), LoggingConfig(style="short")).startswith(" 20/250")
+    assert step_line(step_report(), LoggingConfig(log_style="short")).startswith(" 20/250")
     assert step_line(step_report(), PLAIN).startswith(" [2026")
 
 

@@ -120,9 +120,14 @@ def test_flags_decide_what_dashboards_show():
     hidden = {"iteration-time", "throughput", "mfu", "world-size", "mem-reserved-bytes", "forward-backward-time"}
     assert not hidden & plain.keys()
     assert "lm loss" in plain
-    timed = wanted_tags(tags, LoggingConfig(log_timers=True))
+    timed = wanted_tags(tags, LoggingConfig(log_timers_to_tensorboard=True))
     assert "iteration-time" in timed and "forward-backward-time" in timed and "throughput" not in timed
-    everything = LoggingConfig(log_timers=True, log_throughput=True, log_world_size=True, log_memory=True)
+    everything = LoggingConfig(
+        log_timers_to_tensorboard=True,
+        log_throughput=True,
+        log_world_size_to_tensorboard=True,
+        log_memory_to_tensorboard=True,
+    )
     assert wanted_tags(tags, everything) == tags
 
 
@@ -143,7 +148,9 @@ def test_validation_tags_are_megatrons_and_name_the_data_set_among_several():
     report = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0})
     assert validation_tags(report) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
     assert wanted_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
-    assert "lm loss validation ppl" in wanted_tags(validation_tags(report), LoggingConfig(log_validation_ppl=True))
+    assert "lm loss validation ppl" in wanted_tags(
+        validation_tags(report), LoggingConfig(log_validation_ppl_to_tensorboard=True)
+    )
     several = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0}, data_set="code")
     assert "lm loss validation-code" in validation_tags(several)
     assert validation_record(report)["samples"] == 400

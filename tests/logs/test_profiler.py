@@ -31,18 +31,22 @@ def names(path):
 
 
 def test_the_trace_holds_the_chosen_iterations_and_no_others(tmp_path):
-    run(tmp_path, ProfileConfig(tool="torch", after=1, last=3))
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=1, profile_step_end=3))
     found = names(tmp_path / "profile" / "rank-0.json.gz")
     assert {name for name in found if name.startswith("iteration")} == {"iteration 2", "iteration 3"}
 
 
 def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
-    run(tmp_path, ProfileConfig(tool="torch", after=4, last=30))
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=4, profile_step_end=30))
     assert "iteration 5" in names(tmp_path / "profile" / "rank-0.json.gz")
 
 
 @pytest.mark.parametrize(
-    "config", [ProfileConfig(after=1, last=3), ProfileConfig(tool="torch", after=1, last=3, ranks=(1,))]
+    "config",
+    [
+        ProfileConfig(profile_step_start=1, profile_step_end=3),
+        ProfileConfig(tool="torch", profile_step_start=1, profile_step_end=3, profile_ranks=(1,)),
+    ],
 )
 def test_other_ranks_and_other_runs_write_nothing(tmp_path, config):
     run(tmp_path, config)

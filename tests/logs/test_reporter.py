@@ -74,7 +74,7 @@ def context():
 
 def test_a_run_leaves_its_folder(tmp_path, context):
     folder = tmp_path / "runs" / "one"
-    config = LoggingConfig(run_dir=folder, log_interval=2, style="short")
+    config = LoggingConfig(run_dir=folder, log_interval=2, log_style="short")
     reporter = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
     reporter.note("hello")
     run(reporter, range(1, 5))
@@ -134,7 +134,9 @@ def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
 
 def test_dashboards_are_thinned_by_their_interval(context):
     listener = Listener()
-    reporter = build_reporter(plan(LoggingConfig(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
+    reporter = build_reporter(
+        plan(LoggingConfig(log_interval=3, tensorboard_log_interval=2)), context, sinks=[listener]
+    )
     run(reporter, range(1, 5))
     assert [each.iteration for each in listener.entries if each.record is None] == [2, 4]
     (third,) = [each for each in listener.entries if each.iteration == 3]
@@ -144,7 +146,9 @@ def test_dashboards_are_thinned_by_their_interval(context):
 def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
     for wanted in (False, True):
         listener = Listener()
-        reporter = build_reporter(plan(LoggingConfig(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
+        reporter = build_reporter(
+            plan(LoggingConfig(log_interval=1, moe_per_layer_logging=wanted)), context, sinks=[listener]
+        )
         run(reporter, range(1, 2))
         report = listener.entries[-1]
         assert ("moe/max_violation_layer_1" in report.tags) == wanted
@@ -308,7 +312,7 @@ def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
 
 
 def test_the_first_rank_notes_and_the_last_reports(tmp_path):
-    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
+    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_log_level=1, plots=False))
 
     def rank(context: ParallelContext) -> int:
         listener = Listener()
@@ -359,7 +363,7 @@ def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
 
 
 def test_memory_lines_come_as_often_as_asked_for(tmp_path):
-    config = plan(LoggingConfig(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
+    config = plan(LoggingConfig(run_dir=tmp_path, log_memory_interval=2, log_device_memory_used=True, plots=False))
 
     def rank(context: ParallelContext) -> None:
         reporter = build_reporter(config, context, sinks=[])

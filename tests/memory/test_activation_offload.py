@@ -27,7 +27,7 @@ HIDDEN_STATE = BATCH * SEQ * HIDDEN * NUMBER
 
 
 def offload(*modules: str, **changes) -> ActivationOffloadConfig:
-    return ActivationOffloadConfig(modules=modules, **{"min_elements": 1, **changes})
+    return ActivationOffloadConfig(offload_modules=modules, **{"min_offloaded_tensor_size": 1, **changes})
 
 
 class RecordingHostCopies(HostCopies):
@@ -55,12 +55,12 @@ class Net:
         self, config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None, num_layers: int = 3
     ) -> None:
         context = ParallelContext.single(dtype=torch.float32)
-        kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+        kernels = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
         self.copies = RecordingHostCopies()
         self.offload = ActivationOffload(config, self.copies)
         self.pool = self.offload.pool
         layers = tuple(layer_config(mla_config(v_head_dim=9), moe_config()) for _ in range(num_layers))
-        saved_tensors = SavedTensorPolicy(recompute, offload=self.offload if config.modules else None)
+        saved_tensors = SavedTensorPolicy(recompute, offload=self.offload if config.offload_modules else None)
         self.model = GPT(tiny.model(layers=layers), context, kernels, saved_tensors=saved_tensors)
         generator = torch.Generator().manual_seed(5)
         for parameter in self.model.parameters():
@@ -166,14 +166,16 @@ def test_which_groups_wait_on_the_host():
 
 
 def test_small_tensors_and_parameters_stay():
-    net = Net(offload(*MODULES, min_elements=1 << 20))
+    net = Net(offload(*MODULES, min_offloaded_tensor_size=1 << 20))
     net.forward().backward()
     assert net.pool.bytes_to_host == 0
 
 
 def test_inputs_of_forgotten_outputs_wait_on_the_host_too():
     """The norm's output is made again from an input that comes back for it."""
-    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act", "mla_up_proj", "core_attn"))
+    chosen = RecomputeConfig(
+        recompute_granularity="selective", recompute_modules=("layernorm", "moe_act", "mla_up_proj", "core_attn")
+    )
     plain, both = Net(offload()), Net(offload("attn_norm", "mlp_norm", "moe_act", "qkv_linear", "core_attn"), chosen)
     for number in range(2):
         plain.forward(number).backward()
@@ -188,8 +190,13 @@ def plan(config: ActivationOffloadConfig, recompute: RecomputeConfig | None = No
 
 
 def test_steps_over_a_pipeline_with_virtual_stages_are_the_same_bits():
-    config = offload(*MODULES, fraction=0.8, stay_bytes_per_stage=5000, max_inflight=2)
-    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act"))
+    config = offload(
+        *MODULES,
+        activation_offload_fraction=0.8,
+        delta_offload_bytes_across_pp_ranks=5000,
+        fine_grained_offloading_max_inflight_offloads=2,
+    )
+    chosen = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
     plain, moved = (laid_out(each, "Et|t|t|tmL", 2) for each in (plan(offload()), plan(config, chosen)))
     EXACT.check_all(train_on_ranks(moved, steps=1), train_on_ranks(plain, steps=1), "two ranks, two stages each")
 

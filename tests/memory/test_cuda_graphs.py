@@ -33,12 +33,12 @@ from tests.helpers.tolerances import EXACT
 from tests.optim.test_gather_in_forward import gather_when_waited_for
 
 KERNELS = reference.bundle()
-WHOLE = CudaGraphConfig(full_iteration=True, warmup_steps=1)
+WHOLE = CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)
 ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
 
 
 def parts_of(*modules: str) -> CudaGraphConfig:
-    return CudaGraphConfig(modules=modules, warmup_steps=1)
+    return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
 
 
 ALL = parts_of("attn", "mlp", "moe_router", "moe_preprocess")
@@ -54,13 +54,13 @@ SPECS = {
 def the_plan(**changes):
     """Two microbatches a step: the first stores its weight gradients, the second adds them."""
     model = changes.pop("model", None) or tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER, z_loss_coeff=0.1)))
-    return tiny.plan(model=model, batch=BatchConfig(micro=2, global_size=4), **changes)
+    return tiny.plan(model=model, batch=BatchConfig(micro_batch_size=2, global_batch_size=4), **changes)
 
 
 def make_trainer(plan, context=None):
     context = context or ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-    record_steps(trainer, EagerRecorder(), plan.graphs, plan.memory.expert_wgrad_interval)
+    record_steps(trainer, EagerRecorder(), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval)
     return trainer
 
 
@@ -75,7 +75,7 @@ def computed():
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
 def test_replayed_steps_are_computed_steps_bit_for_bit(computed, config):
-    plan = the_plan(graphs=config)
+    plan = the_plan(cuda_graphs=config)
     trainer = make_trainer(plan)
     found = run_steps(plan, trainer, TrainState(), 3)
     assert (trainer.full_iteration or trainer.pipeline.graph_instances).has_recorded
@@ -97,13 +97,13 @@ MODELS = {
 def test_other_models_too(model):
     expected = figures(the_plan(model=model), steps=2)
     for config in (parts_of("attn", "mlp", "moe"), WHOLE):
-        EXACT.check_all(figures(the_plan(model=model, graphs=config), steps=2), expected, str(config))
+        EXACT.check_all(figures(the_plan(model=model, cuda_graphs=config), steps=2), expected, str(config))
 
 
 def test_experts_beside_recorded_attention_are_computed_again(computed):
     """What the flags of recompute ask for happens in layers that are recorded in part, too."""
-    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe",)))
-    plan = the_plan(graphs=parts_of("attn"), memory=again)
+    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
+    plan = the_plan(cuda_graphs=parts_of("attn"), memory=again)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
     EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), computed, "experts again")
@@ -127,7 +127,7 @@ def test_what_travels_between_ranks_is_in_no_recording(dispatcher):
     plan = the_plan(model=model, parallel=config)
     expected, found = (
         on_threads(config, lambda context, each=each: train(context, each))
-        for each in (plan, replace(plan, graphs=parts_of("attn", "moe_router", "moe_preprocess")))
+        for each in (plan, replace(plan, cuda_graphs=parts_of("attn", "moe_router", "moe_preprocess")))
     )
     for rank, ((figures, names), (computed, _)) in enumerate(zip(found, expected, strict=True)):
         assert names == {"attn", "moe_router"}
@@ -145,8 +145,8 @@ def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch)
 
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
-    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("layernorm",)))
-    plan = the_plan(model=model, memory=again, graphs=parts_of("moe_router", "moe_preprocess"))
+    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",)))
+    plan = the_plan(model=model, memory=again, cuda_graphs=parts_of("moe_router", "moe_preprocess"))
     trainer = make_trainer(plan)
     trainer.recent = deque()
     monkeypatch.setattr(DiscardedOutput, "pack", count)
@@ -158,15 +158,15 @@ def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch)
 def test_prediction_layers_draw_what_benchmarks_force_as_they_are_computed():
     model = replace(MODELS["forced balance"], mtp=MTPConfig(num_layers=2))
     config = parts_of("attn", "mlp", "moe")
-    EXACT.check_all(figures(the_plan(model=model, graphs=config)), figures(the_plan(model=model)), str(config))
+    EXACT.check_all(figures(the_plan(model=model, cuda_graphs=config)), figures(the_plan(model=model)), str(config))
 
 
 def test_every_microbatch_in_flight_has_memory_of_its_own():
     """Four stages on two ranks."""
     layout, pp = "Et*1|t*1|t*1|t*1L", 2
     model = tiny.model(num_layers=4)
-    plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro=1, global_size=6)), layout, pp)
-    recorded = replace(plan, graphs=ALL)
+    plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=6)), layout, pp)
+    recorded = replace(plan, cuda_graphs=ALL)
     schedule = build_schedule(plan.schedule(6))
 
     def train(context, plan):
@@ -198,11 +198,11 @@ def computations(entries) -> Iterator[Action]:
 
 
 def test_gradients_of_replays_start_reductions():
-    sharing = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    sharing = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=500)
     parallel = ParallelConfig(world_size=2)
 
     def train(config):
-        plan = the_plan(data_parallel=sharing, parallel=parallel, graphs=config)
+        plan = the_plan(data_parallel=sharing, parallel=parallel, cuda_graphs=config)
         return on_threads(parallel, lambda context: run_steps(plan, make_trainer(plan, context), TrainState(), 4))
 
     for found, expected in zip(train(ALL), train(CudaGraphConfig()), strict=True):
@@ -234,31 +234,31 @@ class StrictRecorder(EagerRecorder):
 
 @pytest.mark.parametrize("in_forward", [False, True])
 def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, monkeypatch):
-    early = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    early = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=500)
     parallel = ParallelConfig(world_size=2)
 
     def train(plan, recorder):
         def on_rank(context):
             trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-            record_steps(trainer, recorder, plan.graphs)
+            record_steps(trainer, recorder, plan.cuda_graphs)
             return run_steps(plan, trainer, TrainState(), 4)
 
         return on_threads(parallel, on_rank)
 
-    plan = the_plan(data_parallel=early, parallel=parallel, graphs=ALL)
+    plan = the_plan(data_parallel=early, parallel=parallel, cuda_graphs=ALL)
     expected = train(plan, EagerRecorder())
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
     overlapped = replace(
         plan,
         data_parallel=replace(early, overlap_param_gather=True),
-        optimizer=replace(plan.optimizer, in_forward=in_forward),
+        optimizer=replace(plan.optimizer, overlap_optimizer_step=in_forward),
     )
     for found, reference_run in zip(train(overlapped, StrictRecorder(monkeypatch)), expected, strict=True):
         EXACT.check_all(found, reference_run, "weights gathered in the forward")
 
 
 def test_nothing_moves_and_nothing_is_recorded_twice():
-    plan = the_plan(graphs=ALL)
+    plan = the_plan(cuda_graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
     (flight,) = trainer.pipeline.graph_instances
@@ -277,7 +277,7 @@ def places_of(flight) -> set[int]:
 
 def test_padding_is_another_form_and_is_recorded_for_itself():
     def train(config):
-        plan = the_plan(graphs=config)
+        plan = the_plan(cuda_graphs=config)
         trainer = make_trainer(plan)
         first = run_steps(plan, trainer, TrainState(), 2)
         batches = [padded(tiny_models.microbatch(2, tiny.SEQ, seed=seed), seed) for seed in (1, 2)]
@@ -295,7 +295,7 @@ def padded(batch, number):
 
 
 def test_evaluations_compute():
-    plan = the_plan(graphs=ALL)
+    plan = the_plan(cuda_graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
     (flight,) = trainer.pipeline.graph_instances
@@ -307,7 +307,7 @@ def test_evaluations_compute():
 
 def test_what_was_recorded_is_told_once():
     said = []
-    plan = the_plan(graphs=ALL)
+    plan = the_plan(cuda_graphs=ALL)
     trainer = make_trainer(plan)
     report = CaptureReport(trainer.pipeline.graph_instances, said.append)
     run_steps(plan, trainer, TrainState(), 1)

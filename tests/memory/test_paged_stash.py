@@ -27,8 +27,8 @@ from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
-PAGES = PagedStashConfig(page_size=4, factor=4.0)
-ACT = RecomputeConfig(granularity="selective", modules=("moe_act",))
+PAGES = PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=4.0)
+ACT = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
 ALL_GATHER = tiny.moe(dispatcher="allgather")
 KERNELS = reference.bundle()
 
@@ -36,9 +36,9 @@ KERNELS = reference.bundle()
 def over_experts(stash: PagedStashConfig | None, *, num_ranks: int = 2, **changes) -> RunPlan:
     """Ranks that share out the experts of two layers."""
     parallel = ParallelConfig(world_size=num_ranks, ep=num_ranks)
-    model, memory = tiny.model(moe_config=ALL_GATHER), MemoryConfig(stash=stash)
+    model, memory = tiny.model(moe_config=ALL_GATHER), MemoryConfig(paged_stash=stash)
     config = tiny.plan(model=model, memory=memory, parallel=parallel)
-    return replace(config, batch=BatchConfig(micro=1, global_size=2 * num_ranks), **changes)
+    return replace(config, batch=BatchConfig(micro_batch_size=1, global_batch_size=2 * num_ranks), **changes)
 
 
 def trainer_of(plan: RunPlan, context: ParallelContext) -> Trainer:
@@ -54,7 +54,7 @@ def stash_of(trainer: Trainer) -> PagedStash:
 def figures_and_free_pages(plan: RunPlan, context: ParallelContext) -> dict[str, Tensor]:
     trainer = trainer_of(plan, context)
     figures = run_steps(plan, trainer, TrainState(), 1)
-    if plan.memory.stash is not None:
+    if plan.memory.paged_stash is not None:
         stash = stash_of(trainer)
         assert stash._pages and not stash.overflowed()
         for pages in stash._pages.values():
@@ -72,14 +72,22 @@ def same_bits(plain: RunPlan, paged: RunPlan) -> None:
 
 def test_steps_over_ranks_of_experts_are_the_same_bits() -> None:
     """With the activation computed again from a product that comes out of pages."""
-    same_bits(over_experts(None), over_experts(None, memory=MemoryConfig(stash=PAGES, recompute=ACT)))
+    same_bits(over_experts(None), over_experts(None, memory=MemoryConfig(paged_stash=PAGES, recompute=ACT)))
 
 
 def test_pages_of_stages_that_take_turns_come_back_in_their_order() -> None:
     """Two ranks of two stages each, with no page to spare."""
-    config = tiny.plan(model=tiny.model(num_layers=4), batch=BatchConfig(micro=1, global_size=4))
+    config = tiny.plan(model=tiny.model(num_layers=4), batch=BatchConfig(micro_batch_size=1, global_batch_size=4))
     plain = laid_out(config, "Et|t|t|tL", 2)
-    same_bits(plain, replace(plain, memory=MemoryConfig(stash=PagedStashConfig(page_size=4, factor=1.0))))
+    same_bits(
+        plain,
+        replace(
+            plain,
+            memory=MemoryConfig(
+                paged_stash=PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0)
+            ),
+        ),
+    )
 
 
 def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool, bool]:
@@ -93,7 +101,9 @@ def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool
 
 def test_a_step_whose_rows_find_no_room_is_refused_on_every_rank() -> None:
     """All tokens are alike and go to the same two experts, which have pages for a quarter of all choices."""
-    plan = over_experts(PagedStashConfig(page_size=4, factor=1.0), num_ranks=4)
+    plan = over_experts(
+        PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0), num_ranks=4
+    )
     found = on_threads(plan.parallel, lambda context: one_step(plan, context))
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
@@ -104,10 +114,10 @@ def test_a_step_whose_rows_find_no_room_is_refused_on_every_rank() -> None:
 
 def test_pages_are_counted_at_the_fullest_moment_of_the_schedule() -> None:
     """Tokens of a microbatch: 2 sequences of 32, two choices each; the tensors of a layer have widths 32, 48 and 24."""
-    config = PagedStashConfig(page_size=64, factor=1.5)
-    one_rank = replace(tiny.plan(), memory=MemoryConfig(stash=config))
+    config = PagedStashConfig(moe_paged_stash_page_size=64, moe_paged_stash_buffer_size_factor_cuda=1.5)
+    one_rank = replace(tiny.plan(), memory=MemoryConfig(paged_stash=config))
     assert pages_of_rank(one_rank, 0) == {width: 2 * (3 + 1) for width in (32, 48, 24)}
-    again = replace(one_rank, memory=MemoryConfig(stash=config, recompute=ACT))
+    again = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
     assert pages_of_rank(again, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # of 1F1B in two chunks of one layer each: the first stage has a dense layer
@@ -126,7 +136,12 @@ def test_an_emulation_sees_what_pages_save() -> None:
         kernels=KernelConfig(),
         emulation=EmulationConfig(),
     )
-    paged = replace(base, memory=MemoryConfig(stash=PagedStashConfig(page_size=4, factor=1.1)))
+    paged = replace(
+        base,
+        memory=MemoryConfig(
+            paged_stash=PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.1)
+        ),
+    )
     whole, saved = (
         emulate_rank(each, 1, torch.device("meta"), num_microbatches=2).timeline.peak() for each in (base, paged)
     )

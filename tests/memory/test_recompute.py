@@ -36,11 +36,11 @@ BATCH, SEQ = 2, 9
 
 
 def selective(*modules: str) -> RecomputeConfig:
-    return RecomputeConfig(granularity="selective", modules=modules)
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
 
 
 def full(method: str, num_layers: int) -> RecomputeConfig:
-    return RecomputeConfig(granularity="full", method=method, num_layers=num_layers)
+    return RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers)
 
 
 WAYS = {
@@ -170,7 +170,7 @@ def losses_of(net: GPT, given: MicroBatch) -> LossOutput:
 def kept_bytes(config: ModelConfig, recompute: RecomputeConfig) -> int:
     """What exists between forward and backward, and nothing must exist of it afterwards but gradients."""
     context = ParallelContext.single(dtype=torch.float32)
-    kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+    kernels = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels, saved_tensors=SavedTensorPolicy(recompute))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -265,7 +265,9 @@ def test_ranks_that_hold_the_same_keep_a_part_each():
 
     def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
         group = None if tp is None else context.group(tp)
-        saved_tensors = SavedTensorPolicy(replace(full("uniform", 1), distribute=tp is not None), tp=group)
+        saved_tensors = SavedTensorPolicy(
+            replace(full("uniform", 1), distribute_saved_activations=tp is not None), tp=group
+        )
         x, mb = randn(SEQ, BATCH, HIDDEN).requires_grad_(), batch().context
         with Alive() as alive:
             out = saved_tensors.checkpoint(lambda hidden, mb: (hidden * 2).sin(), x * 3, mb=mb)
@@ -287,7 +289,7 @@ def test_an_overlapped_chain_recomputes_its_nodes():
         tiny.plan(
             model=config,
             memory=MemoryConfig(recompute=recompute),
-            pipeline=PipelineConfig(overlap=True, split_backward=True),
+            pipeline=PipelineConfig(overlap=True, delay_wgrad_compute=True),
         )
         for recompute in (RecomputeConfig(), WAYS["small ones together"])
     )

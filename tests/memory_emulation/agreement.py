@@ -96,7 +96,7 @@ def plan_of(recipe: str, registry: Registry) -> RunPlan:
 def compare(plan: RunPlan) -> Compared:
     """Plays the rank that the closed form holds to be the fullest."""
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    count = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    count = plan.batch.global_batch_size // (plan.batch.micro_batch_size * plan.parallel.dp)
     closed = heaviest(RankMemory(plan).all_ranks(count))
     rank = all_groups(plan.parallel)["pp"][0][closed.rank]
     return Compared(dict(emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories), closed)

@@ -59,7 +59,9 @@ def test_the_standard_permutation_keeps_the_experts_results() -> None:
 
 def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_products() -> None:
     plan = plan_of("m8", REGISTRY)
-    one, two = (compare(replace(plan, memory=replace(plan.memory, expert_wgrad_interval=number))) for number in (1, 2))
+    one, two = (
+        compare(replace(plan, memory=replace(plan.memory, moe_expert_wgrad_interval=number))) for number in (1, 2)
+    )
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * (2 * 2048 + 3 * 1408) * 2
     assert two.closed.kept - one.closed.kept == expected
@@ -70,12 +72,18 @@ def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_pr
 @pytest.mark.parametrize(
     "memory",
     [
-        MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe", "mla_up_proj", "layernorm"))),
-        MemoryConfig(recompute=RecomputeConfig(granularity="full", method="uniform", num_layers=1)),
-        MemoryConfig(offload=ActivationOffloadConfig(modules=("expert_fc1", "moe_act"))),
         MemoryConfig(
-            recompute=RecomputeConfig(granularity="selective", modules=("moe_act", "layernorm")),
-            expert_wgrad_interval=3,
+            recompute=RecomputeConfig(
+                recompute_granularity="selective", recompute_modules=("moe", "mla_up_proj", "layernorm")
+            )
+        ),
+        MemoryConfig(
+            recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        ),
+        MemoryConfig(offload=ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))),
+        MemoryConfig(
+            recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act", "layernorm")),
+            moe_expert_wgrad_interval=3,
         ),
     ],
     ids=["moe", "whole layers", "offload", "weight gradients of experts together"],
@@ -113,5 +121,7 @@ def test_dropout_of_attention_takes_a_number_per_pair_of_query_and_key(
 
 def test_dropout_of_attention_is_freed_where_attention_is_computed_again() -> None:
     plan = with_dropout_of_attention(plan_of("m8", REGISTRY), "p2p", 1)
-    memory = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("core_attn",)))
+    memory = MemoryConfig(
+        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+    )
     assert abs(compare(replace(plan, memory=memory)).ratio - 1) < WITHIN

@@ -371,11 +371,11 @@ def test_a_causal_block_takes_the_workspace_of_cudnn() -> None:
 
 def test_a_backend_whose_memory_is_not_known_is_refused() -> None:
     with pytest.raises(EnvironmentProblem, match="memory of 'linear_forward' in kernel backend 'transformer_engine'"):
-        emulated.emulated_bundle(KernelConfig(backend="transformer_engine"), BF16)
+        emulated.emulated_bundle(KernelConfig(kernel_backend="transformer_engine"), BF16)
 
 
 def test_plain_torch_is_taken_where_it_was_wished_but_for_what_reads_sizes() -> None:
-    bundle = emulated.emulated_bundle(KernelConfig(backend="reference"), BF16)
+    bundle = emulated.emulated_bundle(KernelConfig(kernel_backend="reference"), BF16)
     assert bundle.rms_norm is reference.rms_norm
     rows, offsets = torch.empty(6, 8, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
     weight = torch.empty(2, 5, 8, device="meta")

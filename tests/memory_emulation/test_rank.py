@@ -47,9 +47,9 @@ def plan(*, pp: int = 1, vpp: int = 1, ep: int = 1, imbalance: float = 1.0, **ch
         pipeline=PipelineConfig(layout=layout),
         precision=PrecisionConfig(params="bf16"),
         kernels=KernelConfig(),
-        data_parallel=DataParallelConfig(sharded_optimizer=True),
-        batch=BatchConfig(micro=2, global_size=32 * ep),
-        emulation=EmulationConfig(imbalance=imbalance),
+        data_parallel=DataParallelConfig(use_distributed_optimizer=True),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=32 * ep),
+        emulation=EmulationConfig(emulate_imbalance=imbalance),
     )
     return replace(config, **changes)
 
@@ -61,12 +61,14 @@ PLANS = {
     "stages": plan(pp=2),
     "interleaved stages with experts": plan(pp=2, vpp=2, ep=2),
     "overlapped": plan(pp=2, vpp=2, ep=2, pipeline=OVERLAPPED),
-    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, split_backward=True)),
-    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(expert_wgrad_interval=3)),
+    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, delay_wgrad_compute=True)),
+    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(moe_expert_wgrad_interval=3)),
     "reduction and gather beside other work": plan(
         pp=2,
         ep=2,
-        data_parallel=DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+        data_parallel=DataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        ),
     ),
     "tensor parallel": plan(parallel=ParallelConfig(world_size=4, tp=2, ep=2, sequence_parallel=True)),
     "context parallel": plan(parallel=ParallelConfig(world_size=4, cp=2, ep=2)),
@@ -75,7 +77,7 @@ PLANS = {
 
 def without_host_reads() -> KernelSet:
     """Plain torch with fakes of the ops that read sizes on the host; for tensors with and without data alike."""
-    return emulated.emulated_bundle(KernelConfig(backend=reference.NAME), torch.float32)
+    return emulated.emulated_bundle(KernelConfig(kernel_backend=reference.NAME), torch.float32)
 
 
 def on(
@@ -160,7 +162,7 @@ def test_rows_of_the_played_ranks_experts_follow_the_assumed_load() -> None:
 def test_what_waits_on_the_host_is_not_on_the_device() -> None:
     """Of 4 layers' rows and their products all but the last set out, and no copy of them is counted."""
     plain = emulate_rank(plan(), 0, META, num_microbatches=2).timeline.peak()
-    away = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"), min_elements=1)
+    away = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1)
     moved = emulate_rank(plan(memory=MemoryConfig(offload=away)), 0, META, num_microbatches=2).timeline
     assert moved.peak().categories["activations"] < plain.categories["activations"]
     assert moved.peak().total < plain.total

@@ -159,7 +159,7 @@ def test_every_layer_may_exchange_in_its_own_way() -> None:
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 def test_a_degree_per_microbatch_changes_nothing(exchange: str, limit: int, degree: int) -> None:
     """Groups of `degree` of the four ranks split the sequences of up to 13 tokens that stay together."""
-    parallel = replace(CP4, max_seqlen_per_rank=limit)
+    parallel = replace(CP4, max_seqlen_per_dp_cp_rank=limit)
     half, other = documents(), documents()
     packed = {name: torch.cat([half[name], other[name].flip(0)]) for name in half}
     batch = microbatch(4, SEQ, max_seqlen=13, **packed)

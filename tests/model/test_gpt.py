@@ -176,7 +176,7 @@ def test_gradients_that_go_to_flat_buffers_are_those_of_autograd():
     config = replace(MOE, tied_embeddings=True, mtp=MTPConfig(num_layers=2, repeated_layer=True))
     batches, plain, model = [microbatch(seed=1), microbatch(seed=2)], build(config), build(config)
     parts = [gradients_of(plain, batch) for batch in batches]
-    fp64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
+    fp64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")
     buffers = GradBuffers(model.named_parameters(), fp64, ParallelContext.single(), reference.bundle())
     buffers.begin_step()
     for batch in batches:

@@ -16,7 +16,7 @@ from tests.helpers.tolerances import EXACT, FP64_REF
 from tests.moe.routings import dense, draw, sparse
 
 REFERENCE = reference.bundle()
-NATIVE = select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
+NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
 CASES = (
     ("spread", [[0, 3], [1, 2], [3, 0], [2, 1], [0, 1]]),
     ("all to one expert", [[2, -1]] * 5),

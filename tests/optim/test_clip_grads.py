@@ -42,7 +42,7 @@ def test_the_clip_factor_is_one_up_to_the_limit_and_scales_to_it_beyond() -> Non
 def test_zeros_of_the_gradient_are_counted_and_padding_is_not() -> None:
     for bucket_size in (1, None):
         buffers = make_buffers(
-            make_parameters(torch.float32), FP32, data_parallel=DataParallelConfig(bucket_size=bucket_size)
+            make_parameters(torch.float32), FP32, data_parallel=DataParallelConfig(ddp_bucket_size=bucket_size)
         )
         gradients = make_gradients(0)
         gradients["output_layer.weight"][:2] = 0.0

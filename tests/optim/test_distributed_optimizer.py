@@ -21,7 +21,7 @@ from tests.helpers.optim_parameters import (
 )
 from tests.helpers.tolerances import EXACT, FP64_REF
 
-SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6, clip_grad=1.0)
+SPEC = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6, clip_grad=1.0)
 LR, DECAY = 3e-2, 0.1
 
 
@@ -61,7 +61,7 @@ def test_ten_steps_match_torch_with_decay_groups_and_clipping() -> None:
         {"params": [p for name, p in theirs.items() if name not in UNDECAYED], "weight_decay": DECAY},
         {"params": [p for name, p in theirs.items() if name in UNDECAYED], "weight_decay": 0.0},
     ]
-    oracle = torch.optim.AdamW(groups, lr=LR, betas=(SPEC.beta1, SPEC.beta2), eps=SPEC.eps)
+    oracle = torch.optim.AdamW(groups, lr=LR, betas=(SPEC.adam_beta1, SPEC.adam_beta2), eps=SPEC.adam_eps)
     for step in range(10):
         # norms from 2 to 34: clipped in some steps, not in others
         gradients = make_gradients(step, scale=0.002 * 3**step)
@@ -84,10 +84,10 @@ def test_ten_steps_match_the_formula_of_the_paper() -> None:
         rig.step(gradients, clip=0.0)
         for name, weight in weights.items():
             gradient = gradients[name].numpy()
-            first[name] = SPEC.beta1 * first[name] + (1 - SPEC.beta1) * gradient
-            second[name] = SPEC.beta2 * second[name] + (1 - SPEC.beta2) * gradient**2
-            direction = first[name] / (1 - SPEC.beta1**step)
-            size = np.sqrt(second[name] / (1 - SPEC.beta2**step)) + SPEC.eps
+            first[name] = SPEC.adam_beta1 * first[name] + (1 - SPEC.adam_beta1) * gradient
+            second[name] = SPEC.adam_beta2 * second[name] + (1 - SPEC.adam_beta2) * gradient**2
+            direction = first[name] / (1 - SPEC.adam_beta1**step)
+            size = np.sqrt(second[name] / (1 - SPEC.adam_beta2**step)) + SPEC.adam_eps
             decay = 0.0 if name in UNDECAYED else DECAY
             weights[name] = weight - LR * decay * weight - LR * direction / size
     FP64_REF.check_all(rig.weights(), weights, "weights after ten steps")
@@ -154,7 +154,7 @@ def test_masters_are_copied_only_where_they_are_wider_than_the_weights() -> None
 
 
 def test_embedding_and_head_follow_their_own_learning_rate() -> None:
-    plain, decoupled = Rig(), Rig(config=OptimizerConfig(beta2=0.95, eps=1e-6, decoupled_lr=1.0))
+    plain, decoupled = Rig(), Rig(config=OptimizerConfig(adam_beta2=0.95, adam_eps=1e-6, decoupled_lr=1.0))
     start = plain.weights()
     plain.step(make_gradients(0))
     decoupled.step(make_gradients(0))

@@ -35,7 +35,7 @@ MODELS = {
     "gated-shared": model_config(DENSE, layer_config(feed_forward=replace(moe_config(), shared=GATED))),
     "mtp": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
 }
-ZERO = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=200)
+ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=200)
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
 
@@ -157,5 +157,5 @@ def test_the_last_stage_acquires_its_copy_of_the_embedding(name: str, monkeypatc
         return torch.stack([output.loss_BS, *(loss_BS for loss_BS, *_ in output.mtp_losses)]).detach()
 
     alone = losses(ParallelContext.single(dtype=torch.float64), ZERO)
-    for found in on_threads(ParallelConfig(world_size=2), lambda c: losses(c, replace(OVERLAPPED, bucket_size=1))):
+    for found in on_threads(ParallelConfig(world_size=2), lambda c: losses(c, replace(OVERLAPPED, ddp_bucket_size=1))):
         EXACT.check(found, alone, "losses of the tied head")

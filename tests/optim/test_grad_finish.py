@@ -22,7 +22,7 @@ def mean_over(ranks: int) -> dict[str, Tensor]:
 
 def finished(context: ParallelContext, bucket_size: int | None, tokens: float | None) -> dict[str, Tensor]:
     buffers = make_buffers(
-        make_parameters(), context=context, data_parallel=DataParallelConfig(bucket_size=bucket_size)
+        make_parameters(), context=context, data_parallel=DataParallelConfig(ddp_bucket_size=bucket_size)
     )
     give(buffers, make_gradients(context.rank))
     count = None if tokens is None else torch.tensor(tokens, dtype=torch.float64)

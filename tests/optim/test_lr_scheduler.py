@@ -141,7 +141,7 @@ def test_a_changed_schedule_is_refused_with_every_value_that_differs() -> None:
 
 
 def test_override_lets_the_command_line_win_and_says_so() -> None:
-    changed = LRSchedule(replace(SPEC, max_lr=3e-4, override=True))
+    changed = LRSchedule(replace(SPEC, max_lr=3e-4, override_opt_param_scheduler=True))
     schedule, notes = changed.resumed(through_json(LRSchedule(SPEC)))
     assert schedule == changed
     assert notes == ["learning rate schedule: max_lr 0.0003 (checkpoint: 0.001), the command line wins"]
@@ -149,7 +149,9 @@ def test_override_lets_the_command_line_win_and_says_so() -> None:
 
 def test_use_checkpoint_lets_the_checkpoint_win_in_every_curve() -> None:
     saved = LRSchedule.of(SPEC, OptimizerConfig(decoupled_lr=5e-3))
-    mine = LRSchedule(replace(SPEC, max_lr=3e-4, style="cosine", end_weight_decay=0.5, use_checkpoint=True))
+    mine = LRSchedule(
+        replace(SPEC, max_lr=3e-4, style="cosine", end_weight_decay=0.5, use_checkpoint_opt_param_scheduler=True)
+    )
     schedule, notes = mine.resumed(through_json(saved))
     assert len(notes) == 4, notes
     for samples in (0, 50, 100, 500, 2000):

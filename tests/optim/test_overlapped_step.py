@@ -27,7 +27,7 @@ from tests.helpers.tiny_models import microbatch
 from tests.helpers.tolerances import EXACT
 from tests.optim.test_gather_in_forward import MODELS, OVERLAPPED, ZERO, gather_when_waited_for, train
 
-ALONE = DataParallelConfig(bucket_size=200)
+ALONE = DataParallelConfig(ddp_bucket_size=200)
 Task = Callable[[], None]
 
 

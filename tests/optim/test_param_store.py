@@ -61,7 +61,7 @@ def test_another_update_rule_steps_every_parameter_and_names_its_state() -> None
 
 @pytest.mark.parametrize("host_steps", [False, True])
 def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: bool) -> None:
-    offload = OptimizerOffloadConfig(fraction=1.0, host_steps=host_steps)
+    offload = OptimizerOffloadConfig(fraction=1.0, cpu_step=host_steps)
     rule = Momentum("element")
     found = stepped(rule, BF16, optimizer=OptimizerConfig(offload=offload))
     assert {state.home for state in found.states} == {"host" if host_steps else "parked"}
@@ -73,7 +73,7 @@ def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data_parallel": DataParallelConfig(sharded_optimizer=True)}, "equal shards"),
+        ({"data_parallel": DataParallelConfig(use_distributed_optimizer=True)}, "equal shards"),
         ({"optimizer": OptimizerConfig(offload=OptimizerOffloadConfig(fraction=0.5))}, "chunks of elements"),
     ],
     ids=["sharded", "host memory"],
@@ -101,7 +101,7 @@ class RecordingStreams(Streams):
 def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     parameters = make_parameters()
     parameters[HEAD].requires_grad_(False)
-    buffers = make_buffers(parameters, data_parallel=DataParallelConfig(bucket_size=1))
+    buffers = make_buffers(parameters, data_parallel=DataParallelConfig(ddp_bucket_size=1))
     store, streams = ParamStore(buffers), RecordingStreams()
     buckets = buffers.layout.buckets_of_units()
     assert store.units_of([parameters[EXPERTS], parameters[HEAD]]) == ("layers.0.experts",)

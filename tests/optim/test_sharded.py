@@ -25,7 +25,7 @@ from tests.helpers.optim_ranks import (
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
-ZERO = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+ZERO = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
 LAYOUTS = {
     "dp2": ParallelConfig(world_size=2),
     "dp3": ParallelConfig(world_size=3),
@@ -57,7 +57,7 @@ def test_five_sharded_steps_give_the_weights_and_norms_of_one_rank(config: Paral
 
 @pytest.mark.parametrize("config", EXACT_LAYOUTS.values(), ids=EXACT_LAYOUTS)
 def test_sharding_changes_no_bit(config: ParallelConfig) -> None:
-    plain, sharded = on_ranks(config, DataParallelConfig(bucket_size=100)), on_ranks(config, ZERO)
+    plain, sharded = on_ranks(config, DataParallelConfig(ddp_bucket_size=100)), on_ranks(config, ZERO)
     EXACT.check_all(joined(sharded), joined(plain), "weights")
     EXACT.check_all(sharded[-1].norms[-1], plain[-1].norms[-1], "norms of the last step")
 
@@ -66,14 +66,16 @@ def test_sharding_changes_no_bit(config: ParallelConfig) -> None:
 def test_the_size_of_buckets_changes_no_bit(bucket_size: int | None) -> None:
     config = LAYOUTS["dp4-ep2"]
     for pad in (False, True):
-        other = DataParallelConfig(sharded_optimizer=True, bucket_size=bucket_size, pad_buckets=pad)
+        other = DataParallelConfig(
+            use_distributed_optimizer=True, ddp_bucket_size=bucket_size, ddp_pad_buckets_for_high_nccl_busbw=pad
+        )
         EXACT.check_all(joined(on_ranks(config, other)), joined(on_ranks(config, ZERO)), "weights")
 
 
 def test_the_mean_may_be_taken_in_the_collective() -> None:
     for name in ("dp3", "dp4-ep2", "dp2-tp2-ep2"):
         for sharded in (False, True):
-            config = DataParallelConfig(sharded_optimizer=sharded, average_in_collective=True)
+            config = DataParallelConfig(use_distributed_optimizer=sharded, ddp_average_in_collective=True)
             found = joined(on_ranks(LAYOUTS[name], config))
             FP64_LAYOUT.check_all(found, joined([run_alone(LAYOUTS[name])]), f"weights of {name}")
 
@@ -87,7 +89,7 @@ def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sha
         return num_tokens[rank] * total_gradient(name, rank, ParallelConfig())
 
     def steps(context: ParallelContext) -> Run:
-        optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=sharded, bucket_size=100))
+        optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100))
         buffers = optimizer.buffers
         buffers.begin_step(1)
         for slot in buffers.slots:
@@ -144,8 +146,8 @@ def test_low_precision_weights_are_the_rounded_weights_of_masters_on_all_ranks()
 
 def test_gradients_in_bf16_may_be_summed_in_fp32() -> None:
     def total(context: ParallelContext, fp32_sums: bool) -> dict[str, torch.Tensor]:
-        config = DataParallelConfig(sharded_optimizer=True, fp32_sums=fp32_sums)
-        precision = BF16.__class__(params="bf16", grads="bf16", master="fp32")
+        config = DataParallelConfig(use_distributed_optimizer=True, ddp_reduce_scatter_with_fp32_accumulation=fp32_sums)
+        precision = BF16.__class__(params="bf16", grads="bf16", main_params_dtype="fp32")
         optimizer = make_optimizer(context, config, precision)
         # 256 + 1 + 1 + 1 in one order or another: bf16 has no 257
         value = 256.0 if context.rank == 0 else 1.0
@@ -179,7 +181,7 @@ def test_a_refused_step_keeps_every_bit_on_every_rank() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_ranks_together_own_every_element_once(config: ParallelConfig, sharded: bool) -> None:
-    data_parallel = DataParallelConfig(sharded_optimizer=sharded, bucket_size=100)
+    data_parallel = DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100)
     on_threads(config, lambda context: check_coverage(make_optimizer(context, data_parallel).buffers, ELEMENTS))
 
 

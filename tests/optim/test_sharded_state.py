@@ -22,7 +22,7 @@ from tests.helpers.optim_ranks import Run as RankRun
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
-ZERO = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+ZERO = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
 PLAIN = DataParallelConfig()
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 

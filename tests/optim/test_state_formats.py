@@ -23,20 +23,20 @@ from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 from tests.optim.test_sharded_state import restored, save
 
-REMAINDERS = replace(BF16, remainders=True)
+REMAINDERS = replace(BF16, store_param_remainders=True)
 NARROW = {
-    "bf16 moments": replace(REMAINDERS, exp_avg="bf16", exp_avg_sq="bf16"),
-    "fp8 moments": replace(REMAINDERS, exp_avg="fp8", exp_avg_sq="fp8"),
-    "fp16 masters": replace(BF16, master="fp16", exp_avg="fp16", exp_avg_sq="fp16"),
+    "bf16 moments": replace(REMAINDERS, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
+    "fp8 moments": replace(REMAINDERS, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8"),
+    "fp16 masters": replace(BF16, main_params_dtype="fp16", exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"),
 }
 AWAY = {
-    "host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
-    "half on the host": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
+    "host": OptimizerOffloadConfig(fraction=1.0, cpu_step=True),
+    "half on the host": OptimizerOffloadConfig(fraction=0.5, cpu_step=True, overlap_cpu_optimizer_d2h_h2d=True),
     "parked": OptimizerOffloadConfig(fraction=1.0),
     "half parked, in chunks": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=2048),
 }
 RESIDENT = OptimizerOffloadConfig()
-SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6)
+SPEC = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6)
 
 
 class Rig:
@@ -53,7 +53,7 @@ class Rig:
         self.parameters = make_parameters(dtype)
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
-        kernels: KernelSet = select_kernels(KernelConfig(backend=backend), torch.device(device), dtype)
+        kernels: KernelSet = select_kernels(KernelConfig(kernel_backend=backend), torch.device(device), dtype)
         context, config = ParallelContext.single(device=device), replace(SPEC, offload=offload)
         self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=config)
         self.optimizer = Optimizer(self.buffers, precision)
@@ -151,7 +151,7 @@ def test_state_goes_from_any_format_to_any_other() -> None:
 
 def test_the_fraction_says_how_many_elements_wait_on_the_host() -> None:
     for fraction in (0.25, 0.5, 1.0):
-        rig = Rig(BF16, OptimizerOffloadConfig(fraction=fraction, host_steps=True))
+        rig = Rig(BF16, OptimizerOffloadConfig(fraction=fraction, cpu_step=True))
         for buffer in rig.buffers.buffers:
             away = sum(s.size for s in rig.optimizer.states if s.buffer is buffer and s.home == "host")
             assert away == min(-(-int(fraction * buffer.layout.size) // 128) * 128, buffer.layout.size)
@@ -159,7 +159,7 @@ def test_the_fraction_says_how_many_elements_wait_on_the_host() -> None:
 
 
 def test_torchs_kernel_on_the_host_moves_weights_as_the_reference_does() -> None:
-    config = replace(AWAY["host"], torch_kernel=True)
+    config = replace(AWAY["host"], use_torch_optimizer_for_cpu_offload=True)
     theirs, ours = Rig(FP32, config).steps(1, 5).weights(), Rig(FP32).steps(1, 5).weights()
     for name, weight in ours.items():
         assert float((theirs[name] - weight).abs().max()) < 1e-6, name
@@ -170,7 +170,7 @@ def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
     """ZeRO-1 on both grids, tensor and pipeline parallelism; sums of gradients are exact here."""
     layout = ParallelConfig(world_size=8, tp=2, pp=2, ep=2)
     config = replace(optim_ranks.SPEC, offload=AWAY[away] if away else RESIDENT)
-    zero = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+    zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
 
     def train(context: ParallelContext, precision: PrecisionConfig, optimizer: OptimizerConfig) -> optim_ranks.Run:
         return optim_ranks.run(context, zero, precision=precision, optimizer=optimizer)
@@ -181,7 +181,7 @@ def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
 
 
 def test_a_checkpoint_of_narrow_state_is_read_by_another_layout(tmp_path: Path) -> None:
-    zero = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+    zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
     precision = NARROW["bf16 moments"]
 
     def write(context: ParallelContext) -> optim_ranks.Run:

@@ -65,13 +65,13 @@ def check_cover(config: ParallelConfig) -> None:
 
 
 def test_dynamic_context_parallelism_has_groups_of_every_power_of_two():
-    groups = all_groups(ParallelConfig(world_size=16, tp=2, cp=4, max_seqlen_per_rank=8))
+    groups = all_groups(ParallelConfig(world_size=16, tp=2, cp=4, max_seqlen_per_dp_cp_rank=8))
     assert groups["cp_1"] == [(rank,) for rank in range(16)]
     assert groups["cp_2"][:2] == [(0, 2), (1, 3)] and len(groups["cp_2"]) == 8
     assert sorted(groups["cp_4"]) == sorted(groups["cp"])
     assert "cp_2" not in all_groups(ParallelConfig(world_size=16, tp=2, cp=4))
     with pytest.raises(FoldError, match="3 ranks: not a power of two"):
-        all_groups(ParallelConfig(world_size=3, cp=3, max_seqlen_per_rank=8))
+        all_groups(ParallelConfig(world_size=3, cp=3, max_seqlen_per_dp_cp_rank=8))
 
 
 def test_levels_of_context_parallelism_are_neighbours_and_a_ring_between_them():

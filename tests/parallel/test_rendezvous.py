@@ -19,7 +19,7 @@ from tests.helpers.ranks import free_port, on_processes
 def refused(rank: int, port: int) -> OtherRankProblem:
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
     with pytest.raises(OtherRankProblem) as problem:
-        ParallelContext.start(ParallelConfig(world_size=2, timeout_minutes=0.02), launch, device="cpu")
+        ParallelContext.start(ParallelConfig(world_size=2, distributed_timeout_minutes=0.02), launch, device="cpu")
     assert problem.value.code == ExitCode.RENDEZVOUS
     return problem.value
 

@@ -40,7 +40,7 @@ LATENT = 20
 STATE = MappingProxyType(
     {
         "device": OptimizerOffloadConfig(),
-        "host": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
+        "host": OptimizerOffloadConfig(fraction=0.5, cpu_step=True, overlap_cpu_optimizer_d2h_h2d=True),
         "parked": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=1 << 16),
     }
 )
@@ -73,9 +73,11 @@ def run_rank(context: ParallelContext, name: str) -> RankRecord:
 
 def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
     """One rank of the cell in single precision, on the kernels that its device runs fastest."""
-    plan = replace(plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", master="fp32"))
+    plan = replace(
+        plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32")
+    )
     # torch's optimizer kernel scales the gradients in place, and they are compared
-    wishes = KernelConfig(per_op=(("adamw_", reference.NAME),))
+    wishes = KernelConfig(kernel_per_op=(("adamw_", reference.NAME),))
     return _record(plan, context, select_kernels(wishes, context.device, context.dtype), name)
 
 
@@ -107,19 +109,19 @@ def plan_of(cell: Cell) -> RunPlan:
         plan,
         parallel=replace(plan.parallel, embedding_ranks=holders),
         data_parallel=DataParallelConfig(
-            sharded_optimizer=cell["zero"] == "on",
+            use_distributed_optimizer=cell["zero"] == "on",
             overlap_grad_reduce=cell["overlap"] in ("grads", "params"),
             overlap_param_gather=cell["overlap"] == "params",
-            num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
+            ddp_num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
         ),
         data=replace(
             plan.data,
             reset_position_ids=cell["documents"] == "packed",
             reset_attention_mask=cell["documents"] == "packed",
         ),
-        batch=BatchConfig(micro=micro, global_size=GLOBAL_BATCH),
-        loop=replace(plan.loop, per_token_loss=cell["loss"] == "token"),
-        optimizer=replace(plan.optimizer, eps=STEADY_EPS, offload=STATE[cell["optimizer"]]),
+        batch=BatchConfig(micro_batch_size=micro, global_batch_size=GLOBAL_BATCH),
+        loop=replace(plan.loop, calculate_per_token_loss=cell["loss"] == "token"),
+        optimizer=replace(plan.optimizer, adam_eps=STEADY_EPS, offload=STATE[cell["optimizer"]]),
         memory=MemoryConfig(recompute=recompute_of(cell)),
     )
 
@@ -130,12 +132,12 @@ def recompute_of(cell: Cell) -> RecomputeConfig:
         case "none":
             return RecomputeConfig()
         case "full":
-            return RecomputeConfig(granularity="full", method="uniform", num_layers=2)
+            return RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
         case "moe":
-            return RecomputeConfig(granularity="selective", modules=("moe",))
+            return RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",))
     small = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp")
     shared = () if cell["shared"] == "overlap" else ("shared_experts",)
-    return RecomputeConfig(granularity="selective", modules=(*small, *shared))
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=(*small, *shared))
 
 
 def pipeline_of(cell: Cell) -> PipelineConfig:
@@ -146,7 +148,7 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
         text = text if cell["mtp"] == "on" else text.replace("m", "")
         layout = parse_layout(text, pp=int(cell["pp"]), num_layers=None, num_mtp=None)
     overlap = cell["overlap"] == "experts"
-    return PipelineConfig(layout=layout, overlap=overlap, split_backward=overlap or cell["wgrad"] == "apart")
+    return PipelineConfig(layout=layout, overlap=overlap, delay_wgrad_compute=overlap or cell["wgrad"] == "apart")
 
 
 def model_of(cell: Cell) -> ModelConfig:

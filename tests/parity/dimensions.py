@@ -80,7 +80,7 @@ def parallel_config(cell: Cell) -> ParallelConfig:
         sequence_parallel=cell["sp"] == "on",
         virtual_stages=int(cell["vpp"]),
         cp_sub_axes=(2, 2) if cell["cpcomm"] == "a2a+p2p" else None,
-        max_seqlen_per_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
+        max_seqlen_per_dp_cp_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
         order=f"tp-cp-ep-{cell['order']}",
     )
 

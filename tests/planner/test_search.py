@@ -63,8 +63,8 @@ def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
             read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
             assert (read.parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
             assert read.pipeline.overlap == each.pipeline.overlap
-            assert read.memory.recompute.granularity == each.memory.recompute.granularity
-            assert read.memory.offload.modules == each.memory.offload.modules
+            assert read.memory.recompute.recompute_granularity == each.memory.recompute.recompute_granularity
+            assert read.memory.offload.offload_modules == each.memory.offload.offload_modules
 
 
 def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
@@ -78,7 +78,7 @@ def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
     settings, planner = q6()
     plan = plan_search.as_given(settings, 1)
     roomy = planner.fit(plan)
-    assert roomy is not None and roomy.plan.memory.recompute.granularity == "none"
+    assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
     planner.room = roomy.memory.total - 0.5 * GIB
     tight = planner.fit(plan)
     assert tight is not None and tight.memory.total <= planner.room
@@ -96,8 +96,8 @@ def test_what_costs_no_time_comes_before_activations():
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0, 4).total - less * GIB
         found = planner.fit_with_optimizer(plan)
-        assert found is not None and found.plan.memory.recompute.granularity == "none"
-        assert found.plan.precision == replace(plan.precision, remainders=remainders)
+        assert found is not None and found.plan.memory.recompute.recompute_granularity == "none"
+        assert found.plan.precision == replace(plan.precision, store_param_remainders=remainders)
 
 
 def test_the_optimizer_leaves_only_when_activations_are_not_enough():
@@ -106,7 +106,7 @@ def test_the_optimizer_leaves_only_when_activations_are_not_enough():
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
     assert planner.fit(plan) is None
     found = planner.fit_with_optimizer(plan)
-    assert found is not None and found.plan.optimizer.offload.host_steps
+    assert found is not None and found.plan.optimizer.offload.cpu_step
     planner.room = 1 * GIB
     assert planner.fit_with_optimizer(plan) is None
 
@@ -126,7 +126,7 @@ def test_more_work_and_slower_links_take_longer():
     before: PlannedLayout = Planner(gpu).evaluate(plan)
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
-    config = replace(plan.memory.recompute, granularity="selective", modules=("moe_act",))
+    config = replace(plan.memory.recompute, recompute_granularity="selective", recompute_modules=("moe_act",))
     again = Planner(gpu).evaluate(replace(plan, memory=MemoryConfig(recompute=config)))
     assert again.step.recompute > 0 and again.memory.total < before.memory.total
     overlapped = Planner(gpu).evaluate(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))

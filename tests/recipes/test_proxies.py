@@ -72,6 +72,6 @@ def test_remainders_of_master_weights_train_to_the_bits_of_whole_ones(name: str)
     figures = []
     for more in ((), ("--no-use-precision-aware-optimizer",)):
         plan = read_plan([*small, *more], {}, lambda config: config.vocab_size or 512)
-        assert plan.precision.params == "bf16" and plan.precision.remainders == (not more)
+        assert plan.precision.params == "bf16" and plan.precision.store_param_remainders == (not more)
         figures.append(pipelines.train(plan, ParallelContext.single(dtype=torch.bfloat16)))
     EXACT.check_all(*figures, f"{name} with remainders")

@@ -169,5 +169,5 @@ def test_an_unknown_recipe_is_answered_with_similar_names():
 def test_the_command_line_overrides_a_recipe():
     words = "--recipe q6 --num-layers 2 --train-iters 7 --lr 1e-3".split()
     plan = read_plan(words, {}, vocab_size_of=lambda config: 151936)
-    assert (len(plan.model.layers), plan.loop.train_iters, plan.lr.max_lr) == (2, 7, 1e-3)
+    assert (len(plan.model.layers), plan.loop.train_iters, plan.lr_schedule.max_lr) == (2, 7, 1e-3)
     assert row_of("q6", REGISTRY).plan.loop.train_iters == 50

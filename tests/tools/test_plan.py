@@ -17,7 +17,7 @@ def test_fit_leaves_a_recipe_that_reads_back(tmp_path: Path, capsys):
     told = capsys.readouterr().out
     assert "does not fit: 98.6 of 79.2 GiB" in told and "moments in bf16" in told
     read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
-    assert read.precision.exp_avg == "bf16" and read.memory.recompute.granularity == "selective"
+    assert read.precision.exp_avg_dtype == "bf16" and read.memory.recompute.recompute_granularity == "selective"
 
 
 def test_what_fits_nowhere_says_so(capsys):

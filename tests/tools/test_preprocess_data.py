@@ -120,7 +120,7 @@ def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> No
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "processed 300 documents" in done.stderr
-    tokenizer = load_tokenizer(TokenizerConfig(kind="SentencePieceTokenizer", model=model))
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model))
     tokens = IndexedTokens(tmp_path / "out_text_document")
     assert len(tokens) == 300
     for number, text in enumerate(texts):

@@ -21,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokenizer_at(path: Path) -> Tokenizer:
-    return load_tokenizer(TokenizerConfig(kind="SentencePieceTokenizer", model=path))
+    return load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path))
 
 
 def train(corpus: Path, output: Path, *options: str) -> Tokenizer:

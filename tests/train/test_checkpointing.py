@@ -202,7 +202,7 @@ def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path
     """A file of the same size at the same place, with other tokens."""
 
     def begin() -> Run:
-        data = {"mock": False, "train": (str(tmp_path / "a"),), "blend": ()}
+        data = {"mock_data": False, "train_data_path": (str(tmp_path / "a"),), "data_path": ()}
         return start(changed(plan_of(save=tmp_path / "save"), "data", **data))
 
     write_tokens(tmp_path / "a", [[number % 90 for number in range(33 * 16)]] * 4)
@@ -280,11 +280,11 @@ def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path
 
 
 def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(trained: tuple[Path, Run]) -> None:
-    other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
+    other = changed(plan_of(load=trained[0]), "lr_schedule", max_lr=3e-3)
     with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
         start(other)
-    for flags in ({"load_optim": False}, {"finetune": True}, {"weights_only": True}):
-        run = start(changed(plan_of(load=trained[0], flags=flags), "lr", max_lr=3e-3))
+    for flags in ({"load_optim": False}, {"finetune": True}, {"skip_train": True}):
+        run = start(changed(plan_of(load=trained[0], flags=flags), "lr_schedule", max_lr=3e-3))
         assert run.trainer.schedule.config.max_lr == 3e-3, flags
         EXACT.check_all(run.weights(), trained[1].weights())
 
@@ -292,7 +292,7 @@ def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(traine
 def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_training_data(
     trained: tuple[Path, Run],
 ) -> None:
-    plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
+    plan = plan_of(load=trained[0], flags={"skip_train": True}, precision=BF16)
     plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
     run = start(plan)
     assert (run.state.iteration, run.loader) == (2, None)
@@ -319,7 +319,7 @@ def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_aga
     dense = start(plan_of(save=tmp_path / "dense", model=dense_ancestor(config, 1)))
     dense.train(1)
     dense.checkpoints.save_last(dense.state, dense.loader)
-    flags = {"upcycle": True, "load_optim": False, "weights_only": True}
+    flags = {"moe_use_upcycling": True, "load_optim": False, "skip_train": True}
     plan = plan_of(save=tmp_path / "moe", load=tmp_path / "dense", flags=flags, model=config)
     converted = start(changed(plan, "loop", skip_train=True))
     (candidate,) = list_checkpoints(tmp_path / "moe")

@@ -25,7 +25,7 @@ KERNELS = reference.bundle()
 CP2 = ParallelConfig(world_size=2, cp=2)
 CP4 = ParallelConfig(world_size=4, cp=4)
 LEVELS = ParallelConfig(world_size=4, cp=4, cp_sub_axes=(2, 2))
-LOOPS = (tiny.plan().loop, replace(tiny.plan().loop, per_token_loss=True))
+LOOPS = (tiny.plan().loop, replace(tiny.plan().loop, calculate_per_token_loss=True))
 
 
 def windowed() -> AttentionConfig:
@@ -60,9 +60,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     folder = tmp_path_factory.mktemp("corpus")
     data = replace(
         tiny.plan().data,
-        mock=False,
-        train=(tiny_data.corpus(folder),),
-        valid=(tiny_data.corpus(folder, name="valid", seed=5),),
+        mock_data=False,
+        train_data_path=(tiny_data.corpus(folder),),
+        valid_data_path=(tiny_data.corpus(folder, name="valid", seed=5),),
         vocab_size=tiny_data.VOCAB,
         tokenizer=tiny_data.data_config().tokenizer,
     )
@@ -102,7 +102,7 @@ def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopConfig) ->
 
 def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
     """Documents differ in length, and so do the degrees of the microbatches."""
-    dynamic, plan = replace(CP2, max_seqlen_per_rank=24), packed(plan)
+    dynamic, plan = replace(CP2, max_seqlen_per_dp_cp_rank=24), packed(plan)
 
     def degrees(context: ParallelContext) -> set[int]:
         loader = build_train_loader(plan, context, build_data(plan, context))

@@ -33,13 +33,13 @@ def test_the_exit_interval_counts_from_zero_but_not_at_the_start():
 
 def test_the_exit_duration_is_measured_in_minutes():
     times = iter([100.0, 100.0 + 119.0, 100.0 + 121.0])
-    ending = leave(exit_duration_minutes=2.0, clock=lambda: next(times))
+    ending = leave(exit_duration_in_mins=2.0, clock=lambda: next(times))
     assert not ending.now(1)
     assert ending.now(1) and ending.reason == "exiting program after 2.0 minutes"
 
 
 def test_the_exit_duration_counts_from_the_start_of_the_process():
-    ending = leave(exit_duration_minutes=2.0, begun=100.0, clock=lambda: 100.0 + 121.0)
+    ending = leave(exit_duration_in_mins=2.0, begun=100.0, clock=lambda: 100.0 + 121.0)
     assert ending.now(1) and ending.reason == "exiting program after 2.0 minutes"
 
 
@@ -65,7 +65,7 @@ def test_the_clock_of_the_slowest_rank_counts():
 
     def left(context):
         times = iter([0.0, 60.0, 150.0 if context.rank else 100.0])
-        loop = replace(tiny.plan().loop, exit_duration_minutes=2.0)
+        loop = replace(tiny.plan().loop, exit_duration_in_mins=2.0)
         ending = ExitConditions(loop, context, iteration=0, last_iteration=20, clock=lambda: next(times))
         return [ending.now(1), ending.now(2)], ending.reason, ending.preempted
 

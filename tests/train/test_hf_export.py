@@ -90,7 +90,11 @@ def plan(tmp_path: Path) -> RunPlan:
     """A run from a folder that exports every second iteration."""
     config = published("olmoe", tmp_path / "hf")
     place = CheckpointConfig(
-        save=tmp_path / "run", load=f"hf:{tmp_path}/hf", hf_interval=2, hf_config=tmp_path / "hf", save_interval=3
+        save=tmp_path / "run",
+        load=f"hf:{tmp_path}/hf",
+        save_hf_interval=2,
+        save_hf_config=tmp_path / "hf",
+        save_interval=3,
     )
     data = replace(tiny.plan().data, vocab_size=61, tokenizer=replace(tiny.plan().data.tokenizer, vocab_size=61))
     return tiny.plan(model=config, checkpoint=place, data=data)

@@ -47,7 +47,7 @@ def plan(num_microbatches: int = 4, config: ModelConfig | None = None, *, dp: in
     return tiny.plan(
         model=config or model(),
         data=replace(tiny.plan().data, seq_length=8),
-        batch=BatchConfig(micro=1, global_size=num_microbatches * dp),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=num_microbatches * dp),
         **changes,
     )
 
@@ -59,7 +59,7 @@ def over_ranks(num_microbatches: int = 3, moe: Any = None, **sizes: Any) -> RunP
 
 
 def selective(*modules: str) -> MemoryConfig:
-    return MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=modules))
+    return MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules))
 
 
 LATENT = tiny.moe(
@@ -71,9 +71,9 @@ AGAIN = MTPConfig(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
 ALL_TO_ALL, ALL_GATHER = tiny.moe(dispatcher="alltoall"), tiny.moe(dispatcher="allgather")
 STAGES = laid_out(plan(), "Et|tL", 2)
 CHUNKS = laid_out(plan(config=model(4)), "Et|t|t|tL", 2)
-PAIRS = PipelineConfig(overlap=True, split_backward=True)
-EARLY = DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True, bucket_size=1)
-MOVED = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"), min_elements=1)
+PAIRS = PipelineConfig(overlap=True, delay_wgrad_compute=True)
+EARLY = DataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, ddp_bucket_size=1)
+MOVED = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1)
 CASES = {
     **{f"{number} microbatches": plan(number) for number in (1, 3, 5)},
     "experts by all-to-all": over_ranks(moe=ALL_TO_ALL),
@@ -84,23 +84,25 @@ CASES = {
     "copies of experts, reduced early": replace(over_ranks(4, ep=1), data_parallel=EARLY),
     "1F1B": STAGES,
     "chunks": CHUNKS,
-    "weight gradients apart": replace(plan(5), pipeline=PipelineConfig(split_backward=True)),
+    "weight gradients apart": replace(plan(5), pipeline=PipelineConfig(delay_wgrad_compute=True)),
     "pairs of chunks": replace(CHUNKS, pipeline=replace(PAIRS, layout=CHUNKS.pipeline.layout)),
     "pairs over experts": replace(over_ranks(moe=ALL_TO_ALL), pipeline=PAIRS),
     "activation again": plan(memory=selective("moe_act", "layernorm")),
     "layer again": plan(memory=selective("moe")),
-    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(granularity="full"))),
+    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(recompute_granularity="full"))),
     "rows on the host": plan(memory=MemoryConfig(offload=MOVED)),
     "standard permutation, bias": plan(config=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
     "one by one": plan(config=model(moe=tiny.moe(experts=experts(grouped=False)))),
     "latent, prediction by a repeated layer": plan(3, model(moe=LATENT, mtp=AGAIN)),
-    "recorded attention": plan(graphs=CudaGraphConfig(modules=("attn", "moe_router"), warmup_steps=1)),
-    "recorded steps": plan(graphs=CudaGraphConfig(full_iteration=True, warmup_steps=1)),
+    "recorded attention": plan(
+        cuda_graphs=CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"), cuda_graph_warmup_steps=1)
+    ),
+    "recorded steps": plan(cuda_graphs=CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)),
 }  # fmt: skip
 
 
 def every(interval: int, each: RunPlan) -> RunPlan:
-    return replace(each, memory=replace(each.memory, expert_wgrad_interval=interval))
+    return replace(each, memory=replace(each.memory, moe_expert_wgrad_interval=interval))
 
 
 def counting(calls: Counter[int]) -> KernelSet:
@@ -118,7 +120,7 @@ def counting(calls: Counter[int]) -> KernelSet:
 def trainer_of(each: RunPlan, context: ParallelContext, calls: Counter[int] | None = None) -> Trainer:
     kernels = counting(Counter() if calls is None else calls)
     trainer = build_trainer(each, context, build_model(each, context, kernels), kernels)
-    record_steps(trainer, EagerRecorder(), each.graphs, each.memory.expert_wgrad_interval)
+    record_steps(trainer, EagerRecorder(), each.cuda_graphs, each.memory.moe_expert_wgrad_interval)
     return trainer
 
 
@@ -141,7 +143,7 @@ def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
 
 @pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
 def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
-    recorded = plan(graphs=CudaGraphConfig(modules=(module,), warmup_steps=1))  # type: ignore[arg-type]
+    recorded = plan(cuda_graphs=CudaGraphConfig(cuda_graph_modules=(module,), cuda_graph_warmup_steps=1))  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="rows of 2 microbatches wait"):
         trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
 

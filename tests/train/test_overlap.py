@@ -29,8 +29,10 @@ from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),
-    "weight gradients later": PipelineConfig(overlap=True, split_backward=True),
-    "attention early": PipelineConfig(overlap=True, split_backward=True, early_attention_backward=True),
+    "weight gradients later": PipelineConfig(overlap=True, delay_wgrad_compute=True),
+    "attention early": PipelineConfig(
+        overlap=True, delay_wgrad_compute=True, ep_overlap_early_attn_memory_release=True
+    ),
 }
 
 
@@ -71,7 +73,7 @@ def plan(config: ModelConfig, layout: str = "", *, pp: int = 2, micro: int = 1, 
         parallel=parallel,
         pipeline=PipelineConfig(layout=placed),
         data=replace(tiny.plan().data, seq_length=8),
-        batch=BatchConfig(micro=micro, global_size=samples),
+        batch=BatchConfig(micro_batch_size=micro, global_batch_size=samples),
     )
 
 
@@ -94,14 +96,15 @@ CASES = {
     "tensor parallel": plan(model(mla=True), tp=2, sequence_parallel=True),
     "expert tensor parallel": plan(model(), world_size=4, etp=2),
     "gradients reduced early": replace(
-        plan(model(), micro=2), data_parallel=DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True)
+        plan(model(), micro=2),
+        data_parallel=DataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True),
     ),
     "weights gathered late": replace(
         plan(model(), micro=2),
         data_parallel=DataParallelConfig(
-            overlap_grad_reduce=True, sharded_optimizer=True, overlap_param_gather=True, bucket_size=500
+            overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=500
         ),
-        optimizer=replace(tiny.plan().optimizer, in_forward=True),
+        optimizer=replace(tiny.plan().optimizer, overlap_optimizer_step=True),
     ),
 }  # fmt: skip
 
@@ -118,12 +121,12 @@ def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tenso
     trainers: list[Trainer] = []
 
     def capture(trainer: Trainer) -> None:
-        record_steps(trainer, EagerRecorder(), each.graphs)
+        record_steps(trainer, EagerRecorder(), each.cuda_graphs)
         trainers.append(trainer)
 
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)
     graph_instances = trainers[0].pipeline.graph_instances or ()
-    assert bool(each.graphs.modules) == any(flight.num_recordings for flight in graph_instances)
+    assert bool(each.cuda_graphs.cuda_graph_modules) == any(flight.num_recordings for flight in graph_instances)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
         found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
@@ -188,9 +191,15 @@ def test_pairs_over_processes_train_the_same_weights(case):
 )
 def test_pairs_replay_captured_modules(case, order, modules):
     each = in_order(case, order)
-    pipeline = replace(each.pipeline, split_backward=False)
+    pipeline = replace(each.pipeline, delay_wgrad_compute=False)
     check(
-        ranks_of(replace(each, pipeline=pipeline, graphs=CudaGraphConfig(modules=modules, warmup_steps=0))),
+        ranks_of(
+            replace(
+                each,
+                pipeline=pipeline,
+                cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=0),
+            )
+        ),
         case,
         captured=True,
     )
@@ -199,5 +208,7 @@ def test_pairs_replay_captured_modules(case, order, modules):
 def test_shared_experts_overlap_exchanges_between_captured_modules():
     overlapped = plan(model(moe_config=moe(shared_overlap=True)))
     modules = ("attn", "mlp", "moe_router", "moe_preprocess")
-    found = ranks_of(replace(overlapped, graphs=CudaGraphConfig(modules=modules, warmup_steps=1)))
+    found = ranks_of(
+        replace(overlapped, cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1))
+    )
     check(found, "experts over two ranks", captured=True)

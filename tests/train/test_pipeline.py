@@ -33,12 +33,16 @@ def model(num_layers=4, *, noisy=False, **changes):
 def plan(config=None, *, num_microbatches=4, **changes):
     short = replace(tiny.plan().data, seq_length=12)
     return tiny.plan(
-        model=config or model(), data=short, batch=BatchConfig(micro=1, global_size=num_microbatches), **changes
+        model=config or model(),
+        data=short,
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=num_microbatches),
+        **changes,
     )
 
 
-PER_TOKEN = replace(tiny.plan().loop, per_token_loss=True)
+PER_TOKEN = replace(tiny.plan().loop, calculate_per_token_loss=True)
 MTP = MTPConfig(num_layers=2, loss_scaling_factor=0.3)
+GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 CASES = {
     "two stages": (plan(), "Ett|ttL", 2, {}),
     "four uneven stages, one empty, loss alone": (plan(), "Et|ttt||L", 4, {}),
@@ -52,8 +56,8 @@ CASES = {
     "prediction alone, loss alone": (plan(model(mtp=MTP)), "Et|ttt|mm|L", 4, {}),
     "loss per token, prediction in a chunk": (plan(model(mtp=MTP), loop=PER_TOKEN), "Et|t|t|tmmL", 2, {}),
     "one microbatch": (plan(num_microbatches=1), "Et|t|t|tL", 4, {}),
-    "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {"group_size": 4}),
-    "split backward": (plan(model(noisy=True)), "Et|t|t|tL", 2, {"split_backward": True}),
+    "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {GROUP: 4}),
+    "split backward": (plan(model(noisy=True)), "Et|t|t|tL", 2, {"delay_wgrad_compute": True}),
 }  # fmt: skip
 
 
@@ -74,7 +78,7 @@ def test_processes_give_the_numbers_of_one_rank():
     FP64_LAYOUT.check_all(ranks, single, "two processes")
 
 
-EARLY = DataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
+EARLY = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=500)
 
 
 @pytest.mark.parametrize("data_parallel", [DataParallelConfig(), EARLY], ids=["reduce at the end", "reduce early"])

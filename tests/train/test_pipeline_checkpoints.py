@@ -36,8 +36,12 @@ def over_ranks(config):
     return replace(config, layers=layers)
 
 
-PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro=1, global_size=4), data=replace(tiny.plan().data, seq_length=12))
-ZERO = DataParallelConfig(sharded_optimizer=True)
+PLAN = tiny.plan(
+    model=MODEL,
+    batch=BatchConfig(micro_batch_size=1, global_batch_size=4),
+    data=replace(tiny.plan().data, seq_length=12),
+)
+ZERO = DataParallelConfig(use_distributed_optimizer=True)
 PLANS = {
     "one rank": PLAN,
     "pp 2": laid_out(PLAN, "Ett|ttmL", 2),

@@ -140,7 +140,9 @@ def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> None:
     """From shards of two ranks to one, and back. Files have them in fp32, whatever they are kept in."""
-    precision = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
+    precision = PrecisionConfig(
+        params="bf16", grads="fp32", main_params_dtype="fp32", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
     sharded, single = (replace(plan("bias, mtp", name), precision=precision) for name in ("dp=2 zero=on", "plain"))
     train_and_save(sharded, tmp_path / "a")
     go_on(single, tmp_path / "a", tmp_path / "b")

@@ -45,7 +45,7 @@ def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on
     trained: tuple[Path, Run], tmp_path: Path
 ) -> None:
     """Row "nothing" with --async-save; P3."""
-    run = start(plan_of(save=tmp_path / "a", flags={"in_background": True, "save_interval": 2}))
+    run = start(plan_of(save=tmp_path / "a", flags={"async_save": True, "save_interval": 2}))
     run.train(2)
     run.checkpoints.save_if_due(run.state, run.loader)
     run.train(1)
@@ -61,7 +61,7 @@ def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on
 def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained: tuple[Path, Run]) -> None:
     plain = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     first = start(plan_of(load=trained[0], model=plain))
-    other = start(plan_of(load=trained[0], model=plain, batch=BatchConfig(micro=4, global_size=8)))
+    other = start(plan_of(load=trained[0], model=plain, batch=BatchConfig(micro_batch_size=4, global_batch_size=8)))
     for run in (first, other):
         run.train(1)
     FP64_LAYOUT.check_all(other.weights(), first.weights())
@@ -71,14 +71,19 @@ def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained:
 @pytest.mark.parametrize("override", [False, True], ids=["continues by samples", "the command line wins"])
 def test_another_global_batch_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
     """100 iterations of 8 sequences become 100 of 4: the command line's lengths are half of the checkpoint's."""
-    plan = plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4))
-    halved = replace(plan, lr=replace(plan.lr, decay_samples=400, override=override))
+    plan = plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4))
+    halved = replace(
+        plan, lr_schedule=replace(plan.lr_schedule, decay_samples=400, override_opt_param_scheduler=override)
+    )
     run = start(halved)
     assert run.trainer.schedule.config.decay_samples == (400 if override else 800)
     assert "decay_samples 400 (checkpoint: 800), the" in run.said
-    for lr in (replace(halved.lr, decay_samples=500, override=False), replace(halved.lr, max_lr=1.0, override=False)):
+    for lr in (
+        replace(halved.lr_schedule, decay_samples=500, override_opt_param_scheduler=False),
+        replace(halved.lr_schedule, max_lr=1.0, override_opt_param_scheduler=False),
+    ):
         with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
-            start(replace(halved, lr=lr))
+            start(replace(halved, lr_schedule=lr))
 
 
 def model_functions() -> dict[str, tuple[ModelConfig, str]]:
@@ -124,7 +129,7 @@ def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -
     model = tiny.model(moe_config=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
     model = replace(model, layers=tuple(replace(layer, hidden_dropout=0.25) for layer in model.layers))
     plan = plan_of(load=trained[0], model=model)
-    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, beta2=0.5))
+    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, adam_beta2=0.5))
     said = [line for line in start(plan).said.splitlines() if line.startswith("differs")]
     assert said == [
         "differs from the checkpoint: layers 0-2 hidden_dropout: 0.25, checkpoint 0.0",
@@ -135,7 +140,7 @@ def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -
 
 
 def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(trained: tuple[Path, Run]) -> None:
-    run = start(plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4)))
+    run = start(plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4)))
     assert (
         "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)" in run.said
     )
@@ -181,8 +186,8 @@ def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabu
         return replace(plan, data=replace(plan.data, tokenizer=replace(plan.data.tokenizer, **fields)))
 
     with pytest.raises(CheckpointProblem, match="ends documents with id 89; this run's, NullTokenizer-90-7, with id 7"):
-        start(with_tokenizer(eod=7))
-    run = start(with_tokenizer(vocab_size=91, eod=89))
+        start(with_tokenizer(null_tokenizer_eod_id=7))
+    run = start(with_tokenizer(vocab_size=91, null_tokenizer_eod_id=89))
     assert "not that of the checkpoint (then NullTokenizer-90, now NullTokenizer-91-89)" in run.said
     assert "tokenizer" not in start(plan_of(load=trained[0])).said
 
@@ -190,14 +195,16 @@ def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabu
 @pytest.mark.parametrize("kept", ["fp16", "fp8"])
 def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_path: Path) -> None:
     """Row "moments kept in another type"."""
-    narrow = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg=kept, exp_avg_sq=kept)
+    narrow = PrecisionConfig(
+        params="bf16", grads="fp32", main_params_dtype="fp32", exp_avg_dtype=kept, exp_avg_sq_dtype=kept
+    )
     run = start(plan_of(save=tmp_path, precision=narrow))
     run.train(2)
     run.checkpoints.save_last(run.state, run.loader)
     saved = {key: tensor.boxes[0].data.clone() for key, tensor in saved_tensors(run.trainer, optimizer=True).items()}
     run.train(1)
     EXACT.check_all(gone_on(plan_of(load=tmp_path, precision=narrow)).weights(), run.weights())
-    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg="fp32", exp_avg_sq="fp32")))
+    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")))
     loaded = saved_tensors(wide.trainer, optimizer=True)
     EXACT.check_all({key: tensor.boxes[0].data for key, tensor in loaded.items()}, saved)
 
@@ -207,7 +214,7 @@ def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
     host_steps: bool, trained: tuple[Path, Run], tmp_path: Path
 ) -> None:
     """The part ends inside of a parameter, whose moments are then kept in two places."""
-    split = OptimizerOffloadConfig(fraction=0.5, host_steps=host_steps)
+    split = OptimizerOffloadConfig(fraction=0.5, cpu_step=host_steps)
     optimizer = replace(plan_of().optimizer, offload=split)
     run = start(plan_of(load=trained[0], save=tmp_path, optimizer=optimizer))
     states = saved_tensors(run.trainer, optimizer=True).items()

@@ -15,8 +15,8 @@ from tests.helpers.tolerances import EXACT
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),
-    "split": PipelineConfig(split_backward=True),
-    "split pairs": PipelineConfig(overlap=True, split_backward=True),
+    "split": PipelineConfig(delay_wgrad_compute=True),
+    "split pairs": PipelineConfig(overlap=True, delay_wgrad_compute=True),
 }
 
 

@@ -75,7 +75,7 @@ def run(steps, plan, timers=None):
 
 
 def test_norm_of_the_parameters_and_zeros_of_the_gradient_are_those_of_their_step():
-    plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros=True))
+    plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True))
     one, (first,), _ = run(1, plan)
     _, (earlier, later), _ = run(2, plan)
     EXACT.check(earlier.figures["params_norm"], first.figures["params_norm"], "params norm after one step")
@@ -103,9 +103,13 @@ def test_the_state_counts_samples_and_tokens():
 def test_schedules_are_read_at_the_samples_trained_on_before_the_step_and_logged_after_it():
     """Schedules of Megatron-LM do not advance over skipped iterations; it logs the rate after its scheduler's step."""
     ramp = replace(
-        tiny.plan().lr, warmup_samples=80, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_style="linear"
+        tiny.plan().lr_schedule,
+        warmup_samples=80,
+        start_weight_decay=0.0,
+        end_weight_decay=0.4,
+        weight_decay_style="linear",
     )
-    plan = tiny.plan(lr=ramp)
+    plan = tiny.plan(lr_schedule=ramp)
     trainer, outcomes, _ = run(2, plan)
     assert [outcome.applied_learning_rate for outcome in outcomes] == [0.0, 1e-2 * 8 / 80]
     assert [outcome.learning_rate for outcome in outcomes] == [1e-2 * 8 / 80, 1e-2 * 16 / 80]

@@ -49,7 +49,7 @@ def train(plan, context, steps=STEPS, spoil=None):
 BIASED = tiny.router(score_function="sigmoid", expert_bias=True, balancing=("seq_aux_loss",), aux_loss_coeffs=(0.02,))
 CASES = {
     "aux_loss": {},
-    "per_token_loss": {"loop": replace(tiny.plan().loop, per_token_loss=True)},
+    "per_token_loss": {"loop": replace(tiny.plan().loop, calculate_per_token_loss=True)},
     "expert_bias_and_sequence_aux_loss": {"model": tiny.model(moe_config=tiny.moe(BIASED))},
     "dropout_and_jitter": {
         "model": tiny.model(moe_config=tiny.moe(tiny.router(input_jitter_eps=0.1)), embedding_dropout=0.1)
@@ -77,7 +77,7 @@ BALANCING_LOSSES = {
 @pytest.mark.parametrize("loss", BALANCING_LOSSES)
 def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in_the_loss(loss):
     """As in Megatron-Core: tokens that `--eod-mask-loss` masks are routed and count, padding does not."""
-    batch, context = BatchConfig(micro=8, global_size=8), ParallelContext.single(dtype=torch.float64)
+    batch, context = BatchConfig(micro_batch_size=8, global_batch_size=8), ParallelContext.single(dtype=torch.float64)
     datasets = random_datasets(tiny.plan(batch=batch), num_steps=1)
     (microbatch,) = build_train_loader(tiny.plan(batch=batch), context, datasets).next_step()
     num_routed, num_in_loss = int(microbatch.context.tokens.valid_BS.sum()), int(microbatch.loss_mask_BS.sum())
@@ -87,7 +87,7 @@ def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in
         model = tiny.model(
             moe_config=tiny.moe(tiny.router(**{"balancing": ("none",), "aux_loss_coeffs": (0.0,)} | router))
         )
-        plan = tiny.plan(model=model, batch=batch, loop=replace(tiny.plan().loop, per_token_loss=per_token))
+        plan = tiny.plan(model=model, batch=batch, loop=replace(tiny.plan().loop, calculate_per_token_loss=per_token))
         gradients = record_run(plan, context, KERNELS, datasets, num_steps=1).gradients
         return torch.stack([held.value for name, held in gradients.items() if name.endswith("router.weight")])
 
@@ -121,8 +121,8 @@ def test_microbatches_add_up_to_the_whole_batch():
     # without balancing losses, whose definition is per microbatch
     model = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     context = ParallelContext.single(dtype=torch.float64)
-    whole = train(tiny.plan(model=model, batch=BatchConfig(micro=8, global_size=8)), context)
-    parts = train(tiny.plan(model=model, batch=BatchConfig(micro=1, global_size=8)), context)
+    whole = train(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=8, global_batch_size=8)), context)
+    parts = train(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=8)), context)
     names = [name for name in whole if not name.startswith("moe/")]
     FP64_LAYOUT.check_all({n: parts[n] for n in names}, {n: whole[n] for n in names}, "1 x 8 against 8 x 1")
 
@@ -134,7 +134,7 @@ def test_every_gradient_is_clipped_by_the_norm_of_all_of_them():
     norm, clip = trainer.step(batches, TrainState()).norms["all"], plan.optimizer.clip_grad
     assert norm > clip
     # the first moment after one step is this share of what the optimizer was given
-    share = (1 - plan.optimizer.beta1) * clip / (norm + 1e-6)
+    share = (1 - plan.optimizer.adam_beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
         FP64_LAYOUT.check(
             state.kept.moments["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}"

@@ -29,14 +29,14 @@ def test_every_kind_of_layer_runs_once_at_the_sizes_of_a_rank():
     assert set(small.model.layers) == set(plan.model.layers) and len(small.model.layers) == 2
     assert (small.parallel.world_size, small.parallel.pp) == (4, 1)
     assert (small.parallel.tp, small.parallel.ep, small.parallel.dp) == (2, 4, 2)
-    assert small.batch.micro == plan.batch.micro and small.data == plan.data
-    assert small.batch.global_size == 2 * plan.batch.micro * small.parallel.dp
+    assert small.batch.micro_batch_size == plan.batch.micro_batch_size and small.data == plan.data
+    assert small.batch.global_batch_size == 2 * plan.batch.micro_batch_size * small.parallel.dp
 
 
 def test_incomplete_groups_of_weight_gradients_are_covered():
     """Of 4 microbatches of a step 3 are one product, and 1 is left."""
-    plan = replace(tiny.plan(), memory=MemoryConfig(expert_wgrad_interval=3))
-    assert warmed_up(plan).batch.global_size == (3 + 3 + 1) * plan.batch.micro
+    plan = replace(tiny.plan(), memory=MemoryConfig(moe_expert_wgrad_interval=3))
+    assert warmed_up(plan).batch.global_batch_size == (3 + 3 + 1) * plan.batch.micro_batch_size
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL])
@@ -77,7 +77,7 @@ def test_every_node_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
     plan = tiny.plan()
-    plan = replace(plan, kernels=replace(plan.kernels, cache_dir=tmp_path / "kernels"))
+    plan = replace(plan, kernels=replace(plan.kernels, kernel_cache_dir=tmp_path / "kernels"))
     assert cache_folder(plan) == tmp_path / "kernels" / "node17"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels" / "node17")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))

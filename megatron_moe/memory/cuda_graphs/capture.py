@@ -22,7 +22,7 @@ _OFFSETS_STAY_ON_THE_DEVICE = ("hopper", "torch_native", "triton")
 
 def check_recordable(config: CudaGraphConfig, kernels: KernelSet) -> None:
     """Raises EnvironmentProblem if experts are to be captured and their kernels read offsets on the host."""
-    if not config.full_iteration and "moe" not in config.modules:
+    if not config.full_iteration and "moe" not in config.cuda_graph_modules:
         return
     for choice in kernels.choices:
         if choice.op.startswith("grouped_") and choice.backend not in _OFFSETS_STAY_ON_THE_DEVICE:

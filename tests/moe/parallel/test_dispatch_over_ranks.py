@@ -172,7 +172,7 @@ def test_bf16_rows_of_one_token_are_added_up_in_fp32_across_ranks(kind) -> None:
 @BOTH
 @pytest.mark.parametrize("case", ["ranks differ", "all to one expert", "nothing at all"])
 def test_fast_kernels_bring_every_token_back_too(kind, case) -> None:
-    native = select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
+    native = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
 
     def rank(ctx: ParallelContext) -> None:
         ids = CASES[case](ctx.rank)

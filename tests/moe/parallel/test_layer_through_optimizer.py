@@ -26,7 +26,7 @@ from tests.moe.parallel.folded import (
     parallel,
 )
 
-FP64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
+FP64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")
 FOLDS = [
     parallel(2, ep=2),
     parallel(4, ep=2),
