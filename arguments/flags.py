@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from inspect import signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -115,16 +116,33 @@ def group_classes() -> dict[str, Any]:
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with `values`; its other parameters get the flag of the same name, if any."""
-    named = {name: getattr(getattr(flags, group), name) for name, group in _flag_parameters(function)}
-    return function(**{**named, **values})
+    """Calls a config class or function with `values`; its other parameters get the flag of the same name, if any. A
+    text for a parameter of type Path is converted; an empty one is no path."""
+    named = {
+        name: convert(getattr(getattr(flags, group), name))
+        for name, group, convert in _flag_parameters(function)
+        if name not in values
+    }
+    return function(**named, **values)
 
 
 @cache
-def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
-    """(flag, group) of every parameter with the name of a flag."""
+def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, str, Callable[[Any], Any]], ...]:
+    """(flag, group, conversion) of every parameter with the name of a flag."""
     group_of = {entry.name: group for group, group_class in group_classes().items() for entry in fields(group_class)}
-    return tuple((name, group_of[name]) for name in signature(function).parameters if name in group_of)
+    return tuple(
+        (name, group_of[name], _path if parameter.annotation == Path | None else _unchanged)
+        for name, parameter in signature(function).parameters.items()
+        if name in group_of
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)

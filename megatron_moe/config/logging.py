@@ -17,9 +17,9 @@ class LoggingConfig:
     """Replaces step lines by one live line if the output is a terminal."""
     tensorboard_dir: Path | None = None
     tensorboard_log_interval: int = 1
-    wandb_project: str = ""
-    wandb_exp_name: str = ""
-    wandb_entity: str = ""
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_entity: str | None = None
     wandb_save_dir: Path | None = None
     log_throughput: bool = False
     log_params_norm: bool = False

@@ -292,7 +292,7 @@ class WandB:
         return wandb.init(
             project=self._settings.wandb_project,
             name=self._settings.wandb_exp_name,
-            entity=self._settings.wandb_entity or None,
+            entity=self._settings.wandb_entity,
             dir=str(folder),
             config=dict(self._config),
             resume="allow" if resumes else None,
