@@ -49,19 +49,23 @@ class LRConfig:
     """Schedules of learning rate and weight decay. Every `*_samples` counts sequences."""
 
     max_lr: float
+    """`--lr`"""
     min_lr: float = 0.0
     init_lr: float = 0.0
+    """`--lr-warmup-init`"""
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     warmup_samples: float = 0
     """Samples of linear warm-up; fractional if given as a share of `decay_samples`."""
     decay_samples: int
     """Samples until `min_lr` is reached."""
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """`--lr-wsd-decay-style`"""
     wsd_decay_samples: int | None = None
     """Samples of the final decay of style WSD."""
     start_weight_decay: float = 0.01
     end_weight_decay: float = 0.01
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """`--weight-decay-incr-style`"""
     weight_decay_samples: int | None = None
     """Samples over which weight decay changes from start to end (Megatron: the whole run); None: `decay_samples`."""
     override_opt_param_scheduler: bool = False
