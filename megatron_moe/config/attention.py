@@ -44,7 +44,7 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     """yarn only; also part of MLA's softmax scale."""
     truncate: bool = True
-    """yarn only: rounds the correction range to whole dims (`--yarn-correction-range-round-to-int`; GPT-OSS does not)."""
+    """yarn only: rounds the correction range to whole dims (`--yarn-correction-range-round-to-int`)."""
     concentration: float | None = None
     """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(factor) + 1). None: yarn_mscale(factor, mscale) /
     yarn_mscale(factor, mscale_all_dim)."""

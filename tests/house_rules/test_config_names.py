@@ -16,7 +16,7 @@ EXCEPTIONS = {
     "OptimizerOffloadConfig": ("fraction",),  # of --optimizer-cpu-offload or of --chunked-optimizer-state-offload
 }
 RECORDED = ("attention", "moe", "model", "optimizer")
-"""Files of megatron_moe/config whose classes checkpoints record by field name (model, learning-rate schedule). Their fields
+"""Files of megatron_moe/config whose classes checkpoints record by field name: model and learning-rate schedule. These
 keep their names; one that is not the end of the flag's name names the flag in its docstring."""
 FLAGS = Registry.declared().flags
 
