@@ -8,7 +8,7 @@ from types import MappingProxyType
 from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
-from arguments.flags import Registry, group_classes, normal
+from arguments.flags import GROUPS, Registry, normal
 from arguments.parser import near, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.recognised import find_recognised, recognised_flags
@@ -90,8 +90,8 @@ def _help(topic: str, registry: Registry) -> str:
     if topic.startswith("--") and topic != "--help":
         return _flag_page(topic, registry)
     if topic == "all":
-        return "\n\n".join(_group_page(group, registry) for group in group_classes())
-    if topic in group_classes():
+        return "\n\n".join(_group_page(group, registry) for group in GROUPS)
+    if topic in GROUPS:
         return _group_page(topic, registry)
     if registry.find(f"--{topic}"):
         return _flag_page(f"--{topic}", registry)
@@ -101,8 +101,8 @@ def _help(topic: str, registry: Registry) -> str:
 
 
 def _unknown_topic(topic: str, registry: Registry) -> Problem:
-    close = near(topic, [*group_classes(), *registry.spellings])
-    known = f"groups: {', '.join(group_classes())}"
+    close = near(topic, [*GROUPS, *registry.spellings])
+    known = f"groups: {', '.join(GROUPS)}"
     remedy = f"did you mean {' or '.join(close)}? ({known})" if close else f"{known}; search with --find WORD"
     return Problem(what=f"there is no group and no flag {topic!r}", remedy=remedy)
 
@@ -112,13 +112,13 @@ def _front_page(registry: Registry) -> str:
     for flag, text in _documented(registry):
         if flag.declaration.essential:
             lines.append(_one_line(flag, text))
-    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in group_classes()]
+    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in GROUPS]
     lines += ["", *textwrap.wrap("Groups and their numbers of flags: " + ", ".join(counts), _WIDTH), _POINTERS]
     return "\n".join(lines)
 
 
 def _group_page(group: str, registry: Registry) -> str:
-    heading = " ".join((group_classes()[group].__doc__ or "").split())
+    heading = " ".join((GROUPS[group].__doc__ or "").split())
     lines = [f"{group}: {heading}"]
     for flag, text in _documented(registry, group):
         lines += ["", f"  {_signature(flag)}"]
@@ -140,7 +140,7 @@ def _flag_page(option: str, registry: Registry) -> str:
             return f"{option} {known[0].reason}. {outcome}"
         raise FlagErrors([unknown_flag(option, registry)])
     flag = found[0]
-    text = docstrings(group_classes()[flag.group]).get(flag.name, "")
+    text = docstrings(GROUPS[flag.group]).get(flag.name, "")
     recipes = recipes_with(flag)
     rows = [
         ("type", describe(flag.type)),
@@ -189,7 +189,7 @@ def recipes_with(flag: Flag) -> list[str]:
 def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
     """Flags with their help, by group."""
     found = []
-    for group, group_class in group_classes().items():
+    for group, group_class in GROUPS.items():
         if only in (None, group):
             texts = docstrings(group_class)
             found += [(flag, texts.get(flag.name, "")) for flag in registry.flags.values() if flag.group == group]
@@ -236,7 +236,7 @@ def surface(registry: Registry) -> str:
 def document(registry: Registry) -> str:
     """Text of docs/flags.md."""
     lines = [_DOCUMENT_HEAD]
-    for group, group_class in group_classes().items():
+    for group, group_class in GROUPS.items():
         heading = " ".join((group_class.__doc__ or "").split())
         lines += [
             f"## {group}",

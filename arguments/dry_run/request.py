@@ -76,7 +76,7 @@ def or_known_size(
     """
     if vocab_size_of is None:
         return None
-    read_size, given = vocab_size_of, flags.data.vocab_size or flags.model.padded_vocab_size
+    read_size, given = vocab_size_of, flags.vocab_size or flags.padded_vocab_size
 
     def size(config: TokenizerConfig) -> int:
         try:
@@ -100,12 +100,11 @@ def with_tokenizer(flags: Flags) -> Flags:
     Raises:
         FlagErrors: the vocabulary size is not given either.
     """
-    data = flags.data
-    kind, size = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file), data.vocab_size
-    if size is None and kind in (None, "NullTokenizer"):
+    kind = derive.tokenizer_type(flags)
+    if flags.vocab_size is None and kind in (None, "NullTokenizer"):
         remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
         raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
-    return flags if kind else replace(flags, data=replace(data, tokenizer_type="NullTokenizer"))
+    return flags if kind else replace(flags, tokenizer_type="NullTokenizer")
 
 
 def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -> Finished:

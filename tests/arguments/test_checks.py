@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from arguments.checks.hints import HINTS
-from arguments.checks.run import FACTS, RULES, parameters
-from arguments.flags import Registry
+from arguments.checks.run import RULES
 from tests.helpers.check_cases import BALANCING, EIGHT_RANKS, EP2, GRAPH_MODULES, Case
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 
@@ -29,7 +28,6 @@ def test_a_violated_rule_is_reported_with_its_reason(case):
     assert problems[0].remedy
     unset = [row for row in problems[0].given if row[1:] in (("not set", "default"), ("off", "default"))]
     assert unset == []
-    assert len(problems[0].given) <= len(parameters(rule))
 
 
 def test_problems_with_a_layout_list_only_the_flags_that_were_given():
@@ -75,11 +73,8 @@ def test_every_rule_has_a_case():
     assert {rule.__name__ for rule in RULES} == {case.rule for case in ALL_CASES}
 
 
-def test_rules_take_flags_and_facts_and_have_a_reason():
-    known = {*Registry.declared().flags, *FACTS}
-    for rule in (*RULES, *HINTS):
-        assert set(parameters(rule)) <= known, rule.__name__
-        assert (rule.__doc__ or "").endswith("."), rule.__name__
+def test_rules_have_a_reason():
+    assert [rule.__name__ for rule in (*RULES, *HINTS) if not (rule.__doc__ or "").endswith(".")] == []
 
 
 HINT_CASES = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arguments.errors import Finished, FlagErrors
 from arguments.explain import document, surface
-from arguments.flags import Registry, group_classes
+from arguments.flags import GROUPS, Registry
 from arguments.read import read_plan
 from megatron_moe.config.run import RunPlan
 from tests.arguments.test_checks import ALL_CASES
@@ -59,7 +59,7 @@ def test_help_fits_on_a_screen_and_names_the_essentials():
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 120
     text = "\n".join(lines)
-    for part in ("--num-experts", "--config", "--find WORD", "--recipe quickstart", *group_classes()):
+    for part in ("--num-experts", "--config", "--find WORD", "--recipe quickstart", *GROUPS):
         assert part in text
     assert answer_to("-h") == answer_to("--lr", "1", "--help") == text
 

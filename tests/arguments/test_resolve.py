@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from arguments import derive
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
 from megatron_moe.config.attention import MLAConfig, NormConfig, RopeConfig
@@ -42,7 +41,6 @@ def test_the_dense_width_follows_megatrons_rule():
 
     assert width("") == 640  # int(4 * 256 * 2 / 3 / 64) * 64
     assert width("--no-swiglu") == 1024
-    assert derive.ffn_hidden_size(None, 2048, True) == 5440
 
 
 def test_experts_are_as_wide_as_dense_blocks_unless_told():
