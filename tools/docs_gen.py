@@ -65,7 +65,6 @@ def flag_texts() -> Texts:
     guide = DOCS / "optimize.md"
     yield guide, with_status(guide.read_text(encoding="utf-8"), registry)
     yield DOCS / "flags.md", explain.document(registry)
-    yield GOLDENS / "flags.txt", explain.surface(registry)
     yield GOLDENS / "help.txt", f"{explain.answer(['--help'], registry)}\n"
 
 

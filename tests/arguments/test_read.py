@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arguments.errors import Finished, FlagErrors
-from arguments.explain import document, surface
+from arguments.explain import document
 from arguments.flags import GROUPS, Registry
 from arguments.read import read_plan
 from megatron_moe.config.run import RunPlan
@@ -120,10 +120,6 @@ def test_find_searches_names_texts_choices_defaults_and_old_names():
     assert "--moe-router-padding-for-fp8" in answer_to("--find", "padding-for-fp8")
     assert "--untie-embeddings-and-output-weights" in answer_to("--find", "output layer")
     assert "No flag has 'zzz'" in answer_to("--find", "zzz")
-
-
-def test_the_surface_of_flags_is_the_golden_one():
-    assert (ROOT / "tests" / "goldens" / "flags.txt").read_text(encoding="utf-8") == surface(REGISTRY), UPDATE
 
 
 def test_the_help_page_is_the_golden_one():
