@@ -103,7 +103,7 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
 
 
 def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
-    # without replicas there is no gradient or parameter communication to overlap
+    # only replicas communicate gradients and parameters
     has_replicas = max(grid.dp * grid.cp, grid.edp) > 1
     return from_flags(
         DataParallelConfig,

@@ -197,11 +197,4 @@ def paged_stash_needs_nan_check(flags: RuleFlags) -> Violation:
     )
 
 
-def activation_offload_fraction_is_at_most_one(flags: RuleFlags) -> Violation:
-    """A fraction is at most 1."""
-    if flags.activation_offload_fraction <= 1:
-        return None
-    return f"--activation-offload-fraction {flags.activation_offload_fraction} is above 1", "use 1.0 or less"
-
-
 RULES = functions_returning(Violation, globals())

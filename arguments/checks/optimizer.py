@@ -70,8 +70,9 @@ def one_optimizer_offload(flags: RuleFlags) -> Violation:
 
 
 def fractions_are_at_most_one(flags: RuleFlags) -> Violation:
-    """A fraction of the state is at most 1."""
+    """A fraction is at most 1."""
     given = {
+        "--activation-offload-fraction": flags.activation_offload_fraction,
         "--optimizer-offload-fraction": flags.optimizer_offload_fraction,
         "--optimizer-state-offload-fraction": flags.optimizer_state_offload_fraction,
     }

@@ -63,17 +63,6 @@ def tp_divides_shared_expert(flags: RuleFlags) -> Violation:
     )
 
 
-def tp_divides_padded_vocab(flags: RuleFlags) -> Violation:
-    """Every rank holds an equal number of embedding rows."""
-    if flags.padded_vocab_size is None or flags.padded_vocab_size % flags.tensor_model_parallel_size == 0:
-        return None
-    return (
-        f"--padded-vocab-size {flags.padded_vocab_size} cannot be divided among "
-        f"{flags.tensor_model_parallel_size} tensor-parallel ranks",
-        "remove --padded-vocab-size: the default padding fits",
-    )
-
-
 def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violation:
     """Every rank holds an equal number of embedding rows, which requires padding."""
     if flags.pad_vocab_size or flags.padded_vocab_size is not None or flags.tensor_model_parallel_size == 1:

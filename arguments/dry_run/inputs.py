@@ -46,25 +46,13 @@ def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
     if not resumes:
         has_load = config.load is not None and _folder(config.load).is_dir()
         published = config.load is not None and config.load.startswith(_HUGGING_FACE)
-        needed = (
-            config.exit_on_missing_checkpoint
-            or config.finetune
-            or config.skip_train
-            or config.moe_use_upcycling
-            or not config.load_optim
-        )
-        if (
-            config.load is not None
-            and not has_load
-            and (published or (needed and config.pretrained_checkpoint is None))
-        ):
+        pretrained = config.pretrained_checkpoint
+        loads_weights_only = config.finetune or config.skip_train or config.moe_use_upcycling or not config.load_optim
+        needed = (config.exit_on_missing_checkpoint or loads_weights_only) and pretrained is None
+        if config.load is not None and not has_load and (published or needed):
             yield f"--load {config.load} does not exist"
-        if (
-            config.pretrained_checkpoint is not None
-            and not has_load
-            and not _folder(config.pretrained_checkpoint).is_dir()
-        ):
-            yield f"--pretrained-checkpoint {config.pretrained_checkpoint} does not exist"
+        if pretrained is not None and not has_load and not _folder(pretrained).is_dir():
+            yield f"--pretrained-checkpoint {pretrained} does not exist"
     if config.save_hf_interval and config.save_hf_config is not None and not config.save_hf_config.is_dir():
         yield f"--save-hf-config {config.save_hf_config} does not exist"
 

@@ -1,4 +1,4 @@
-"""Files that list data sets, in the place of the flags that they stand for."""
+"""Files that replace `--data-path` and the paths per split."""
 
 import json
 from pathlib import Path

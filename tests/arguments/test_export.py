@@ -88,7 +88,7 @@ def specs_of(plan: RunPlan) -> RunPlan:
 
 
 def shell_words(text: str) -> list[str]:
-    """As a shell reads lines that go on after a backslash."""
+    """Splits the command like a shell, with continuation lines."""
     return shlex.split(text.replace(" \\\n", " "))
 
 

@@ -133,7 +133,7 @@ MODEL_ARGS:
 
 
 def test_anchors_merge_keys_and_lists_in_quotes(tmp_path):
-    """As in YAML: a mapping's own names win, then the earlier of the merged mappings."""
+    """A mapping's own keys override merged ones, and earlier merged mappings override later ones, as in YAML."""
     file = read(tmp_path / "a.yaml", MERGED)
     assert values(file) == {
         "lr": 0.3,

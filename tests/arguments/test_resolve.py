@@ -354,7 +354,7 @@ def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
 
 
 def test_a_growing_batch_goes_with_a_number_of_iterations():
-    """As in Megatron the schedule of the learning rate counts full batches."""
+    """The learning-rate schedule counts full batches, as in Megatron."""
     plan = plan_of("--rampup-batch-size 4 4 60")
     assert (plan.batch.rampup_batch_size, plan.loop.train_iters, plan.loop.train_samples) == ((4, 4, 60), 200, None)
     assert plan.lr_schedule.decay_samples == 200 * 16
@@ -485,7 +485,7 @@ def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
 
 
 def test_nothing_is_overlapped_where_nothing_travels():
-    """So that steps are recorded whole, whatever a recipe for many ranks asks for."""
+    """Recipes for many ranks can then be captured as full iterations on one rank."""
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
         plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAP}")

@@ -136,10 +136,4 @@ CASES = (
         "that overflowed the pages",
         PAGED_STASH,
     ),
-    Case(
-        "activation_offload_fraction_is_at_most_one",
-        "--activation-offload-fraction 1.5",
-        "is above 1",
-        "--activation-offload-fraction 1.0",
-    ),
 )

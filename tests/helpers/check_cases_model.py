@@ -1,6 +1,6 @@
 """Cases of the model rules (arguments/checks/model.py)."""
 
-from tests.helpers.check_cases import MLA, Case
+from tests.helpers.check_cases import EIGHT_RANKS, MLA, TP2, Case
 
 CASES = (
     Case(
@@ -78,6 +78,13 @@ CASES = (
         "--vocab-size 1000 --padded-vocab-size 999",
         "--padded-vocab-size 999 is smaller than the vocabulary of 1000 tokens",
         "--vocab-size 1000 --padded-vocab-size 1000",
+    ),
+    Case(
+        "padded_vocab_holds_vocabulary",
+        f"{TP2} --padded-vocab-size 1001",
+        "--padded-vocab-size 1001 is not a multiple of 2 ranks",
+        f"{TP2} --padded-vocab-size 1002",
+        environ=EIGHT_RANKS,
     ),
     Case(
         "dense_width_is_positive",

@@ -43,9 +43,9 @@ CASES = (
     ),
     Case(
         "fractions_are_at_most_one",
-        "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
-        "--optimizer-offload-fraction 1.5 is above 1",
-        "--optimizer-cpu-offload --optimizer-offload-fraction 1",
+        "--activation-offload-fraction 2 --optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+        "--activation-offload-fraction 2, --optimizer-offload-fraction 1.5 is above 1",
+        "--activation-offload-fraction 1 --optimizer-cpu-offload --optimizer-offload-fraction 1",
     ),
     Case(
         "torch_cpu_optimizer_excludes_fp64",

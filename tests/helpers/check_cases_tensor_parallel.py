@@ -42,13 +42,6 @@ CASES = (
         environ=EIGHT_RANKS,
     ),
     Case(
-        "tp_divides_padded_vocab",
-        f"{TP2} --padded-vocab-size 1001",
-        "--padded-vocab-size 1001 cannot be divided among 2",
-        f"{TP2} --padded-vocab-size 1002",
-        environ=EIGHT_RANKS,
-    ),
-    Case(
         "unpadded_vocab_needs_tp1",
         f"{TP2} --disable-pad-vocab-size",
         "a vocabulary without padding may not be divisible among 2",
