@@ -13,25 +13,21 @@ from typing import Any, get_args, get_type_hints
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
-from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
+from megatron_moe.config.exit_codes import DataProblem, ExitCode
 from megatron_moe.data.examine import DataReport, examine
 from megatron_moe.data.tokenizer import load_tokenizer
-from tools._common import run_main
+from tools._common import reports_errors, run_main, tool_parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     vocab_size, eod, valid = options.vocab_size, options.eod, True
-    try:
-        if options.tokenizer_type or options.tokenizer_model:
-            name = options.tokenizer_type or "HuggingFaceTokenizer"
-            kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-            config = TokenizerConfig(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size)
-            tokenizer = load_tokenizer(config)
-            vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
+    if options.tokenizer_type or options.tokenizer_model:
+        name = options.tokenizer_type or "HuggingFaceTokenizer"
+        kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
+        tokenizer = load_tokenizer(TokenizerConfig(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size))
+        vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
     for prefix in options.prefixes:
         try:
             found = examine(Path(prefix.removesuffix(".bin").removesuffix(".idx")), vocab_size=vocab_size, eod=eod)
@@ -41,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         _print(found, vocab_size, eod)
         valid = valid and not found.problems
-    return int(ExitCode.OK if valid else DataProblem.code)
+    return ExitCode.OK if valid else DataProblem.code
 
 
 def _print(found: DataReport, vocab_size: int | None, eod: int | None) -> None:
@@ -72,7 +68,7 @@ def _rows(found: DataReport, vocab_size: int | None, eod: int | None) -> list[tu
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
     parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
     parser.add_argument("--eod", type=int, help="end-of-document id; the tokenizer's when one is given")

@@ -3,21 +3,20 @@
 Exit code 0: a run can start; 3: something required is missing, wrong or broken.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-import torch  # noqa: E402
+import torch
 
-from arguments.flags import Registry  # noqa: E402
-from megatron_moe.config.exit_codes import ExitCode  # noqa: E402
-from megatron_moe.kernels.registry import BACKENDS, Backend, discover  # noqa: E402
-from megatron_moe.resilience.machine import Probe, probes  # noqa: E402
-from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all  # noqa: E402
+from arguments.flags import Registry
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.kernels.registry import BACKENDS, Backend, discover
+from megatron_moe.resilience.machine import Probe, probes
+from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all
+from tools._common import run_main, tool_parser
 
 
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
@@ -68,7 +67,7 @@ def device_of(name: str) -> torch.device:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = tool_parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="file with the tested versions")
     options = parser.parse_args(argv)
@@ -88,4 +87,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

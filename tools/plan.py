@@ -21,19 +21,24 @@ from arguments import plan_search
 from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.parser import Settings
-from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
 from megatron_moe.planner.search import PlannedLayout
-from tools._common import add_cluster_options, positive, requested_cluster, run_main, writing
+from tools._common import (
+    add_cluster_options,
+    positive,
+    reports_errors,
+    requested_cluster,
+    run_main,
+    tool_parser,
+    writing,
+)
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     options, words = _parse(argv)
-    try:
-        return int(_fit(options, words) if options.fit else _search(options, words))
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
+    return _fit(options, words) if options.fit else _search(options, words)
 
 
 def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
@@ -103,8 +108,7 @@ def _write(folder: Path, name: str, text: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False
+    parser = tool_parser(__doc__, allow_abbrev=False)
     parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
     add_cluster_options(parser)
     parser.add_argument("--best", type=positive, default=10, help="number of layouts to print (10)")

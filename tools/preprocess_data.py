@@ -25,11 +25,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
-from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from tools._common import map_in_order, start_workers
+from tools._common import map_in_order, reports_errors, run_main, start_workers, tool_parser
 
 _CHUNKS_AHEAD = 4
 """Maximum number of chunks in flight per worker."""
@@ -171,8 +171,8 @@ def preprocess(args: argparse.Namespace) -> Progress:
     return progress
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = tool_parser(__doc__)
     add = parser.add_argument
     kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
@@ -201,23 +201,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def failed(sentence: str, code: ExitCode) -> ExitCode:
-    print(sentence, file=sys.stderr)
-    return code
-
-
-def main(argv: list[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         progress = preprocess(args)
-    except RunError as error:
-        return failed(str(error), error.code)
     except BrokenProcessPool:
-        return failed("a worker died, most likely out of memory; use fewer --workers", ExitCode.ENVIRONMENT)
+        raise EnvironmentProblem("a worker died, most likely out of memory; use fewer --workers") from None
     except OSError as error:
-        return failed(f"cannot write {args.output_prefix}: {error.strerror}; choose another path", ExitCode.DATA)
+        raise DataProblem(f"cannot write {args.output_prefix}: {error.strerror}; choose another path") from None
     except KeyboardInterrupt:
-        return failed("interrupted; nothing was written", ExitCode.INTERRUPTED)
+        print("interrupted; nothing was written", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     skipped = [f"{progress.bad:,} malformed lines"] if progress.bad else []
     skipped += [f"{progress.empty:,} empty texts"] if progress.empty else []
     print(f"wrote {progress}" + (f"; skipped {' and '.join(skipped)}" if skipped else ""))
@@ -228,4 +223,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as for Ctrl-C
-    sys.exit(main())
+    run_main(main)
