@@ -1,13 +1,14 @@
 """Floating-point operations of a training step, and peak rates of devices."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_moe.config.attention import CoreAttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig
 from megatron_moe.config.precision import FloatName
+from megatron_moe.cost_model.amounts import Amounts
 
 Convention = Literal["causal", "full"]
 """Counted query-key pairs of a sequence. causal: those visible under the mask; full: all S^2."""
@@ -17,7 +18,7 @@ _PER_MULTIPLY_ADD = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopCount:
+class FlopCount(Amounts[int]):
     """Operations of forward and backward by kind, without recomputed forwards."""
 
     attention: int = 0
@@ -33,13 +34,6 @@ class FlopCount:
     head: int = 0
     """Logits of the next token and of each depth of multi-token prediction."""
 
-    def __add__(self, other: "FlopCount") -> "FlopCount":
-        return FlopCount(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
-
 
 def count_flops(
     model: ModelConfig, num_sequences: int, seq_length: int, convention: Convention = "causal"
@@ -50,13 +44,11 @@ def count_flops(
     embedding lookup, padding and recompute; S^2 / 2 pairs per attention. Unlike Megatron's, it excludes keys outside a
     sliding window.
     """
-    count = FlopCount()
-    for layer, times in Counter(model.layers).items():
-        of_layer = count_layer_flops(layer, seq_length, convention)
-        count += FlopCount(**{f.name: times * getattr(of_layer, f.name) for f in fields(FlopCount)})
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
-    count += FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length, convention))
-    return FlopCount(**{f.name: num_sequences * getattr(count, f.name) for f in fields(count)})
+    count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length, convention))
+    for layer, times in Counter(model.layers).items():
+        count += count_layer_flops(layer, seq_length, convention) * times
+    return count * num_sequences
 
 
 def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int, convention: Convention = "causal") -> int:

@@ -1,4 +1,4 @@
-"""Step-time estimate of a plan, by component, with the efficiencies of `rates.py`.
+"""Step-time estimate of a plan, by component, with the efficiencies of `work.py`.
 
     step = (work of a rank + exposed communication in layers) / (1 - bubble) + data-parallel communication + optimizer
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import num_bytes
+from megatron_moe.cost_model.expert_load import LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
@@ -17,8 +18,7 @@ from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
 from megatron_moe.cost_model.step_time import pipeline_bubble
 from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
-from megatron_moe.planner.rates import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, Rates, rates_of
-from megatron_moe.planner.work import LayerWork, Work
+from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
 _TENSOR_FORWARD = 0.4
 """Forward share of tensor-parallel traffic: 2 of the 5 passes of a layer (docs/communication-volume.md)."""
@@ -70,7 +70,11 @@ class Estimator:
     """Step-time estimates of one plan. `placements`: placement of each process group, by name."""
 
     def __init__(
-        self, plan: RunPlan, gpu: GPU, placements: dict[str, Placement], destinations: Destinations | None = None
+        self,
+        plan: RunPlan,
+        gpu: GPU,
+        placements: dict[str, Placement],
+        destinations: Destinations = LoadChoice.destinations,
     ) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
@@ -78,8 +82,7 @@ class Estimator:
         self.rank = plan.layout.pp // 2
         """Pipeline rank whose communication is counted."""
         self.stages = LayerWork(plan, self.rates).of_stages()
-        cache = destinations or Destinations()
-        self.traffic = Communication(plan, placements, self.num_microbatches, cache).of_rank(self.rank)
+        self.traffic = Communication(plan, placements, self.num_microbatches, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
         """Layers of the mean pipeline rank, as a multiple of those of `rank`."""

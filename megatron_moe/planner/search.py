@@ -7,17 +7,18 @@ remaining lower bound is below the plans found.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import chain, combinations
 from itertools import count as count_up
 from math import inf
 
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.expert_load import LoadChoice
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.placement import Placements
 from megatron_moe.cost_model.report import RESERVE_GIB
-from megatron_moe.cost_model.traffic import Destinations
 from megatron_moe.planner.estimator import Estimator, StepEstimate
 from megatron_moe.planner.layouts import Degrees, Layouts, overlapped
 from megatron_moe.planner.memory_options import (
@@ -60,7 +61,7 @@ class Planner:
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
-        self._destinations = Destinations()
+        self._destinations = cache(LoadChoice.destinations)
 
     def best(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
