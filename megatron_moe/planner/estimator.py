@@ -6,7 +6,7 @@ Work is that of the mean pipeline rank; the bubble includes idle time due to une
 uneven routing, and interference of concurrent kernels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import num_bytes
@@ -25,14 +25,9 @@ _TENSOR_FORWARD = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepEstimate:
+class StepEstimate(Work):
     """Seconds of one step, by component."""
 
-    dense: float
-    core_attention: float
-    experts: float
-    bandwidth: float
-    recompute: float
     tensor_parallel: float
     expert_parallel: float
     """Exposed dispatch and combine."""
@@ -52,12 +47,13 @@ class StepEstimate:
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
         """(component, seconds) of all nonzero components, longest first."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("flops", "world_size")]
-        found = [(name.replace("_", " "), float(getattr(self, name))) for name in names]
+        sizes = {"flops", "world_size"}
+        found = [(name.replace("_", " "), float(value)) for name, value in vars(self).items() if name not in sizes]
         return tuple(sorted((each for each in found if each[1] > 0), key=lambda each: -each[1]))
 
     @property
     def total(self) -> float:
+        """Duration of the step."""
         return sum(seconds for _, seconds in self.parts)
 
     @property
@@ -87,17 +83,14 @@ class Estimator:
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
         """Layers of the mean pipeline rank, as a multiple of those of `rank`."""
 
-    def without_bubble(self) -> StepEstimate:
-        """Estimate without bubble, a lower bound for every schedule."""
-        return self._step(0.0)
-
-    def step(self) -> StepEstimate:
-        """Estimate of the whole step."""
-        schedule = self.plan.schedule(self.num_microbatches)
-        return self._step(pipeline_bubble(schedule, [work.total for work in self.stages]))
-
-    def _step(self, idle: float) -> StepEstimate:
-        plan, work = self.plan, self._work()
+    def step(self, *, bubble: bool = True) -> StepEstimate:
+        """Estimate of the whole step; without `bubble`, a lower bound for every schedule."""
+        plan = self.plan
+        idle = 0.0
+        if bubble:
+            idle = pipeline_bubble(plan.schedule(self.num_microbatches), [work.total for work in self.stages])
+        # work of the mean pipeline rank
+        work = sum(self.stages, Work()) * (self.num_microbatches / plan.layout.pp)
         tensor = self._in_layers("tp")
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
@@ -109,11 +102,7 @@ class Estimator:
             recomputed += experts / 2 if recompute.granularity != "none" else 0.0
         busy = work.total - work.recompute + recomputed + tensor + experts + context + offload
         return StepEstimate(
-            dense=work.dense,
-            core_attention=work.core_attention,
-            experts=work.experts,
-            bandwidth=work.bandwidth,
-            recompute=recomputed,
+            **vars(replace(work, recompute=recomputed)),
             tensor_parallel=tensor,
             expert_parallel=experts,
             context_parallel=context,
@@ -125,10 +114,6 @@ class Estimator:
             flops=float(flops_per_step(plan.model, plan.batch.global_size, plan.data.seq_length)),
             world_size=plan.parallel.world_size,
         )
-
-    def _work(self) -> Work:
-        """Work of the mean pipeline rank in a step."""
-        return sum(self.stages, Work()) * (self.num_microbatches / self.plan.layout.pp)
 
     def _of(self, *groups: str) -> list[Traffic]:
         return [each for each in self.traffic if each.group in groups]

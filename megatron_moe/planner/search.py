@@ -20,7 +20,7 @@ from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.placement import Placements
 from megatron_moe.cost_model.report import RESERVE_GIB
 from megatron_moe.planner.estimator import Estimator, StepEstimate
-from megatron_moe.planner.layouts import Degrees, Layouts, overlapped
+from megatron_moe.planner.layouts import LayoutGrid, Layouts, overlapped
 from megatron_moe.planner.memory_options import (
     modules_of,
     with_bf16_moments,
@@ -72,17 +72,17 @@ class Planner:
         """
         layouts = Layouts(plan, self.gpu)
         order = count_up()  # breaks ties of the heap
-        queue: list[tuple[float, int, Degrees | RunPlan]] = []
+        queue: list[tuple[float, int, LayoutGrid | RunPlan]] = []
         for grid in layouts.grids():
             simple = layouts.of(grid)
-            if simple is not None and RankMemory(simple).state_of_rank(grid.pp // 2).total < self.room:
+            if simple is not None and RankMemory(simple).state_of_rank(grid.parallel.pp // 2).total < self.room:
                 heappush(queue, (self._lower_bound(overlapped(simple)), next(order), grid))
         found: list[PlannedLayout] = []
         while queue:
             bound, _, each = heappop(queue)
             if len(found) == count and bound >= found[-1].step.total:
                 break
-            if isinstance(each, Degrees):
+            if isinstance(each, LayoutGrid):
                 for option in layouts.of_grid(each):
                     heappush(queue, (self._lower_bound(option), next(order), option))
                 continue
@@ -93,7 +93,7 @@ class Planner:
 
     def _lower_bound(self, plan: RunPlan) -> float:
         """Step time in seconds without bubble."""
-        return self.estimator(plan).without_bubble().total
+        return self.estimator(plan).step(bubble=False).total
 
     def estimator(self, plan: RunPlan) -> Estimator:
         """The cost model of a plan."""

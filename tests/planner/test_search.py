@@ -71,7 +71,7 @@ def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     plan = plan_search.to_search(settings, 8)
     assert {layer.mixer.num_query_groups for layer in plan.model.layers} == {4}
-    assert {grid.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
+    assert {grid.parallel.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
 
 
 def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
