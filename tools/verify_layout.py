@@ -22,7 +22,8 @@ from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.layout_check.fault_seeds import FaultSeed
 from megatron_moe.layout_check.record import STEADY_EPS
-from megatron_moe.layout_check.verify import summary, verify_layout
+from megatron_moe.layout_check.table import summary
+from megatron_moe.layout_check.verify import verify_layout
 from tools._common import positive, rank_0_of, reports_errors, run_main, tool_parser
 
 MOST_RANKS = 8

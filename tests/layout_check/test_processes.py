@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_moe.layout_check.processes import _reserved_port
+from megatron_moe.layout_check.verify import _reserved_port
 
 
 def test_the_port_of_the_ranks_is_given_to_nobody_before_they_listen_there() -> None:

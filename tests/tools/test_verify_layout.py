@@ -4,8 +4,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.layout_check.fault_seeds import FaultSeed, UnknownFaultSeed
-from megatron_moe.layout_check.table import Comparison, ComparisonRow
-from megatron_moe.layout_check.verify import summary
+from megatron_moe.layout_check.table import Comparison, ComparisonRow, summary
 from tests.helpers.command_lines import SMALL, words
 from tests.helpers.thinned import thinned
 from tools.verify_layout import main
@@ -90,7 +89,7 @@ def test_sums_that_are_left_out_are_found_in_norms_and_routers(capsys):
     [
         ("--num-experts 7", ExitCode.CONFIG, "8 ranks do not divide 7 experts"),
         ("--num-layer 7", ExitCode.CONFIG, "--num-layer is not a flag"),
-        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is no error that can be planted"),
+        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is not a fault seed"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(more, code, text, capsys):
