@@ -21,7 +21,7 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 OURS, NATIVE = "as triton", "as torch_native"
 
 
-def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
+def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     """Kernel set of fakes of the backends that `auto` selects on a Hopper GPU, or of the requested ones.
 
     Raises EnvironmentProblem for backends without fakes.

@@ -75,7 +75,7 @@ PLANS = {
 
 def without_host_reads() -> KernelSet:
     """Plain torch with fakes of the ops that read sizes on the host; for tensors with and without data alike."""
-    return emulated.emulated_bundle(KernelConfig(backend=reference.NAME), torch.float32)
+    return emulated.emulated_kernels(KernelConfig(backend=reference.NAME), torch.float32)
 
 
 def on(
@@ -182,7 +182,7 @@ def test_the_assumed_load_counts_every_choice_once(num_ranks: int, hot: int, imb
 
 def test_an_activation_that_is_kept_twice_is_seen() -> None:
     """The planted error: a norm that keeps a copy of its input besides the input."""
-    config, sound = plan(), emulated.emulated_bundle(KernelConfig(), torch.bfloat16)
+    config, sound = plan(), emulated.emulated_kernels(KernelConfig(), torch.bfloat16)
 
     def wasteful(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         return sound.rms_norm(_Twice.apply(x), weight, eps, zero_centered)
