@@ -54,8 +54,8 @@ class Layouts:
         for tp, cp, pp, ep in product(tps, cps, pps, eps):
             for etp in sorted({1, tp}):
                 if self._divides(tp, cp, pp, ep, etp):
-                    sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "virtual_stages": 1}
-                    parallel = replace(self.plan.parallel, **sizes, sequence_parallel=tp > 1, cp_sub_axes=None)
+                    parallel = replace(self.plan.parallel, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                    parallel = replace(parallel, virtual_stages=1, sequence_parallel=tp > 1, cp_sub_axes=None)
                     yield from (LayoutGrid(parallel, micro) for micro in MICRO_BATCHES)
 
     def of_grid(self, grid: LayoutGrid) -> Iterator[RunPlan]:
