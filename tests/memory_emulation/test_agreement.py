@@ -1,4 +1,4 @@
-"""The closed form of the dry run and the emulation of the real program say the same of every shipped recipe."""
+"""Memory of the dry run agrees with that of the emulated run for every shipped recipe."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import pytest
 from arguments.flags import Registry
 from megatron_moe.config.attention import ContextExchange
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
+from tests.cost_model.test_memory import with_standard_permutation
 from tests.helpers.thinned import thinned
 from tests.memory_emulation.agreement import FEATURES, can_be_emulated, compare, missing, plan_of, without_hardware
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 REGISTRY = Registry.declared()
 WITHIN = 0.03
-"""Of the closed form."""
+"""Relative tolerance."""
 SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
 
 
@@ -32,24 +32,13 @@ def test_closed_form_and_emulation_agree_for_every_recipe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FEATURES))
-def test_a_recipe_that_is_left_out_asks_for_layers_that_are_not_available(name: str) -> None:
+def test_excluded_recipes_need_unavailable_layers(name: str) -> None:
     assert missing(without_hardware(name, REGISTRY)[0], 1024)
 
 
-def weighed_behind_the_experts(plan: RunPlan) -> RunPlan:
-    """--no-moe-memory-efficient-permutation"""
-    layers = []
-    for layer in plan.model.layers:
-        config = layer.feed_forward
-        if isinstance(config, MoEConfig):
-            config = replace(config, experts=replace(config.experts, probs_on_output=True))
-        layers.append(replace(layer, feed_forward=config))
-    return replace(plan, model=replace(plan.model, layers=tuple(layers)))
-
-
-def test_the_standard_permutation_keeps_the_experts_results() -> None:
+def test_standard_permutation_saves_the_expert_outputs() -> None:
     plan = plan_of("m8", REGISTRY)
-    efficient, standard = compare(plan), compare(weighed_behind_the_experts(plan))
+    efficient, standard = compare(plan), compare(with_standard_permutation(plan))
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * plan.model.hidden_size * 2
     assert standard.emulated["activations"] - efficient.emulated["activations"] == expected
@@ -57,7 +46,7 @@ def test_the_standard_permutation_keeps_the_experts_results() -> None:
     assert abs(standard.ratio - 1) < WITHIN
 
 
-def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_products() -> None:
+def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     plan = plan_of("m8", REGISTRY)
     one, two = (compare(replace(plan, memory=replace(plan.memory, expert_wgrad_interval=number))) for number in (1, 2))
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
@@ -80,11 +69,11 @@ def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_pr
     ],
     ids=["moe", "whole layers", "offload", "weight gradients of experts together"],
 )
-def test_switches_are_counted_alike(memory: MemoryConfig) -> None:
+def test_memory_options_agree(memory: MemoryConfig) -> None:
     assert abs(compare(replace(plan_of("m8", REGISTRY), memory=memory)).ratio - 1) < WITHIN
 
 
-def test_query_groups_that_ranks_share_are_counted_alike() -> None:
+def test_shared_query_groups_agree() -> None:
     plan = plan_of("q6", REGISTRY)
     layers = tuple(replace(layer, mixer=replace(layer.mixer, num_query_groups=2)) for layer in plan.model.layers)
     parallel = replace(plan.parallel, tp=8, world_size=8, sequence_parallel=True)
@@ -92,26 +81,23 @@ def test_query_groups_that_ranks_share_are_counted_alike() -> None:
     assert abs(found.ratio - 1) < WITHIN
 
 
-def with_dropout_of_attention(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
-    """--attention-dropout 0.1 --cp-comm-type EXCHANGE --context-parallel-size CP, on so many times the ranks"""
-    layers = []
-    for layer in plan.model.layers:
-        core = replace(layer.mixer.core, dropout=0.1, context_exchange=exchange)
-        layers.append(replace(layer, mixer=replace(layer.mixer, core=core)))
+def with_attention_dropout(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
+    """The plan with --attention-dropout 0.1, --cp-comm-type `exchange` and `cp` times the ranks."""
+    changes = {"dropout": 0.1, "context_exchange": exchange}
+    mixers = [replace(each.mixer, core=replace(each.mixer.core, **changes)) for each in plan.model.layers]
+    layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(plan.model.layers, mixers, strict=True))
     parallel = replace(plan.parallel, cp=cp, world_size=plan.parallel.world_size * cp)
-    return replace(plan, model=replace(plan.model, layers=tuple(layers)), parallel=parallel)
+    return replace(plan, model=replace(plan.model, layers=layers), parallel=parallel)
 
 
 @pytest.mark.parametrize(("exchange", "cp"), [("p2p", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2)])
 @pytest.mark.parametrize("name", thinned(["m8", "ds4"]))
-def test_dropout_of_attention_takes_a_number_per_pair_of_query_and_key(
-    name: str, exchange: ContextExchange, cp: int
-) -> None:
-    found = compare(with_dropout_of_attention(plan_of(name, REGISTRY), exchange, cp))
+def test_attention_dropout_saves_values_per_query_key_pair(name: str, exchange: ContextExchange, cp: int) -> None:
+    found = compare(with_attention_dropout(plan_of(name, REGISTRY), exchange, cp))
     assert abs(found.ratio - 1) < WITHIN
 
 
-def test_dropout_of_attention_is_freed_where_attention_is_computed_again() -> None:
-    plan = with_dropout_of_attention(plan_of("m8", REGISTRY), "p2p", 1)
+def test_attention_recompute_frees_the_values_of_dropout() -> None:
+    plan = with_attention_dropout(plan_of("m8", REGISTRY), "p2p", 1)
     memory = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("core_attn",)))
     assert abs(compare(replace(plan, memory=memory)).ratio - 1) < WITHIN
