@@ -6,7 +6,7 @@ prints statistics of documents, lengths and ids. Exit code 0: valid; 4: invalid.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -35,36 +35,29 @@ def main(argv: Sequence[str]) -> int:
             print(f"{prefix}: DAMAGED\n    {problem}")
             valid = False
             continue
-        _print(found, vocab_size, eod)
+        print(f"{found.prefix}: {'valid' if not found.problems else 'INVALID'}")
+        for name, value in _rows(found, vocab_size, eod):
+            print(f"  {name:<22} {value}")
+        for problem in found.problems:
+            print(f"    {problem}")
         valid = valid and not found.problems
     return ExitCode.OK if valid else DataProblem.code
 
 
-def _print(found: DataReport, vocab_size: int | None, eod: int | None) -> None:
-    print(f"{found.prefix}: {'valid' if not found.problems else 'INVALID'}")
-    for name, value in _rows(found, vocab_size, eod):
-        print(f"  {name:<22} {value}")
-    for problem in found.problems:
-        print(f"    {problem}")
-
-
-def _rows(found: DataReport, vocab_size: int | None, eod: int | None) -> list[tuple[str, str]]:
-    rows = [
-        ("tokens", f"{found.num_tokens:,} of {found.dtype}"),
-        ("sequences", f"{found.num_sequences:,}"),
-        ("documents", f"{found.num_documents:,}, {found.num_empty:,} of them empty"),
-    ]
+def _rows(found: DataReport, vocab_size: int | None, eod: int | None) -> Iterator[tuple[str, str]]:
+    """(name, value) of the statistics."""
+    yield "tokens", f"{found.num_tokens:,} of {found.dtype}"
+    yield "sequences", f"{found.num_sequences:,}"
+    yield "documents", f"{found.num_documents:,}, {found.num_empty:,} of them empty"
     if found.lengths is not None:
         each = found.lengths
         spread = f"{each.shortest:,} min, {each.median:,.1f} median, {each.mean:,.1f} mean, {each.longest:,} max"
-        rows.append(("tokens per document", spread))
+        yield "tokens per document", spread
     if found.largest_id is not None:
-        known = "not given, not checked" if vocab_size is None else f"{vocab_size:,}"
-        rows.append(("ids", f"{found.smallest_id:,} to {found.largest_id:,}, {found.num_distinct:,} distinct"))
-        rows.append(("vocabulary", known))
+        yield "ids", f"{found.smallest_id:,} to {found.largest_id:,}, {found.num_distinct:,} distinct"
+        yield "vocabulary", "not given, not checked" if vocab_size is None else f"{vocab_size:,}"
     if eod is not None:
-        rows.append(("documents with end", f"{found.num_ended:,} end with id {eod}"))
-    return rows
+        yield "documents with end", f"{found.num_ended:,} end with id {eod}"
 
 
 def _parser() -> argparse.ArgumentParser:

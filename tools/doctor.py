@@ -14,7 +14,7 @@ import torch
 from arguments.flags import Registry
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.kernels.registry import BACKENDS, Backend, discover
-from megatron_moe.resilience.machine import Probe, probes
+from megatron_moe.resilience.machine import probes
 from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all
 from tools._common import run_main, tool_parser
 
@@ -47,10 +47,6 @@ def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend]
     return lines
 
 
-def probe_lines(tried: Sequence[Probe]) -> list[str]:
-    return [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
-
-
 def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
     """Build instructions for missing packages that the package index does not have."""
     lines = []
@@ -61,11 +57,6 @@ def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
     return lines
 
 
-def device_of(name: str) -> torch.device:
-    """Requested device; `auto` is a GPU if there is one."""
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
 def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -73,11 +64,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.constraints != CONSTRAINTS and not options.constraints.is_file():
         parser.error(f"--constraints {options.constraints} is not a file")
-    found, tried = find_all(options.constraints), probes(device_of(options.device))
-    backends = discover(BACKENDS)
+    on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    found, tried = find_all(options.constraints), probes(torch.device("cuda" if on_gpu else "cpu"))
     lines = [f"packages, against {options.constraints.name}"]
-    lines += package_lines(found, backends, Registry.declared())
-    lines += ["", "this machine", *probe_lines(tried), *build_lines(found), ""]
+    lines += package_lines(found, discover(BACKENDS), Registry.declared())
+    lines += ["", "this machine"]
+    lines += [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
+    lines += [*build_lines(found), ""]
     bad = [each.package.name for each in found if each.verdict == "wrong"]
     bad += [each.package.name for each in found if each.package.required and each.verdict == "missing"]
     bad += [probe.name for probe in tried if not probe.works]

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from arguments import plan_search
-from arguments.errors import FlagErrors, Problem
+from arguments.errors import FlagErrors
 from arguments.flags import Registry
 from arguments.parser import Settings
 from megatron_moe.config.exit_codes import ExitCode
@@ -61,7 +61,8 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _inputs(options, words)
-    _refuse(plan_search.forbidden(settings, num_gpus))
+    if problems := plan_search.forbidden(settings, num_gpus):
+        raise FlagErrors(problems)
     planner, plan = plan_search.planner_of(settings, gpu, options.imbalance), plan_search.as_given(settings, num_gpus)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
@@ -81,16 +82,11 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 
 def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
-    registry = Registry.declared()
-    settings = plan_search.settings_of(words, registry)
-    _refuse(settings.problems or plan_search.unplannable(settings))
+    settings = plan_search.settings_of(words, Registry.declared())
+    if problems := settings.problems or plan_search.unplannable(settings):
+        raise FlagErrors(problems)
     cluster = requested_cluster(options, words, {})
     return settings, cluster.gpu, cluster.world_size
-
-
-def _refuse(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise FlagErrors(problems)
 
 
 def _print(place: int, found: PlannedLayout, gpu: GPU) -> None:

@@ -37,15 +37,6 @@ _SHOWN_BAD_LINES = 20
 _SIZED = ("NullTokenizer", "TikTokenizer")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Settings of the workers."""
-
-    tokenizer: TokenizerConfig
-    keys: tuple[str, ...]
-    append_eod: bool
-
-
 @dataclass
 class Encoded:
     """Tokenized chunk of documents."""
@@ -66,14 +57,14 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     return load_tokenizer(config)
 
 
-def encode(job: Job, chunk: Chunk) -> Encoded:
+def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chunk: Chunk) -> Encoded:
     """Parses and tokenizes the records of a chunk, in order; runs in a worker."""
-    tokenizer = tokenizer_of(job.tokenizer)
-    end = [tokenizer.eod] if job.append_eod else []
+    tokenizer = tokenizer_of(config)
+    end = [tokenizer.eod] if append_eod else []
     encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk.records), file_bytes=chunk.file_bytes)
     for record in chunk.records:
         try:
-            texts = parse_record(record, job.keys)
+            texts = parse_record(record, keys)
         except BadLine as error:
             encoded.bad.append(f"{record.path}, line {record.line}: {error}")
             continue
@@ -151,7 +142,7 @@ def preprocess(args: argparse.Namespace) -> Progress:
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
     )
-    job = Job(tokenizer=config, keys=tuple(args.json_keys), append_eod=args.append_eod)
+    encode_chunk = functools.partial(encode, config, tuple(args.json_keys), args.append_eod)
     dtype = token_dtype(tokenizer_of(config).vocab_size)
     chunks = (chunk for path in args.input for chunk in read_chunks(path))
     with ExitStack() as stack:
@@ -160,11 +151,11 @@ def preprocess(args: argparse.Namespace) -> Progress:
             stack.callback(pool.shutdown, cancel_futures=True)
         progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)
-        prefixes = [f"{args.output_prefix}_{key}_document" for key in job.keys]
+        prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
         for path in (path for prefix in prefixes for path in unfinished_files(prefix)):
             print(f"{path} is incomplete: remove it if its process was killed, or wait for it", file=sys.stderr)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        results = map_in_order(pool, functools.partial(encode, job), chunks, _CHUNKS_AHEAD * args.workers)
+        results = map_in_order(pool, encode_chunk, chunks, _CHUNKS_AHEAD * args.workers)
         write_documents(results, writers, progress, args.on_bad_line)
         if progress.tokens == 0:
             raise DataProblem(f"no text in {', '.join(map(str, args.input))}; check --input and --json-keys")

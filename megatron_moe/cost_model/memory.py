@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import mul
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.precision import LowPrecision, PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
@@ -31,6 +32,22 @@ from megatron_moe.cost_model.workspace import ATTENTION, Workspace, in_attention
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
+_LOW_ACTIVATION = MappingProxyType(
+    {
+        "tensorwise": 1.0,
+        "delayed": 1.0,
+        "custom": 1.0,
+        "blockwise": 1 + 4 / 128,
+        "mxfp8": 1 + 1 / 32,
+        "nvfp4": 0.5 + 1 / 16,
+    }
+)
+"""Bytes per element of a GEMM input in a low format, scales included."""
+_LOW_WEIGHT = MappingProxyType(
+    dict.fromkeys(("tensorwise", "delayed", "custom", "blockwise"), 1 + 4 / 128**2)
+    | {"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)}
+)
+"""Bytes of a weight in a low format. MXFP8 and NVFP4 need a rowwise and a columnwise copy."""
 _FEW_GROUPS = 4
 """Groups of microbatches after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
@@ -99,48 +116,19 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
     if precision.low and precision.low_params:
-        weights -= low.total * (weight - _low_weight(precision))
+        weights -= low.total * (weight - _LOW_WEIGHT[precision.low])
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
-        master=owned * _master(precision) * on_device if has_master else 0.0,
+        master=owned * (2 if precision.remainders else num_bytes(precision.master)) * on_device if has_master else 0.0,
         moments=owned * _moments(precision) * on_device,
     )
-
-
-def _master(precision: PrecisionConfig) -> int:
-    """Bytes of a master weight, or of its low 16 bits (`PrecisionConfig.remainders`)."""
-    return 2 if precision.remainders else num_bytes(precision.master)
 
 
 def _moments(precision: PrecisionConfig) -> int:
     if precision.master == "fp64":
         return 16
     return num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
-
-
-def _low_weight(precision: PrecisionConfig) -> float:
-    """Bytes of a weight in a low format. MXFP8 and NVFP4 need a rowwise and a columnwise copy."""
-    match precision.low:
-        case "mxfp8":
-            return 2 * (1 + 1 / 32)
-        case "nvfp4":
-            return 2 * (0.5 + 1 / 16)
-        case _:
-            return 1 + 4 / 128**2
-
-
-def _low_activation(recipe: LowPrecision) -> float:
-    """Bytes per element of a matrix product's input in a low format, scales included."""
-    match recipe:
-        case "blockwise":
-            return 1 + 4 / 128
-        case "mxfp8":
-            return 1 + 1 / 32
-        case "nvfp4":
-            return 0.5 + 1 / 16
-        case _:
-            return 1.0
 
 
 class _Chunk(NamedTuple):
@@ -299,7 +287,7 @@ class RankMemory:
             freed_by = (WHOLE_LAYER,)
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
-        size = tensor.elements * _low_activation(low) if tensor.low and low else float(tensor.bytes)
+        size = tensor.elements * _LOW_ACTIVATION[low] if tensor.low and low else float(tensor.bytes)
         if memory.stash is not None and tensor.even_bytes:
             # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
             return _Placed(size * memory.stash.factor * tensor.even_bytes / tensor.bytes)

@@ -35,6 +35,9 @@ class Traffic:
     hidden: bool = False
     """Overlaps with computation."""
 
+    def repeated(self, times: int) -> "Traffic":
+        return replace(self, bytes=self.bytes * times, far=self.far * times)
+
     def seconds(self, gpu: GPU) -> float:
         """Time with concurrent NVLink and network transfers, at the efficiency of large collectives."""
         near = (self.bytes - self.far) / gpu.nvlink
@@ -148,7 +151,7 @@ class Communication:
         for layer, count in Counter(layers).items():
             times = count * self.num_microbatches
             for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
-                yield replace(each, bytes=each.bytes * times, far=each.far * times)
+                yield each.repeated(times)
 
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
         """Column-parallel input: all-gather in forward, all-gather and reduce-scatter in backward. Row-parallel output:
@@ -232,8 +235,7 @@ class Communication:
                 (self._sharded_linears("embedding", 0, hidden), stage.embedding + stage.num_mtp),
                 (self._sharded_linears("head", hidden, 0), stage.loss * (1 + self.plan.model.num_mtp)),
             ):
-                count = times * self.num_microbatches
-                yield replace(each, bytes=each.bytes * count, far=each.far * count)
+                yield each.repeated(times * self.num_microbatches)
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """One all-reduce of gradients per step; with ZeRO-1 a reduce-scatter of them and an all-gather of weights."""

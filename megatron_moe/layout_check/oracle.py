@@ -187,19 +187,16 @@ class _SelectionByRank(ExpertSelection):
         assert routing.ids_TK is not None and routing.probs_TK is not None
         ids_TK, probs_TK, counts_E = routing.ids_TK.clone(), routing.probs_TK, torch.zeros_like(routing.counts_E)
         for part in self._partition.parts:
-            limited = super().limit(self._rows_of(routing, part))
+            ids_of_part = routing.ids_TK[part]
+            counts_of_part = self.kernels.count_tokens(ids_of_part, routing.num_experts)
+            of_part = {"ids_TK": ids_of_part, "chosen_TK": ids_of_part, "counts_E": counts_of_part}
+            limited = super().limit(replace(routing, probs_TK=routing.probs_TK[part], **of_part))
             assert limited.ids_TK is not None and limited.probs_TK is not None
             ids_TK[part] = limited.ids_TK
             probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)
             counts_E = counts_E + limited.counts_E
         # one rank has no rows that pad experts to their capacity
         return replace(routing, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, capacity=None)
-
-    def _rows_of(self, routing: Routing, rows: Tensor) -> Routing:
-        assert routing.ids_TK is not None and routing.probs_TK is not None
-        ids_TK = routing.ids_TK[rows]
-        counts_E = self.kernels.count_tokens(ids_TK, routing.num_experts)
-        return replace(routing, ids_TK=ids_TK, probs_TK=routing.probs_TK[rows], counts_E=counts_E, chosen_TK=ids_TK)
 
 
 def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:

@@ -133,10 +133,8 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
 def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, Figure]]:
     """Metrics of this step by name and layer."""
     for name, metric in trainer.metrics.cut().take(context).items():
-        if metric.layers:
-            yield from (((name, layer), figure) for layer, figure in metric.layers.items())
-        else:
-            yield (name, None), metric.value
+        for layer, figure in (metric.layers or {None: metric.value}).items():
+            yield (name, layer), figure
 
 
 def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
@@ -147,8 +145,7 @@ def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
         if inputs[1].metrics is not trainer.metrics:
             return  # a recomputed forward
         counts_E = routing.counts_E.detach().cpu().long()
-        before = record.tokens.get(router.layer)
-        record.tokens[router.layer] = counts_E.clone() if before is None else before + counts_E
+        record.tokens[router.layer] = counts_E + record.tokens.get(router.layer, 0)
 
     for router in trainer.routers:
         router.register_forward_hook(count)

@@ -11,7 +11,6 @@ from functools import cache
 from heapq import heappop, heappush
 from itertools import chain, combinations
 from itertools import count as count_up
-from math import inf
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.expert_load import LoadChoice
@@ -151,19 +150,12 @@ class Planner:
         for each in singles:
             after = memory.with_options(each.memory).of_rank(before.rank, plain.num_microbatches)
             gains[_key(each)] = before.total - after.total
-        found = [each for each in self._sets(plain) if _expected_gain(each, gains) >= _SAFETY * excess]
+        found = [each for each in self._sets(plain) if _is_full(each) or _sum(each, gains) >= _SAFETY * excess]
         if found and excess > 0:
             base = self._lower_bound(plain)
             costs = {_key(each): self._lower_bound(each) - base for each in singles} | {(): 0.0}
-            found.sort(key=lambda each: self._cost(each, base, costs))
+            found.sort(key=lambda each: self._lower_bound(each) - base if _is_full(each) else _sum(each, costs))
         return iter(found)
-
-    def _cost(self, plan: RunPlan, base: float, costs: Mapping[object, float]) -> float:
-        """Seconds that a set of options adds."""
-        recompute = plan.memory.recompute
-        if recompute.granularity == "full":
-            return self._lower_bound(plan) - base
-        return sum(costs[name] for name in recompute.modules) + costs[plan.memory.offload.modules]
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
         """Useful combinations of selective recompute and offload, and full recompute."""
@@ -184,9 +176,10 @@ def _key(plan: RunPlan) -> object:
     return plan.memory.offload.modules or plan.memory.recompute.modules[0]
 
 
-def _expected_gain(plan: RunPlan, gains: Mapping[object, float]) -> float:
-    """Bytes that a set of options saves, as the sum of its individual savings."""
-    recompute = plan.memory.recompute
-    if recompute.granularity == "full":
-        return inf
-    return sum(gains[name] for name in recompute.modules) + gains[plan.memory.offload.modules]
+def _is_full(plan: RunPlan) -> bool:
+    return plan.memory.recompute.granularity == "full"
+
+
+def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
+    """Sum over the plan's selectively recomputed modules and its offload."""
+    return sum(of_options[name] for name in plan.memory.recompute.modules) + of_options[plan.memory.offload.modules]

@@ -7,14 +7,14 @@ overhead of the host is not modelled.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, layer_tensors, num_bytes
+from megatron_moe.cost_model.activations import ActivationSizes, layer_tensors, num_bytes
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
 from megatron_moe.cost_model.hardware import GPU
@@ -102,30 +102,33 @@ class LayerWork:
         self.sizes = ActivationSizes.of(plan)
         self._share = plan.batch.micro / (plan.parallel.tp * plan.parallel.cp)
         """A rank's share of the operations of one microbatch, relative to those of one sequence."""
-        self._plain: dict[LayerConfig, Work] = {}
-        self._tensors: dict[LayerConfig, list[SavedTensor]] = {}
-        self._recompute: dict[tuple[LayerConfig, tuple[str, ...]], float] = {}
+        self.of_layer = cache(self._of_layer)
+        """Work of one microbatch in a layer, without recompute."""
+        self.tensors = cache(partial(layer_tensors, parallel=plan.parallel, sizes=self.sizes))
+        """Saved tensors of a layer without recompute."""
+        self._of_modules = cache(self._recompute_of_modules)
 
     def of_stages(self) -> list[Work]:
         """Work of one microbatch in each stage, recompute included."""
-        model = self.plan.model
-        cache: dict[tuple[tuple[int, ...], int, bool], Work] = {}
-        kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(model.layers))}
-        kind_of = [kinds[layer] for layer in model.layers]
-        found = []
+        layers = self.plan.model.layers
+        kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(layers))}
+        kind_of = [kinds[layer] for layer in layers]
+        found: dict[object, Work] = {}
+        keys = []
         for stage in self.plan.layout.stages:
-            key = (tuple(kind_of[index] for index in stage.layers), stage.num_mtp, stage.loss)
-            if key not in cache:
-                cache[key] = self.of_stage(stage)
-            found.append(cache[key])
-        return found
+            key = tuple(kind_of[index] for index in stage.layers), stage.num_mtp, stage.loss
+            keys.append(key)
+            if key not in found:
+                found[key] = self.of_stage(stage)
+        return [found[key] for key in keys]
 
     def of_stage(self, stage: StageLayout) -> Work:
         """Work of one microbatch in one stage, recompute included."""
         model, recompute = self.plan.model, self.plan.memory.recompute
         work = Work()
         first = recompute.num_layers if recompute.granularity == "full" and recompute.method == "block" else 0
-        for (layer, early), count in Counter(self._places(stage, first)).items():
+        places = ((model.layers[index], place < first) for place, index in enumerate(stage.layers))
+        for (layer, early), count in Counter(places).items():
             work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
         if stage.num_mtp:
             layer = model.layers[-1]
@@ -133,12 +136,6 @@ class LayerWork:
             one = self.of_layer(layer) + Work(recompute=self.recompute(layer, True), dense=projection)
             work += one * model.num_mtp
         return work + self._head() if stage.loss else work
-
-    def of_layer(self, layer: LayerConfig) -> Work:
-        """Work of one microbatch in a layer, without recompute."""
-        if layer not in self._plain:
-            self._plain[layer] = self._of_layer(layer)
-        return self._plain[layer]
 
     def _of_layer(self, layer: LayerConfig) -> Work:
         rates, flops = self.rates, count_layer_flops(layer, self.plan.data.seq_length)
@@ -171,17 +168,6 @@ class LayerWork:
             bandwidth=LOGIT_PASSES * num_logits * self.sizes.activation / self.rates.memory,
         )
 
-    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
-        """Saved tensors of a layer without recompute."""
-        if layer not in self._tensors:
-            self._tensors[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
-        return self._tensors[layer]
-
-    def _places(self, stage: StageLayout, first: int) -> Iterator[tuple[LayerConfig, bool]]:
-        """(layer, whether it is among the `first` of its stage)."""
-        for place, index in enumerate(stage.layers):
-            yield self.plan.model.layers[index], place < first
-
     def recompute(self, layer: LayerConfig, early: bool) -> float:
         """Seconds of recompute per microbatch; `early`: method "block" includes the layer."""
         recompute = self.plan.memory.recompute
@@ -190,11 +176,9 @@ class LayerWork:
         if recompute.granularity == "full":
             whole = recompute.method == "uniform" or early
             return _FORWARD * self.of_layer(layer).total if whole else 0.0
-        if (layer, recompute.modules) not in self._recompute:
-            self._recompute[layer, recompute.modules] = self._of_modules(layer, recompute.modules)
-        return self._recompute[layer, recompute.modules]
+        return self._of_modules(layer, recompute.modules)
 
-    def _of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
+    def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
         """Seconds to recompute modules of a layer: their GEMMs, and passes over the freed bytes."""
         freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
         flops, share = self._forward_of(layer, set(modules)), self._share
