@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{found.prefix}: {'valid' if not found.problems else 'INVALID'}")
         for name, value in _rows(found, vocab_size, eod):
             print(f"  {name:<22} {value}")
-        for problem in found.problems:
-            print(f"    {problem}")
+        for line in found.problems:
+            print(f"    {line}")
         valid = valid and not found.problems
     return ExitCode.OK if valid else DataProblem.code
 

@@ -54,17 +54,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script only")
     parser.add_argument("--name", help="name of the job (default: that of the recipe or file)")
-    parser.add_argument(
-        "--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p time=4:00:00; no-mem removes mem"
-    )
+    parser.add_argument("--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p; no-mem removes mem")
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
-    parser.add_argument(
-        "--grace", type=positive, default=300, help="ranks get SIGTERM this many seconds before the end (300)"
-    )
-    parser.add_argument(
-        "--python", default=None, help="interpreter of the ranks (default: this one; python in a container)"
-    )
+    parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
+    parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
     return parser
 
 

@@ -54,12 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; defines --vpp")
     add_cluster_options(parser, "--ranks")
     parser.add_argument("--lists", action="store_true", help="print every rank's actions, including sends and receives")
-    parser.add_argument(
-        "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
-    )
-    parser.add_argument(
-        "--width", type=int, default=shutil.get_terminal_size((120, 40)).columns, help="columns of the text"
-    )
+    parser.add_argument("--draw", type=Path, action="append", default=[], metavar="FILE", help=" or ".join(CHARTS))
+    columns = shutil.get_terminal_size((120, 40)).columns
+    parser.add_argument("--width", type=int, default=columns, help="columns of the text")
     options = parser.parse_args(argv)
     times = (options.forward_time, options.backward_time)
     if not all(0 < time < inf for time in times) or not 0 <= options.transfer_time < inf:
@@ -138,10 +135,12 @@ def main(argv: Sequence[str]) -> int:
     except (ScheduleError, LayoutError) as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
-    forward, half, transfer = options.forward_time, options.backward_time / 2, options.transfer_time
-    costs = shown.stage_costs
     durations = Durations(
-        forward=forward, backward_input=half, backward_weight=half, transfer=transfer, stage_costs=costs
+        forward=options.forward_time,
+        backward_input=options.backward_time / 2,
+        backward_weight=options.backward_time / 2,
+        transfer=options.transfer_time,
+        stage_costs=shown.stage_costs,
     )
     strict = simulate(config.stages, schedule, durations=durations, depth=0)
     loose = simulate(config.stages, schedule, durations=durations, depth=options.queue)

@@ -32,22 +32,10 @@ from megatron_moe.cost_model.workspace import ATTENTION, Workspace, in_attention
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
-_LOW_ACTIVATION = MappingProxyType(
-    {
-        "tensorwise": 1.0,
-        "delayed": 1.0,
-        "custom": 1.0,
-        "blockwise": 1 + 4 / 128,
-        "mxfp8": 1 + 1 / 32,
-        "nvfp4": 0.5 + 1 / 16,
-    }
-)
-"""Bytes per element of a GEMM input in a low format, scales included."""
-_LOW_WEIGHT = MappingProxyType(
-    dict.fromkeys(("tensorwise", "delayed", "custom", "blockwise"), 1 + 4 / 128**2)
-    | {"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)}
-)
-"""Bytes of a weight in a low format. MXFP8 and NVFP4 need a rowwise and a columnwise copy."""
+_LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
+"""Bytes per element of a GEMM input in a low format, scales included; 1 in other formats."""
+_LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)})
+"""Bytes of a weight in the formats that need a rowwise and a columnwise copy."""
 _FEW_GROUPS = 4
 """Groups of microbatches after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
@@ -116,7 +104,7 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
     if precision.low and precision.low_params:
-        weights -= low.total * (weight - _LOW_WEIGHT[precision.low])
+        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.low, 1 + 4 / 128**2))
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
@@ -287,7 +275,7 @@ class RankMemory:
             freed_by = (WHOLE_LAYER,)
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
-        size = tensor.elements * _LOW_ACTIVATION[low] if tensor.low and low else float(tensor.bytes)
+        size = tensor.elements * _LOW_ACTIVATION.get(low, 1.0) if tensor.low and low else float(tensor.bytes)
         if memory.stash is not None and tensor.even_bytes:
             # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
             return _Placed(size * memory.stash.factor * tensor.even_bytes / tensor.bytes)

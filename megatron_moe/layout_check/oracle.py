@@ -187,10 +187,9 @@ class _SelectionByRank(ExpertSelection):
         assert routing.ids_TK is not None and routing.probs_TK is not None
         ids_TK, probs_TK, counts_E = routing.ids_TK.clone(), routing.probs_TK, torch.zeros_like(routing.counts_E)
         for part in self._partition.parts:
-            ids_of_part = routing.ids_TK[part]
-            counts_of_part = self.kernels.count_tokens(ids_of_part, routing.num_experts)
-            of_part = {"ids_TK": ids_of_part, "chosen_TK": ids_of_part, "counts_E": counts_of_part}
-            limited = super().limit(replace(routing, probs_TK=routing.probs_TK[part], **of_part))
+            ids, probs = routing.ids_TK[part], routing.probs_TK[part]
+            counts = self.kernels.count_tokens(ids, routing.num_experts)
+            limited = super().limit(replace(routing, ids_TK=ids, probs_TK=probs, counts_E=counts, chosen_TK=ids))
             assert limited.ids_TK is not None and limited.probs_TK is not None
             ids_TK[part] = limited.ids_TK
             probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)

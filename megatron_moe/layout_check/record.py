@@ -133,8 +133,10 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
 def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, Figure]]:
     """Metrics of this step by name and layer."""
     for name, metric in trainer.metrics.cut().take(context).items():
-        for layer, figure in (metric.layers or {None: metric.value}).items():
-            yield (name, layer), figure
+        if metric.layers:
+            yield from (((name, layer), figure) for layer, figure in metric.layers.items())
+        else:
+            yield (name, None), metric.value
 
 
 def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
