@@ -12,8 +12,7 @@ from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.flops import flops_per_step
-from megatron_moe.cost_model.memory import checkpoint_bytes
-from megatron_moe.cost_model.paged_stash import pages_of_rank
+from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader

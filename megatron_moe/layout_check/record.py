@@ -147,8 +147,7 @@ def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
         if inputs[1].metrics is not trainer.metrics:
             return  # a recomputed forward
         counts_E = routing.counts_E.detach().cpu().long()
-        before = record.tokens.get(router.layer)
-        record.tokens[router.layer] = counts_E.clone() if before is None else before + counts_E
+        record.tokens[router.layer] = counts_E + record.tokens.get(router.layer, 0)
 
     for router in trainer.routers:
         router.register_forward_hook(count)

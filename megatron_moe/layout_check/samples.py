@@ -42,9 +42,8 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Inserts document ends. Documents of neighbouring sequences start at different positions; otherwise their
-        first
-        tokens would be identical, and rounding would decide which one an expert at capacity drops."""
+        """Inserts document ends. Documents of neighbouring sequences start with different tokens; otherwise rounding
+        would decide which of two identical tokens an expert at capacity drops."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1

@@ -21,7 +21,7 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 OURS, NATIVE = "as triton", "as torch_native"
 
 
-def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
+def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     """Kernel set of fakes of the backends that `auto` selects on a Hopper GPU, or of the requested ones.
 
     Raises EnvironmentProblem for backends without fakes.
@@ -30,9 +30,8 @@ def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     for op in OPS:
         name, function = _selected(op, requests.get(op, config.kernel_backend), dtype)
         functions[op] = function
-        choices.append(
-            Selection(op, name, "memory only, nothing is computed" if name != reference.NAME else "plain torch")
-        )
+        reason = "memory only, nothing is computed" if name != reference.NAME else "plain torch"
+        choices.append(Selection(op, name, reason))
     return KernelSet.of(functions, tuple(choices))
 
 
@@ -43,10 +42,8 @@ def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[
             f"hopper, triton, {torch_native.NAME} or {reference.NAME}, or emulate on a GPU"
         )
     plain = request == reference.NAME or dtype is torch.float64
-    if op in _HOST_READS and plain:
-        return reference.NAME, _HOST_READS[op]
     if plain:
-        return reference.NAME, getattr(reference, op)
+        return reference.NAME, _HOST_READS.get(op) or getattr(reference, op)
     if request == torch_native.NAME and op in torch_native.PROVIDES:
         return NATIVE, native.FAKES.get(op, getattr(torch_native, op))
     for name, known in ((OURS, triton.FAKES), (NATIVE, native.FAKES)):

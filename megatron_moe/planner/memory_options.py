@@ -1,4 +1,4 @@
-"""Memory-saving options of a plan: how to enable or disable each, the bytes it saves and the time it costs."""
+"""Memory-saving options of a plan: how to enable or disable each, and the bytes it saves."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,10 +9,7 @@ from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
-from megatron_moe.cost_model.placement import Placement
-from megatron_moe.planner.estimator import Estimator
 
 SELECTIVE = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "moe")
 """Modules of selective recompute, without core_attn, which would free the log-sum-exp only."""
@@ -159,35 +156,7 @@ def saved(plan: RunPlan, switch: MemoryOption, rank: int, num_microbatches: int)
     return before.total - RankMemory(changed).of_rank(rank, changed_microbatches).total
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnabledOption:
-    """Effect of an enabled memory option."""
-
-    flags: str
-    """Command-line flags of the option."""
-    saves: float
-    """Additional bytes of a pipeline rank if only this option were disabled."""
-    slower: float
-    """Relative increase of the step time over disabling only this option, by the model of docs/planning.md."""
-
-
-def enabled(
-    plan: RunPlan, memory: RankMemory, rank: int, num_microbatches: int, gpu: GPU, placements: dict[str, Placement]
-) -> list[EnabledOption]:
-    """Enabled memory options of the plan, with their effect on one pipeline rank. Effects do not add up: a
-    module inside a recomputed module saves nothing more."""
-    num_bytes = memory.of_rank(rank, num_microbatches).total
-    seconds = Estimator(plan, gpu, placements).step().total
-    found = []
-    for option in _enabled_options(plan):
-        without = option.apply(plan)
-        saves = memory.on_another_plan(without).of_rank(rank, num_microbatches).total - num_bytes
-        slower = seconds / Estimator(without, gpu, placements).step().total - 1
-        found.append(EnabledOption(flags=option.flags, saves=saves, slower=slower))
-    return found
-
-
-def _enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
+def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
     """Enabled memory options of the plan; `apply` disables them."""
     recompute, offload = plan.memory.recompute, plan.memory.offload
     if recompute.recompute_granularity == "full":

@@ -32,7 +32,7 @@ Case = Callable[[Any], tuple[Tensor | tuple[Tensor, ...], list[Tensor]]]
 """With a backend: the outputs of an op and the inputs to differentiate by."""
 
 BF16 = torch.bfloat16
-BUNDLE = emulated.emulated_bundle(KernelConfig(), BF16)
+BUNDLE = emulated.emulated_kernels(KernelConfig(), BF16)
 ROUTER = RouterConfig(hidden_size=32, num_experts=8, topk=2, score_function="sigmoid", balancing=(), aux_loss_coeffs=())
 SWIGLU = ActivationConfig(kind="silu", gated=True)
 
@@ -311,7 +311,7 @@ def test_attention_in_fp32_has_all_logits(sinks: bool, monkeypatch: pytest.Monke
         k.attention_block_grad(out, q, k_, v, out, lse, lse, *mask, into)
         return (out, lse, *into), []
 
-    case, bundle = whole if sinks else parts, emulated.emulated_bundle(KernelConfig(), torch.float32)
+    case, bundle = whole if sinks else parts, emulated.emulated_kernels(KernelConfig(), torch.float32)
     found = memory_of(case, bundle)
     assert found == memory_of(case, triton_kernels) and found[0][0] > 3 * 4 * 64 * 64 * 4
 
@@ -319,7 +319,7 @@ def test_attention_in_fp32_has_all_logits(sinks: bool, monkeypatch: pytest.Monke
 def test_every_op_of_the_gpu_has_a_case_or_computes_in_place() -> None:
     known = {op for name in CASES for op in re.findall(r"\w+", name)} | {"adamw_", "adamw_packed_"}
     assert set(triton_kernels.PROVIDES) <= known
-    bundle = emulated.emulated_bundle(KernelConfig(), BF16)
+    bundle = emulated.emulated_kernels(KernelConfig(), BF16)
     backends = {choice.op: choice.backend for choice in bundle.choices}
     assert {op for op, name in backends.items() if name == emulated.OURS} == set(triton_kernels.PROVIDES)
     rest = set(OPS) - set(triton_kernels.PROVIDES) - set(torch_native.PROVIDES)
