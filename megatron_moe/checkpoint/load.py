@@ -23,20 +23,17 @@ from megatron_moe.checkpoint.directory import (
 )
 from megatron_moe.checkpoint.manifest import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     SAFETENSORS,
     TRAIN_STATE,
     CorruptCheckpoint,
     Manifest,
     NewerFormat,
     check_header,
-    decode,
     extents_by_file,
     parse_json,
 )
-from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.checkpoint.tensor_shards import (
-    FileReader,
+    CheckpointReader,
     SavedTensor,
     digest,
     dtype_name,
@@ -271,10 +268,12 @@ def _attempt(
     `known`: digests of the keys that any rank loads.
     """
     try:
-        manifest, reader = _open(candidate.path)
+        reader = CheckpointReader(candidate.path)
+        reader.check_sizes()
+        manifest = reader.manifest
         if manifest.iteration != candidate.iteration:
             raise CorruptCheckpoint(f"{MANIFEST}: iteration {manifest.iteration} in a folder of another iteration")
-        problems = _mismatches(wanted, known, manifest, casting)
+        problems = mismatches(wanted, known, manifest, casting)
         if problems:
             return _Mismatch(_describe_mismatches(candidate.path, problems))
         extents = extents_by_file(manifest)
@@ -294,27 +293,9 @@ def _attempt(
 
 
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, SavedTensor]) -> None:
-    reader = FileReader(path, manifest.files)
+    reader = CheckpointReader(path, manifest)
     for key, target in wanted.items():
-        entry = manifest.tensors[key]
-        fill(target, entry, partial(reader.piece, key, entry))
-
-
-def _open(path: Path) -> tuple[Manifest, FileReader]:
-    """Reads the manifest and checks the sizes of all files."""
-    manifest = read_manifest(path)
-    reader = FileReader(path, manifest.files)
-    reader.check_sizes()
-    return manifest, reader
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint and NewerFormat."""
-    try:
-        data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{MANIFEST}: {error.strerror}") from error
-    return decode(data)
+        fill(target, manifest.tensors[key], partial(reader.piece, key))
 
 
 def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:
@@ -327,7 +308,7 @@ def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[s
     return [name for name in manifest.files if name in used or name not in stored]
 
 
-def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
+def mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
     """Lists all differences in keys, shapes and dtypes between this run and the checkpoint."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]

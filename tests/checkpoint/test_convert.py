@@ -215,7 +215,10 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(routed, tmp_path: P
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("missing", "missing in the checkpoint: model.decoder.final_layernorm.weight"), ("more", "unknown to the model")],
+    [
+        ("missing", "missing in the checkpoint: model.decoder.final_layernorm.weight"),
+        ("more", "unknown to this run: model.odd"),
+    ],
 )
 def test_a_checkpoint_of_another_model_is_refused(change: str, said: str, routed, tmp_path: Path):
     folder, _, config = routed

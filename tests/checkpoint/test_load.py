@@ -307,7 +307,7 @@ def test_a_fifo_as_tracker_is_ignored(tmp_path: Path) -> None:
 
 
 def test_a_manifest_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_moe.checkpoint.load.MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("megatron_moe.checkpoint.manifest.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointProblem, match=r"manifest.json: \d+ bytes, at most 100 are read"):
         load_some(saved_folder(tmp_path, 10))
 

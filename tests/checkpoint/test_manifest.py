@@ -109,7 +109,7 @@ HOSTILE = {
     "negative start": (changed(*A, "pieces", 0, "start", to=-1), "integer from 0"),
     "boolean size": (changed(*A, "pieces", 0, "start", to=True), "integer from 0"),
     "fractional size": (changed(*A, "pieces", 0, "start", to=96.0), "integer from 0"),
-    "too many dims": (changed(*A, "shape", to=[1] * 50), "list of at most 8"),
+    "too many dims": (changed(*A, "shape", to=[1] * 50), "more than 8 sizes"),
     "box outside": (changed(*A, "pieces", 1, "offset", to=[0, 2]), "exceeds"),
     "box of other dims": (changed(*A, "pieces", 1, "offset", to=[0]), "dims"),
     "overlapping boxes": (
@@ -129,10 +129,10 @@ HOSTILE = {
     ),
     "unknown element type": (changed(*A, "dtype", to="pickle"), "unknown element type"),
     "checksum in capitals": (changed(*B, "pieces", 0, "crc32", to="ABCDEF01"), "not a crc32"),
-    "tensors as a list": (changed("tensors", to=[]), "not an object"),
-    "files as a text": (changed("files", to="x"), "not an object"),
-    "pieces as a text": (changed(*A, "pieces", to="abc"), "no pieces"),
-    "piece as a number": (changed(*A, "pieces", to=[1]), "not a string"),
+    "tensors as a list": (changed("tensors", to=[]), "not of type dict"),
+    "files as a text": (changed("files", to="x"), "not of type dict"),
+    "pieces as a text": (changed(*A, "pieces", to="abc"), "not of type list"),
+    "piece as a number": (changed(*A, "pieces", to=[1]), "not of type str"),
     "iteration as a text": (changed("iteration", to="7"), "integer from 0"),
     "everything a list": ([1, 2], "invalid JSON"),
 }

@@ -254,7 +254,7 @@ def a_resumed_run_repeats_a_sample(original: Any) -> Any:
     return lambda self, consumed: original(self, max(consumed - 1, 0))
 
 
-@mutant("checkpoint.load:_mismatches", "tests/checkpoint/test_load.py")
+@mutant("checkpoint.load:mismatches", "tests/checkpoint/test_load.py")
 def missing_tensors_keep_random_values(original: Any) -> Any:
     """Half of the model is loaded, the other half is noise."""
     return lambda *args: [line for line in original(*args) if not line.startswith("missing")]

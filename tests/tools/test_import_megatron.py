@@ -18,14 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import read_manifest
 from megatron_moe.checkpoint.megatron import source
 from megatron_moe.checkpoint.megatron.per_rank import PerRank
 from megatron_moe.checkpoint.megatron.pickles import Inert, load_archive, load_pickle
-from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES as DTYPES
-from megatron_moe.checkpoint.tensor_shards import FileReader, SavedTensor, TensorBox, fill
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
+from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
 from tools.generate import load_model, newest, plan_of
@@ -66,14 +64,7 @@ def imported(folder: Path, save: Path, model: str, *more: str, flags: str = "") 
     words = ["--load", str(folder), "--save", str(save), *more, "--", *MODELS[model].split(), *flags.split()]
     assert import_megatron.main(words) == ExitCode.OK
     (path,) = save.glob("iter_*")
-    manifest = read_manifest(path)
-    reader, tensors = FileReader(path, manifest.files), {}
-    for key, entry in manifest.tensors.items():
-        data = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        target = SavedTensor(entry.shape, (TensorBox((0,) * data.dim(), data),))
-        fill(target, entry, lambda piece, place, key=key, entry=entry: reader.piece(key, entry, piece, place))
-        tensors[key] = data
-    return tensors
+    return stored_tensors(path)
 
 
 @pytest.mark.parametrize("version, model", KEPT)
