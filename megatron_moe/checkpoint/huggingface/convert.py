@@ -20,7 +20,7 @@ from megatron_moe.checkpoint.huggingface import weight_map
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
-from megatron_moe.checkpoint.huggingface.load import load_notes, match_weights, weight_tensors
+from megatron_moe.checkpoint.huggingface.load import MatchedWeights, match_weights, weight_tensors
 from megatron_moe.checkpoint.load import mismatches
 from megatron_moe.checkpoint.manifest import TORCH_DTYPES, Manifest
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -138,35 +138,34 @@ def from_hf(
     started = time.monotonic()
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
-    hf_config = read_config(folder)
-    published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
-    targets = weight_tensors(model)
     with ExitStack() as stack:
-        source = HFFolder(folder, hf_config, stack)
-        mappings, ignored = match_weights(folder, source, hf_config["model_type"], targets, config, published)
-        _check_ignored(folder, source, ignored)
-        rows = [ConversionRow(n, source.dtype(n), source.shape(n), c.name) for c in mappings for n in c.hf_names]
-        tensors = _pending_tensors(mappings, targets, source)
+        weights = match_weights(folder, model, config, stack)
+        source = weights.source
+        _check_ignored(folder, source, weights.ignored)
+        rows = [
+            ConversionRow(name, source.dtype(name), source.shape(name), mapping.name)
+            for mapping in weights.mappings
+            for name in mapping.hf_names
+        ]
+        tensors = _pending_tensors(weights)
         saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1, say=say)
         stack.callback(saver.close)
         path = saver.save(0, tensors, train_state, texts=texts)
     assert path is not None, "stop_after=1: a failed save raises"
-    return ConversionReport(folder, path, rows, time.monotonic() - started, load_notes(config, published, ignored))
+    return ConversionReport(folder, path, rows, time.monotonic() - started, weights.notes)
 
 
-def _pending_tensors(
-    mappings: list[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
-) -> dict[str, SavedTensor]:
+def _pending_tensors(weights: MatchedWeights) -> dict[str, SavedTensor]:
     """Builds a `PendingBox` for every parameter or expert."""
     by_target: dict[str, list[weight_map.WeightMapping]] = {}
-    for mapping in mappings:
+    for mapping in weights.mappings:
         by_target.setdefault(mapping.name, []).append(mapping)
     tensors = {}
     for target, parts in by_target.items():
-        shape = tuple(targets[target].shape)
-        dtypes = [TORCH_DTYPES[source.dtype(name)] for part in parts for name in part.hf_names]
+        shape = tuple(weights.targets[target].shape)
+        dtypes = [TORCH_DTYPES[weights.source.dtype(name)] for part in parts for name in part.hf_names]
         dtype = reduce(torch.promote_types, dtypes)
-        boxes = tuple(_pending_box(part, shape, dtype, source) for part in parts)
+        boxes = tuple(_pending_box(part, shape, dtype, weights.source) for part in parts)
         tensors[tensor_key("model", target)] = SavedTensor(shape, boxes)
     return tensors
 
