@@ -8,7 +8,6 @@ import gzip
 import importlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
+from megatron_moe.data.cache import replacing
 
 TEXT_SEPARATOR = "<|endoftext|>"
 """Line that ends a document of a plain text file."""
@@ -135,14 +135,10 @@ def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file atomically. Raises `DataProblem` if it cannot be written."""
-    aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_bytes(content)
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(content)
     except OSError as error:
         raise DataProblem(f"cannot write {path}: {error.strerror}; choose another output path") from error
 

@@ -39,25 +39,14 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
 class Tokenizer(Protocol):
     """Conversion between text and token ids."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Largest id + 1."""
-        ...
-
-    @property
-    def eod(self) -> int:
-        """End-of-document id."""
-        ...
-
-    @property
-    def pad(self) -> int:
-        """Padding id; -1 if there is none or if it has another meaning as well."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash that changes when the ids of a text may change."""
-        ...
+    vocab_size: int
+    """Largest id + 1."""
+    eod: int
+    """End-of-document id."""
+    pad: int
+    """Padding id; -1 if there is none or if it has another meaning as well."""
+    fingerprint: str
+    """Hash that changes when the ids of a text may change."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -201,7 +190,19 @@ class SentencePieceTokenizer:
         raise _no_end(path)
 
 
-class HuggingFaceTokenizer:
+class _TokenizersTokenizer:
+    """Tokenizer of the package `tokenizers`."""
+
+    _tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class HuggingFaceTokenizer(_TokenizersTokenizer):
     """`tokenizer.json`, or a folder with one; `tokenizer_config.json` in that folder names the special tokens.
 
     Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
@@ -232,12 +233,6 @@ class HuggingFaceTokenizer:
         specials = [self._named(config, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "cls")]
         self.pad = _unambiguous(self._named(config, "pad_token"), (*specials, self.eod))
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
     def _named(self, config: dict[str, Any], key: str) -> int:
         """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
         entry = config.get(key)
@@ -255,7 +250,7 @@ class HuggingFaceTokenizer:
         raise _no_end(path)
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(_TokenizersTokenizer):
     """Byte-level BPE of GPT-2 from vocab.json and merges.txt; <|endoftext|> is end-of-document."""
 
     pad = NO_TOKEN
@@ -276,12 +271,6 @@ class GPT2BPETokenizer:
         if end is None:
             raise _no_end(config.vocab_file)
         self.eod = int(end)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class TikTokenizer:

@@ -10,7 +10,6 @@ from megatron_moe.data.blend import (
     Blend,
     BlendedSamples,
     blend_order,
-    exhaustive_order,
     normalize,
     parse_blend,
     parse_split,
@@ -126,6 +125,10 @@ def test_blend_follows_its_weights_at_every_point() -> None:
     for size in range(1, 2001, 37):
         taken = np.bincount(dataset[:size], minlength=4)
         assert np.abs(taken - np.array(weights) * size).max() <= 2
+
+
+def exhaustive_order(sizes: list[int], size: int) -> dict[str, np.ndarray]:
+    return blend_order(normalize(sizes), size, limits=np.array(sizes))
 
 
 def test_exhaustive_order_takes_every_sample_exactly_once() -> None:

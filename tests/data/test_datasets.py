@@ -268,10 +268,10 @@ def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
 ) -> None:
     prefix, met, order = corpus(tmp_path), [], blend.blend_order
 
-    def slow_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+    def slow_order(weights: Sequence[float], size: int, limits: np.ndarray | None = None) -> dict[str, np.ndarray]:
         while len(met) < 6:
             time.sleep(0.001)
-        return order(weights, size)
+        return order(weights, size, limits)
 
     def gather_objects(value: object, group: ProcessGroup) -> list[object]:
         met.append(value)

@@ -132,7 +132,7 @@ def test_index_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "a.idx").read_bytes()
     for size in range(len(whole)):
         (tmp_path / "a.idx").write_bytes(whole[:size])
-        with pytest.raises(DataProblem, match=f"a.idx has {size} bytes"):
+        with pytest.raises(DataProblem, match=f"a.idx: {size} bytes"):
             IndexedTokens(prefix)
 
 
@@ -152,7 +152,7 @@ def test_index_with_bytes_after_its_end_is_refused(tmp_path: Path) -> None:
 def test_bin_of_another_size_is_refused_at_open(tmp_path: Path, size: int) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     os.truncate(tmp_path / "a.bin", size)
-    with pytest.raises(DataProblem, match=f"a.bin has {size} bytes, but a.idx describes 12"):
+    with pytest.raises(DataProblem, match=f"a.bin: {size} bytes, but a.idx describes 12"):
         IndexedTokens(prefix)
 
 
