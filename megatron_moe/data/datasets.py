@@ -65,21 +65,13 @@ class MockTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedSamples:
-    """Validation set with its name."""
-
-    name: str
-    samples: Samples
-
-
-@dataclass(frozen=True, kw_only=True)
 class Datasets:
     """All data of a run."""
 
     train: Samples | None
     """None with --skip-train."""
-    valid: tuple[NamedSamples, ...]
-    """Empty without validation data."""
+    valid: Mapping[str, Samples]
+    """Validation sets by name; empty without validation data."""
     test: Samples | None
     masks: MaskConfig
     notes: tuple[str, ...]
@@ -201,7 +193,7 @@ class _Builder:
         files = self.opened.items()
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
-    def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
+    def _splits(self) -> tuple[Samples | None, dict[str, Samples], Samples | None]:
         own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
         if self.config.mock or not any(own.values()):
             shared = Blend(prefixes=("mock",)) if self.config.mock else parse_blend(self.config.blend)
@@ -218,12 +210,12 @@ class _Builder:
             self._samples("test", blends["test"], shares["test"], self.sizes.test),
         )
 
-    def _validation(self, blend: Blend | None, share: Share | None) -> tuple[NamedSamples, ...]:
+    def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
         """One set, or with --multiple-validation-sets one per prefix."""
         if blend is None:
-            return ()
+            return {}
         if not self.config.multiple_validation_sets:
-            named = [("validation", blend)]
+            named = {"validation": blend}
         elif blend.weights is not None:
             raise DataProblem(
                 "--multiple-validation-sets evaluates every data set separately, without weights: list only prefixes "
@@ -231,10 +223,10 @@ class _Builder:
             )
         else:
             names = _distinct_names(blend.prefixes)
-            named = [(name, Blend(prefixes=(prefix,))) for name, prefix in zip(names, blend.prefixes, strict=True)]
+            named = {name: Blend(prefixes=(prefix,)) for name, prefix in zip(names, blend.prefixes, strict=True)}
         size = None if self.config.full_validation else self.sizes.valid
-        built = [(name, self._samples("valid", part, share, size)) for name, part in named]
-        return tuple(NamedSamples(name=name, samples=samples) for name, samples in built if samples is not None)
+        built = {name: self._samples("valid", part, share, size) for name, part in named.items()}
+        return {name: samples for name, samples in built.items() if samples is not None}
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
         """Samples of one split; None if it is not needed or has no documents (an error for training).
@@ -303,8 +295,8 @@ class _Builder:
             return None
         return self.config.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
 
-    def _note_sizes(self, train: Samples | None, valid: tuple[NamedSamples, ...], test: Samples | None) -> None:
-        sets = [("train", train), *((each.name, each.samples) for each in valid), ("test", test)]
+    def _note_sizes(self, train: Samples | None, valid: Mapping[str, Samples], test: Samples | None) -> None:
+        sets = [("train", train), *valid.items(), ("test", test)]
         parts = [f"{name} {len(samples):,}" for name, samples in sets if samples is not None]
         self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.huggingface.config_map import FAMILIES, model_config_from_hf
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.families import FAMILIES
 from megatron_moe.checkpoint.huggingface.weight_map import (
     COPY,
     GATE_UP,
@@ -129,5 +130,5 @@ def test_mtp_depth_d_is_the_layer_after_the_last_plus_d():
 
 def test_every_family_has_names():
     config, _ = spec_and_names("mixtral")
-    for model_type, _ in FAMILIES:
+    for model_type in FAMILIES:
         assert map_names(model_type, ["decoder.final_layernorm.weight"], config, config)[1] == []

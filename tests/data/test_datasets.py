@@ -53,8 +53,8 @@ def test_one_prefix_is_cut_by_the_split(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
     built = build(blend=(prefix,))
     assert rows(built.train) == direct(prefix, "train", range(0, 32), 40)
-    assert [each.name for each in built.valid] == ["validation"]
-    assert rows(built.valid[0].samples) == direct(prefix, "valid", range(32, 36), 4)
+    assert [*built.valid] == ["validation"]
+    assert rows(built.valid["validation"]) == direct(prefix, "valid", range(32, 36), 4)
     assert rows(built.test) == direct(prefix, "test", range(36, 40), 4)
     assert built.masks.vocab_size == VOCAB and built.masks.eod == EOD and built.masks.pad == -1
     assert built.notes[-1].startswith("samples of 8 tokens: train ")
@@ -69,9 +69,9 @@ def test_every_split_has_its_own_paths(tmp_path: Path) -> None:
     train, valid, test = (corpus(tmp_path, name=name, seed=seed) for seed, name in enumerate(("a", "b", "c")))
     built = build(train=(train,), valid=(valid,), test=(test,), split="1,0,0")
     assert rows(built.train) == direct(train, "train", range(40), 40)
-    assert rows(built.valid[0].samples) == direct(valid, "valid", range(40), 4)
+    assert rows(built.valid["validation"]) == direct(valid, "valid", range(40), 4)
     assert rows(built.test) == direct(test, "test", range(40), 4)
-    assert build(train=(train,)).valid == ()
+    assert build(train=(train,)).valid == {}
     assert build(train=(train,)).test is None
 
 
@@ -113,8 +113,8 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
     third = corpus(tmp_path / "x", name="a", seed=5)
     built = build(train=(first,), valid=(second, first, third), multiple_validation_sets=True)
-    assert [each.name for each in built.valid] == ["b", first, third]
-    assert rows(built.valid[0].samples) == direct(second, "valid", range(40), 4)
+    assert [*built.valid] == ["b", first, third]
+    assert rows(built.valid["b"]) == direct(second, "valid", range(40), 4)
     with pytest.raises(DataProblem, match="without weights"):
         build(train=(first,), valid=("1", second, "2", third), multiple_validation_sets=True)
 
@@ -122,8 +122,8 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
 def test_incomplete_last_validation_sample_is_kept_on_request(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1] * 12])
     loop = loop_config(eval_iters=1)
-    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid[0].samples
-    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid[0].samples
+    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid["validation"]
+    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid["validation"]
     assert (len(cut), len(kept)) == (2, 4)
 
 
@@ -176,7 +176,7 @@ def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
     assert built.test is None
     assert built.notes[0] == 'no test data: --split "969,30,1" gives it none of 40 documents'
     built = build(blend=(corpus(tmp_path),), split="50,1,49")
-    assert built.valid == ()
+    assert built.valid == {}
     assert built.notes[0] == 'no valid data: --split "50,1,49" gives it none of 40 documents'
 
 
@@ -294,8 +294,8 @@ def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
     whole = build(
         loop_config(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second), full_validation=True
     )
-    assert [len(each.samples) for each in short.valid] == [4]
-    assert [len(each.samples) for each in whole.valid] == [8 + 4]
+    assert [len(each) for each in short.valid.values()] == [4]
+    assert [len(each) for each in whole.valid.values()] == [8 + 4]
 
 
 def test_the_surplus_of_a_weighted_blend_can_be_chosen(tmp_path: Path) -> None:

@@ -4,25 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_moe.checkpoint.huggingface import deepseek, grouped_query
 from megatron_moe.checkpoint.huggingface.config_reader import HFConfig
+from megatron_moe.checkpoint.huggingface.families import FAMILIES
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
-
-FAMILIES = (
-    ("mixtral", grouped_query.mixtral),
-    ("qwen2_moe", grouped_query.qwen2_moe),
-    ("qwen3_moe", grouped_query.qwen3_moe),
-    ("olmoe", grouped_query.olmoe),
-    ("gpt_oss", grouped_query.gpt_oss),
-    ("glm4_moe", grouped_query.glm4_moe),
-    ("deepseek_v2", deepseek.deepseek_v2),
-    ("deepseek_v3", deepseek.deepseek_v3),
-    ("kimi_k2", deepseek.deepseek_v3),
-)
-"""Readers by `model_type` of config.json. A new family needs a reader here, name rules in `weight_map`, and a case in
-the logit parity test."""
 
 _MAX_LAYERS = 10_000
 """A larger number is a damaged file, whose layer configs could exhaust memory."""
@@ -60,9 +46,9 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def _family(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
-    read = dict(FAMILIES).get(hf_config.model_type)
+    read = FAMILIES.get(hf_config.model_type)
     if read is None:
-        known = ", ".join(name for name, _ in FAMILIES)
+        known = ", ".join(FAMILIES)
         raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
     num_layers = hf_config.get("num_hidden_layers", 0)
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")

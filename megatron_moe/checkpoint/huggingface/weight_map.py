@@ -4,8 +4,9 @@ A rule names one of our parameters, the Hugging Face tensors that it consists of
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -165,16 +166,14 @@ _GPT_OSS = (
     NameRule("mlp.experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",)),
 )
 
-_LAYER_RULES = (
-    ("mixtral", _MIXTRAL),
-    ("qwen2_moe", _QWEN_AND_OLMOE),
-    ("qwen3_moe", _QWEN_AND_OLMOE),
-    ("olmoe", _QWEN_AND_OLMOE),
-    ("gpt_oss", _GPT_OSS),
-    ("glm4_moe", _GLM),
-    ("deepseek_v2", _DEEPSEEK),
-    ("deepseek_v3", _DEEPSEEK),
-    ("kimi_k2", _DEEPSEEK),
+_LAYER_RULES: Mapping[str, tuple[NameRule, ...]] = MappingProxyType(
+    {
+        "mixtral": _MIXTRAL,
+        **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_AND_OLMOE),
+        "gpt_oss": _GPT_OSS,
+        "glm4_moe": _GLM,
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _DEEPSEEK),
+    }
 )
 """Rules of a layer's parameters by `model_type` of config.json."""
 
@@ -210,7 +209,7 @@ def map_names(
 
     `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """
-    rules = _by_name(next(table for name, table in _LAYER_RULES if name == model_type))
+    rules = _by_name(_LAYER_RULES[model_type])
     num_layers = len(published.layers)
     tables = (
         (_LAYER_NAME, rules, 0),

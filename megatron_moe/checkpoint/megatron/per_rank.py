@@ -18,7 +18,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(?P<tp>\d{2})(?P<rest>(_\d{3}){0,2})")
-_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(
     r"(?P<head>.+\.mlp\.experts)\.(local_experts\.(?P<one>\d+)\.(?P<matrix>linear_fc[12])\.weight"
     r"|(?P<grouped>linear_fc[12])\.weight(?P<other>\d+))"
@@ -132,7 +132,7 @@ class PerRank:
                 first += _num_layers(files[at][other])
             for key, value in files[name][chunk].items():
                 if isinstance(value, LazyTensor):
-                    layer = _LAYER.fullmatch(key)
+                    layer = LAYER.fullmatch(key)
                     yield (f"decoder.layers.{int(layer['layer']) + first}.{layer['rest']}" if layer else key), value
 
     @staticmethod
@@ -157,4 +157,4 @@ class PerRank:
 
 
 def _num_layers(state: dict[str, Any]) -> int:
-    return len({match["layer"] for key in state if (match := _LAYER.fullmatch(key))})
+    return len({match["layer"] for key in state if (match := LAYER.fullmatch(key))})
