@@ -182,23 +182,18 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
     if config.pretrained is not None:
         say(f"{missing}: --pretrained-checkpoint is used")
         return None
-    requiring = _flags_requiring_checkpoint(config)
-    if requiring:
-        flags = " and ".join(requiring)
-        raise CheckpointProblem(f"{missing}, which is required by {flags}; correct --load, or leave out {flags}")
-    say(f"{missing}: starting from random weights")
-    return None
-
-
-def _flags_requiring_checkpoint(config: CheckpointConfig) -> list[str]:
-    flags = {
+    requiring = {
         "--exit-on-missing-checkpoint": config.exit_on_missing,
         "--moe-use-upcycling": config.upcycle,
         "--finetune": config.finetune,
         "--skip-train": config.weights_only,
         "--no-load-optim": not config.load_optim and not config.upcycle,
     }
-    return [flag for flag, given in flags.items() if given]
+    flags = " and ".join(flag for flag, given in requiring.items() if given)
+    if flags:
+        raise CheckpointProblem(f"{missing}, which is required by {flags}; correct --load, or leave out {flags}")
+    say(f"{missing}: starting from random weights")
+    return None
 
 
 def _candidates(location: str) -> tuple[Candidate, ...]:
@@ -275,7 +270,11 @@ def _attempt(
             raise CorruptCheckpoint(f"{MANIFEST}: iteration {manifest.iteration} in a folder of another iteration")
         problems = mismatches(wanted, known, manifest, casting)
         if problems:
-            return _Mismatch(_describe_mismatches(candidate.path, problems))
+            return _Mismatch(
+                f"checkpoint {candidate.path} does not fit this run in {len(problems)} tensors; give the model flags "
+                f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the "
+                f"optimizer state differs:\n  {listed(problems)}"
+            )
         extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
             head = reader.head(name)
@@ -320,14 +319,6 @@ def mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: M
         elif not casting and dtype_name(target.dtype) != entry.dtype:
             problems.append(f"type of {key}: {entry.dtype} in the checkpoint, {dtype_name(target.dtype)} in this run")
     return sorted(problems)
-
-
-def _describe_mismatches(path: Path, problems: list[str]) -> str:
-    return (
-        f"checkpoint {path} does not fit this run in {len(problems)} tensors; give the model flags it was saved with, "
-        f"--moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the optimizer state differs:\n"
-        f"  {listed(problems)}"
-    )
 
 
 def _none_verifies(source: CheckpointSource, reasons: list[str]) -> str:

@@ -281,15 +281,12 @@ def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
     active: list[TensorPiece] = []
     for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[:1]):
         active = [other for other in active if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
-        if any(_overlap(piece, other) for other in active):
-            return True
+        for other in active:
+            spans = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
+            if all(start < begin + length and begin < start + size for start, size, begin, length in spans):
+                return True
         active.append(piece)
     return False
-
-
-def _overlap(a: TensorPiece, b: TensorPiece) -> bool:
-    spans = zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    return all(start < other + length and other < start + size for start, size, other, length in spans)
 
 
 def _check_bytes(manifest: Manifest) -> None:

@@ -1,5 +1,6 @@
 """Training, validation and test samples of a run, built from `DataConfig`."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -176,7 +177,9 @@ class _Builder:
 
     def build(self) -> Datasets:
         train, valid, test = self._splits()
-        self._note_sizes(train, valid, test)
+        named = [("train", train), *valid.items(), ("test", test)]
+        parts = [f"{name} {len(samples):,}" for name, samples in named if samples is not None]
+        self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
         masks = MaskConfig(
             vocab_size=self.config.vocab_size,
             eod=self.tokenizer.eod,
@@ -211,7 +214,7 @@ class _Builder:
         )
 
     def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
-        """One set, or with --multiple-validation-sets one per prefix."""
+        """One set, or with --multiple-validation-sets one per prefix, named by its file unless two have the same."""
         if blend is None:
             return {}
         if not self.config.multiple_validation_sets:
@@ -222,8 +225,9 @@ class _Builder:
                 "in --valid-data-path or --data-path"
             )
         else:
-            names = _distinct_names(blend.prefixes)
-            named = {name: Blend(prefixes=(prefix,)) for name, prefix in zip(names, blend.prefixes, strict=True)}
+            short = {prefix: Path(prefix).name for prefix in blend.prefixes}
+            count = Counter(short.values())
+            named = {name if count[name] == 1 else prefix: Blend(prefixes=(prefix,)) for prefix, name in short.items()}
         size = None if self.config.full_validation else self.sizes.valid
         built = {name: self._samples("valid", part, share, size) for name, part in named.items()}
         return {name: samples for name, samples in built.items() if samples is not None}
@@ -294,14 +298,3 @@ class _Builder:
         if self.config.mock:
             return None
         return self.config.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
-
-    def _note_sizes(self, train: Samples | None, valid: Mapping[str, Samples], test: Samples | None) -> None:
-        sets = [("train", train), *valid.items(), ("test", test)]
-        parts = [f"{name} {len(samples):,}" for name, samples in sets if samples is not None]
-        self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
-
-
-def _distinct_names(prefixes: Sequence[str]) -> list[str]:
-    """File names of the prefixes, or the complete prefixes where file names repeat."""
-    short = [Path(prefix).name for prefix in prefixes]
-    return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]

@@ -57,13 +57,17 @@ def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = No
         lengths = np.diff(ends)
         distinct, problems = _check_ids(tokens, ends, vocab_size)
         num_ended = 0 if eod is None else sum(_last(tokens, document) == eod for document in np.flatnonzero(lengths))
+        spread = None
+        if len(lengths):
+            median, mean = float(np.median(lengths)), float(lengths.mean())
+            spread = DocumentLengths(int(lengths.min()), median, mean, int(lengths.max()))
         return DataReport(
             prefix=str(prefix),
             dtype=tokens.dtype.name,
             num_sequences=len(tokens),
             num_documents=len(lengths),
             num_tokens=tokens.num_tokens,
-            lengths=_lengths(lengths) if len(lengths) else None,
+            lengths=spread,
             num_empty=int((lengths == 0).sum()),
             smallest_id=int(distinct[0]) if len(distinct) else None,
             largest_id=int(distinct[-1]) if len(distinct) else None,
@@ -102,7 +106,3 @@ def _last(tokens: IndexedTokens, document: int) -> int:
     first, end = tokens.document_bounds[document : document + 2]
     sequence = int(first + np.flatnonzero(tokens.sequence_lengths[first:end])[-1])
     return int(tokens.get(sequence)[-1])
-
-
-def _lengths(lengths: np.ndarray) -> DocumentLengths:
-    return DocumentLengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), int(lengths.max()))

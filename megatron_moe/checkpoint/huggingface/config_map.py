@@ -22,14 +22,24 @@ def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Mod
     Raises:
         CheckpointProblem: unknown model type, unsupported options, or invalid values.
     """
+    hf_config = HFConfig(values)
     try:
-        return _model_config(HFConfig(values), mtp)
+        return _model_config(hf_config, _read_layers(hf_config), mtp)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # e.g. a string for a list
         raise CheckpointProblem(f"config.json holds an invalid value: {error}; download the file again.") from error
 
 
-def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
-    layers = _family(hf_config)
+def _read_layers(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
+    read = FAMILIES.get(hf_config.model_type)
+    if read is None:
+        known = ", ".join(FAMILIES)
+        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
+    num_layers = hf_config.get("num_hidden_layers", 0)
+    hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
+    return read(hf_config)
+
+
+def _model_config(hf_config: HFConfig, layers: tuple[LayerConfig, ...], mtp: bool) -> ModelConfig:
     num_mtp = int(hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers", 0))) if mtp else 0
     std = float(hf_config.get("initializer_range", 0.02))
     return ModelConfig(
@@ -43,16 +53,6 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         mtp=MTPConfig(num_layers=num_mtp) if num_mtp else None,
         init=InitConfig(std=std, output_std=std / (2 * len(layers)) ** 0.5),
     )
-
-
-def _family(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
-    read = FAMILIES.get(hf_config.model_type)
-    if read is None:
-        known = ", ".join(FAMILIES)
-        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
-    num_layers = hf_config.get("num_hidden_layers", 0)
-    hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
-    return read(hf_config)
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:

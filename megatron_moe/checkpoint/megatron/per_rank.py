@@ -129,7 +129,7 @@ class PerRank:
                     raise CheckpointProblem(
                         f"{self.folder}: {name} needs the model of pipeline stage {stage}, which is missing"
                     )
-                first += _num_layers(files[at][other])
+                first += len({layer["layer"] for name in files[at][other] if (layer := LAYER.fullmatch(name))})
             for key, value in files[name][chunk].items():
                 if isinstance(value, LazyTensor):
                     layer = LAYER.fullmatch(key)
@@ -154,7 +154,3 @@ class PerRank:
             tensor.num_chunks = 2 if self._gated and "linear_fc1" in name else 1
         elif _SHARDED_COLUMNS.fullmatch(name):
             tensor.dim = 1
-
-
-def _num_layers(state: dict[str, Any]) -> int:
-    return len({match["layer"] for key in state if (match := LAYER.fullmatch(key))})

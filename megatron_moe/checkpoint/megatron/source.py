@@ -92,7 +92,13 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
     Raises CheckpointProblem that lists all tensors that are missing, unexpected or misshapen.
     """
     folder = source.folder
-    _check_known(source)
+    found = next((name for name in source.tensors if name.endswith(_QUERY_NORM) and not _STATE.fullmatch(name)), None)
+    if found is not None:
+        raise CheckpointProblem(
+            f"{folder} holds {found}: with --qk-layernorm and without --q-lora-rank, Megatron-Core since July 2026 "
+            "normalises the input of linear_q_proj. This program follows the Hugging Face definition without that norm "
+            "and cannot import the checkpoint; train with --q-lora-rank, or without --qk-layernorm"
+        )
     if optimizer and isinstance(source, PerRank):
         raise CheckpointProblem(
             f"{folder} has one folder per rank, whose optimizer state cannot be read; import its weights with "
@@ -118,7 +124,13 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
             f"{folder} does not fit this model in {len(problems)} places; compare the model flags with those it was "
             f"trained with:\n  {listed(problems)}"
         )
-    return ImportedModel(tensors, list(dict.fromkeys(notes)), *_position(source.common))
+    samples = getattr(source.common.get("args"), "consumed_train_samples", 0)
+    return ImportedModel(
+        tensors,
+        list(dict.fromkeys(notes)),
+        iteration=_count(source.common.get("iteration", 0), "iteration"),
+        consumed_samples=_count(samples or 0, "consumed_train_samples"),
+    )
 
 
 def open_megatron(folder: Path) -> Source:
@@ -133,17 +145,6 @@ def open_megatron(folder: Path) -> Source:
             f"{folder} is a malformed Megatron checkpoint ({type(error).__name__}: {error!s:.200}); copy it again"
         ) from error
     raise CheckpointProblem(f"{folder} is not a Megatron checkpoint: it has neither metadata.json nor mp_rank_*/{FILE}")
-
-
-def _check_known(source: Source) -> None:
-    """Raises CheckpointProblem for a checkpoint with `_QUERY_NORM`."""
-    found = next((name for name in source.tensors if name.endswith(_QUERY_NORM) and not _STATE.fullmatch(name)), None)
-    if found is not None:
-        raise CheckpointProblem(
-            f"{source.folder} holds {found}: with --qk-layernorm and without --q-lora-rank, Megatron-Core since July "
-            "2026 normalises the input of linear_q_proj. This program follows the Hugging Face definition without "
-            "that norm and cannot import the checkpoint; train with --q-lora-rank, or without --qk-layernorm"
-        )
 
 
 def _optimizer(
@@ -228,12 +229,6 @@ def _steps(state: Any) -> set[int]:
             steps.add(_count(value["step"], "the optimizer step count"))
         pending += value.values() if isinstance(value, dict) else value
     return steps
-
-
-def _position(common: Mapping[str, Any]) -> tuple[int, int]:
-    """Iteration and number of consumed samples."""
-    samples = getattr(common.get("args"), "consumed_train_samples", 0)
-    return _count(common.get("iteration", 0), "iteration"), _count(samples or 0, "consumed_train_samples")
 
 
 def _count(value: Any, what: str) -> int:
