@@ -11,16 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_moe.checkpoint import directory
 from megatron_moe.checkpoint.async_save import run_parallel
-from megatron_moe.checkpoint.directory import (
-    RUN_FOLDER_CHECKPOINTS,
-    TRACKER,
-    Candidate,
-    as_checkpoint,
-    checkpoints_folder,
-    list_checkpoints,
-    read_tracker,
-)
+from megatron_moe.checkpoint.directory import Candidate, as_checkpoint, checkpoints_folder, list_checkpoints
 from megatron_moe.checkpoint.manifest import (
     MANIFEST,
     SAFETENSORS,
@@ -162,22 +155,29 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
         _report_stale_tracker(config.save, own, say)
         # --finetune and --no-load-optim apply to --load: a restart of the same command line must resume in full.
         resume = CheckpointConfig(load_optim=config.save_optim, weights_only=config.weights_only)
-        return _source("--save", str(config.save), own, config if same_folder else resume)
+        return _make_source("--save", str(config.save), own, config if same_folder else resume)
     if config.load is not None and not (same_folder and config.fresh):
         source = _given_folder(config.load, config, say)
         if source is not None:
             return source
-    return None if config.pretrained is None else _pretrained(config.pretrained)
+    if config.pretrained is None:
+        return None
+    # weights only, from iteration 0
+    source = _source("--pretrained-checkpoint", config.pretrained, CheckpointConfig(finetune=True))
+    if source is None:
+        raise CheckpointProblem(
+            f"{_describe_missing('--pretrained-checkpoint', config.pretrained)}; correct the folder"
+        )
+    return source
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
     """Source of `--load`; None if it holds no checkpoint and the run may start without one."""
-    if location.startswith(HUGGING_FACE):
-        return _source("--load", location, (), config)
-    found = _candidates(location)
-    if found:
-        _report_stale_tracker(checkpoints_folder(Path(location)), found, say)
-        return _source("--load", location, found, config)
+    source = _source("--load", location, config)
+    if source is not None:
+        if source.candidates:
+            _report_stale_tracker(checkpoints_folder(Path(location)), source.candidates, say)
+        return source
     missing = _describe_missing("--load", location)
     if config.pretrained is not None:
         say(f"{missing}: --pretrained-checkpoint is used")
@@ -205,7 +205,7 @@ def _candidates(location: str) -> tuple[Candidate, ...]:
 
 
 def _describe_missing(flag: str, location: str) -> str:
-    where = f"{location} or {Path(location) / RUN_FOLDER_CHECKPOINTS}"
+    where = f"{location} or {Path(location) / directory.RUN_FOLDER_CHECKPOINTS}"
     there = "" if Path(location).exists() else ", which does not exist,"
     return f"{flag} {location}{there} holds no checkpoint (looked for iter_NNNNNNN in {where})"
 
@@ -219,20 +219,18 @@ def _given_step(config: CheckpointConfig, step: int) -> CheckpointSource:
     if not chosen:
         available = ", ".join(str(candidate.iteration) for candidate in found) or "none"
         raise CheckpointProblem(f"--ckpt-step {step}: {location} holds no such iteration; available: {available}")
-    return _source("--ckpt-step", location, chosen, config)
+    return _make_source("--ckpt-step", location, chosen, config)
 
 
-def _pretrained(location: str) -> CheckpointSource:
-    config = CheckpointConfig(finetune=True)  # weights only, from iteration 0
+def _source(flag: Any, location: str, config: CheckpointConfig) -> CheckpointSource | None:
+    """Source of a flag; None if its folder holds no checkpoint."""
     if location.startswith(HUGGING_FACE):
-        return _source("--pretrained-checkpoint", location, (), config)
-    found = _candidates(location)
-    if not found:
-        raise CheckpointProblem(f"{_describe_missing('--pretrained-checkpoint', location)}; correct the folder")
-    return _source("--pretrained-checkpoint", location, found, config)
+        return _make_source(flag, location, (), config)
+    candidates = _candidates(location)
+    return _make_source(flag, location, candidates, config) if candidates else None
 
 
-def _source(
+def _make_source(
     origin: Any, location: str, candidates: tuple[Candidate, ...], config: CheckpointConfig
 ) -> CheckpointSource:
     return CheckpointSource(
@@ -245,9 +243,9 @@ def _source(
 
 
 def _report_stale_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[str], None]) -> None:
-    tracker, newest = read_tracker(folder), found[0].iteration
+    tracker, newest = directory.read_tracker(folder), found[0].iteration
     if tracker is not None and tracker != str(newest):
-        say(f"ignored {folder / TRACKER}, which says {tracker!r}: the newest checkpoint is iteration {newest}")
+        say(f"ignored {folder / directory.TRACKER}, which says {tracker!r}; the newest iteration is {newest}")
 
 
 def _attempt(

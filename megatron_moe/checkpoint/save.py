@@ -442,16 +442,14 @@ class CheckpointSaver:
         directory.remove(replaced, self._storage, messages.append)
 
     def _describe(self, error: OSError, needed: int) -> str:
-        space = ""
-        if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            space = f"; the checkpoint needs {needed} bytes with 10 % to spare, {self._free_bytes()} are free"
-        return f"{error.strerror} (errno {error.errno}){space}"
-
-    def _free_bytes(self) -> str:
+        text = f"{error.strerror} (errno {error.errno})"
+        if not needed or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return text
         try:
-            return str(self._storage.free_bytes(self.folder))
+            free = str(self._storage.free_bytes(self.folder))
         except OSError:
-            return "an unknown number"
+            free = "an unknown number"
+        return f"{text}; the checkpoint needs {needed} bytes with 10 % to spare, {free} are free"
 
     def _report_failure(self, save: _PendingSave, error: str) -> None:
         """Logs a failed save and removes its files. Raises SaveProblem after `stop_after` consecutive failures."""

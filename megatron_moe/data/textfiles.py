@@ -153,7 +153,7 @@ def _decoded(content: bytes) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Opens the decompressed stream of a file and the file itself; damage raises `DataProblem`."""
-    zstandard: Any = _zstandard() if path.suffix == ".zst" else None
+    zstandard: Any = optional_package("zstandard", "reading .zst files") if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
         with open(path, "rb") as raw:
@@ -205,10 +205,9 @@ class _Joined(io.RawIOBase):
         return size
 
 
-def _zstandard() -> Any:
+def optional_package(name: str, purpose: str) -> Any:
+    """Imports a package. Raises `EnvironmentProblem` if it is not installed."""
     try:
-        return importlib.import_module("zstandard")
+        return importlib.import_module(name)
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"reading .zst files needs the package zstandard ({error}); run pip install zstandard, or decompress them"
-        ) from error
+        raise EnvironmentProblem(f"{purpose} needs the package {name} ({error}); run pip install {name}") from error
