@@ -154,7 +154,12 @@ class BlendedSamples:
         )
         self._dataset = arrays["dataset_index"]
         self._sample = arrays["dataset_sample_index"]
-        self._check_not_exceeded()
+        for part, count in zip(self.parts, np.bincount(self._dataset, minlength=len(self.parts)), strict=True):
+            if count > len(part):
+                raise DataProblem(
+                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; the number per data "
+                    f"set is rounded up: take more samples (--train-iters, --eval-iters) or blend fewer data sets"
+                )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -177,13 +182,3 @@ class BlendedSamples:
             return blend_order(self._weights, self._size)
         lengths = np.array(self._lengths)
         return blend_order(lengths / lengths.sum(dtype=np.float64), self._size, limits=lengths)
-
-    def _check_not_exceeded(self) -> None:
-        taken = np.bincount(self._dataset, minlength=len(self.parts))
-        for part, count in zip(self.parts, taken, strict=True):
-            if count > len(part):
-                raise DataProblem(
-                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; "
-                    f"the number per data set is rounded up: take more samples (--train-iters, --eval-iters) or blend "
-                    f"fewer data sets"
-                )

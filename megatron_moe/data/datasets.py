@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -140,29 +140,24 @@ def build_datasets(
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
     """Builds on the first rank, then on the others. Ranks exchange the state every 30 s, because the order of a large
     blend may take longer than the timeout of a collective."""
-    done, problem = False, None
+    done = False
+    problem: RunError | None = None
     with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
         first = pool.apply_async(build) if context.is_first else None
         while not done:
             if first is not None:
-                done, problem = _state_of(first)
+                first.wait(_ROUND_SECONDS)
+                done = first.ready()
+                try:
+                    if done:
+                        first.get()
+                except RunError as error:
+                    problem = error
             # world: one short object, no backward
             done, problem = gather_objects((done, problem), context.group("world"))[0]
     if problem is not None:
         raise problem
     return build() if first is None else first.get()
-
-
-def _state_of(built: AsyncResult[Datasets]) -> tuple[bool, RunError | None]:
-    """(done, error) after waiting for one round."""
-    built.wait(_ROUND_SECONDS)
-    if not built.ready():
-        return False, None
-    try:
-        built.get()
-    except RunError as problem:
-        return True, problem
-    return True, None
 
 
 class _Builder:

@@ -55,8 +55,8 @@ def test_an_unknown_family_is_named_before_anything_is_missing(tmp_path: Path, c
     assert "config.json has the model type mamba2; supported are mixtral," in said and "missing" not in said
 
 
-def test_latent_norms_with_the_epsilon_of_the_flags_are_told_and_no_obstacle(tmp_path: Path, capsys):
-    """As in Moonlight: flags know one epsilon, transformers norms the latents with 1e-6."""
+def test_a_different_epsilon_of_latent_norms_is_noted(tmp_path: Path, capsys):
+    """Moonlight: flags have one epsilon, but transformers uses 1e-6 for the latent norms."""
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     capsys.readouterr()
