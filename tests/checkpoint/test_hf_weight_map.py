@@ -80,7 +80,7 @@ def spec_and_names(name: str) -> tuple[ModelConfig, list[str]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_name_has_counterparts_that_no_other_name_has(name: str):
+def test_names_map_to_disjoint_hf_names(name: str):
     config, ours = spec_and_names(name)
     mappings, unknown = map_names(CONFIGS[name].model_type, ours, config, config)
     theirs = [each for mapping in mappings for each in mapping.hf_names]

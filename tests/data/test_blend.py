@@ -196,7 +196,7 @@ def test_fingerprint_changes_with_weights_and_parts(tmp_path: Path) -> None:
     assert len({base, *digests}) == 4
 
 
-def test_blend_that_takes_more_than_a_part_has_is_refused(tmp_path: Path) -> None:
+def test_a_blend_that_exceeds_a_data_set_is_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, [40, 80])
     with pytest.raises(DataProblem, match="set0, which has"):
         BlendedSamples(parts, [100, 1], 5 * len(parts[0]), None)
