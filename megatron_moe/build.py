@@ -277,7 +277,7 @@ def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datase
 
 def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
     """One loader per validation set, and "test" when there is one; by name."""
-    named = {each.name: each.samples for each in datasets.valid}
+    named = dict(datasets.valid)
     if datasets.test is not None:
         named["test"] = datasets.test
     wholly = plan.data.full_validation

@@ -68,4 +68,4 @@ def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
     )
-    return Datasets(train=samples, valid=(), test=None, masks=masks, notes=())
+    return Datasets(train=samples, valid={}, test=None, masks=masks, notes=())

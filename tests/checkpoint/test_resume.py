@@ -1,4 +1,4 @@
-"""Stopping and going on from a checkpoint gives the very bits of never having stopped."""
+"""Resuming from a checkpoint is bitwise identical to an uninterrupted run."""
 
 from pathlib import Path
 

@@ -53,14 +53,14 @@ def test_one_prefix_is_cut_by_the_split(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
     built = build(data_path=(prefix,))
     assert rows(built.train) == direct(prefix, "train", range(0, 32), 40)
-    assert [each.name for each in built.valid] == ["validation"]
-    assert rows(built.valid[0].samples) == direct(prefix, "valid", range(32, 36), 4)
+    assert [*built.valid] == ["validation"]
+    assert rows(built.valid["validation"]) == direct(prefix, "valid", range(32, 36), 4)
     assert rows(built.test) == direct(prefix, "test", range(36, 40), 4)
     assert built.masks.vocab_size == VOCAB and built.masks.eod == EOD and built.masks.pad == -1
     assert built.notes[-1].startswith("samples of 8 tokens: train ")
 
 
-def test_plain_reads_give_what_mapped_reads_give(tmp_path: Path) -> None:
+def test_unmapped_reads_equal_mapped_reads(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
     assert rows(build(data_path=(prefix,), mmap_bin_files=False).train) == rows(
         build(data_path=(prefix,), mmap_bin_files=True).train
@@ -71,10 +71,10 @@ def test_every_split_has_its_own_paths(tmp_path: Path) -> None:
     train, valid, test = (corpus(tmp_path, name=name, seed=seed) for seed, name in enumerate(("a", "b", "c")))
     built = build(train_data_path=(train,), valid_data_path=(valid,), test_data_path=(test,), split="1,0,0")
     assert rows(built.train) == direct(train, "train", range(40), 40)
-    assert rows(built.valid[0].samples) == direct(valid, "valid", range(40), 4)
+    assert rows(built.valid["validation"]) == direct(valid, "valid", range(40), 4)
     assert rows(built.test) == direct(test, "test", range(40), 4)
-    assert build(train_data_path=(train,)).valid == ()
-    assert build(train_data_path=(train,)).test is None
+    assert build(train=(train,)).valid == {}
+    assert build(train=(train,)).test is None
 
 
 def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
@@ -87,13 +87,14 @@ def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
     assert taken == 10
 
 
-def test_parts_of_a_weighted_blend_are_built_with_a_surplus(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "epochs"), [({}, 2), ({"surplus": 0.0}, 1)])
+def test_parts_of_a_weighted_blend_are_built_with_a_surplus(options: dict, epochs: int, tmp_path: Path) -> None:
     # 72 tokens give 8 samples in one epoch; half of 16 samples and the surplus need a second one.
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_config(train_iters=4), train_data_path=("1", first, "1", second))
+    built = build(loop_config(train_iters=4), train=("1", first, "1", second), **options)
     assert isinstance(built.train, BlendedSamples)
     assert len(built.train) == 16
-    assert [part.inputs["epochs"] for part in built.train.parts] == [2, 2]
+    assert [part.inputs["epochs"] for part in built.train.parts] == [epochs, epochs]
 
 
 def test_the_seed_of_the_data_sets_the_order(tmp_path: Path) -> None:
@@ -114,9 +115,9 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
     third = corpus(tmp_path / "x", name="a", seed=5)
-    built = build(train_data_path=(first,), valid_data_path=(second, first, third), multiple_validation_sets=True)
-    assert [each.name for each in built.valid] == ["b", first, third]
-    assert rows(built.valid[0].samples) == direct(second, "valid", range(40), 4)
+    built = build(train=(first,), valid=(second, first, third), multiple_validation_sets=True)
+    assert [*built.valid] == ["b", first, third]
+    assert rows(built.valid["b"]) == direct(second, "valid", range(40), 4)
     with pytest.raises(DataProblem, match="without weights"):
         build(train_data_path=(first,), valid_data_path=("1", second, "2", third), multiple_validation_sets=True)
 
@@ -124,12 +125,8 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
 def test_incomplete_last_validation_sample_is_kept_on_request(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1] * 12])
     loop = loop_config(eval_iters=1)
-    cut = build(loop, train_data_path=(prefix,), valid_data_path=(prefix, prefix)).valid[0].samples
-    kept = (
-        build(loop, train_data_path=(prefix,), valid_data_path=(prefix, prefix), drop_last_partial_validation=False)
-        .valid[0]
-        .samples
-    )
+    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid["validation"]
+    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid["validation"]
     assert (len(cut), len(kept)) == (2, 4)
 
 
@@ -142,7 +139,7 @@ def test_mock_data_needs_no_files_and_writes_none(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_indices_are_cached_beside_the_data_or_where_told(tmp_path: Path) -> None:
+def test_indices_are_cached_next_to_the_data_or_in_cache_dir(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
     build(data_path=(prefix,))
     assert len(list((Path(prefix) / "cache" / "GPTDataset_indices").iterdir())) == 12
@@ -151,7 +148,7 @@ def test_indices_are_cached_beside_the_data_or_where_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("weights", [("3", "7"), None])
-def test_the_order_of_a_blend_is_cached_beside_its_first_data(
+def test_the_order_of_a_blend_is_cached_next_to_its_first_data_set(
     weights: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefixes = (corpus(tmp_path, name="one", seed=0), corpus(tmp_path, name="two", seed=1))
@@ -181,8 +178,8 @@ def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
     built = build(data_path=(corpus(tmp_path),), split="969,30,1")
     assert built.test is None
     assert built.notes[0] == 'no test data: --split "969,30,1" gives it none of 40 documents'
-    built = build(data_path=(corpus(tmp_path),), split="50,1,49")
-    assert built.valid == ()
+    built = build(blend=(corpus(tmp_path),), split="50,1,49")
+    assert built.valid == {}
     assert built.notes[0] == 'no valid data: --split "50,1,49" gives it none of 40 documents'
 
 
@@ -196,7 +193,7 @@ def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
         ({"valid_data_path": ("{folder}/corpus",)}, "the train split is empty"),
     ],
 )
-def test_missing_training_data_is_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
+def test_missing_training_data_is_rejected(tmp_path: Path, changes: dict, sentence: str) -> None:
     corpus(tmp_path)
     write_tokens(tmp_path / "empty", [])
     named = {
@@ -208,9 +205,7 @@ def test_missing_training_data_is_refused(tmp_path: Path, changes: dict, sentenc
 
 
 @pytest.mark.parametrize("iterations", [10**13, 10**23])
-def test_more_samples_than_any_host_keeps_in_order_are_refused_with_their_numbers(
-    tmp_path: Path, iterations: int
-) -> None:
+def test_more_samples_than_fit_host_memory_are_rejected_with_their_numbers(tmp_path: Path, iterations: int) -> None:
     corpus(tmp_path)
     loop = loop_config(train_iters=iterations, eval_interval=None)
     size = split_sizes(batch_config(), loop).train
@@ -218,26 +213,21 @@ def test_more_samples_than_any_host_keeps_in_order_are_refused_with_their_number
         build(loop, data_path=(str(tmp_path / "corpus"),))
 
 
-def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, 100, 7, 8, 9]] * 4)
-    config = data_config(train_data_path=(prefix,))
-    context = ParallelContext.single()
-    built = build_datasets(config, batch_config(), loop_config(), load_tokenizer(config.tokenizer), context)
-    with pytest.raises(
-        DataProblem, match=r"token id 100 in .*/a, document \d, token 5 .* not in the vocabulary of 100"
-    ):
-        train_loader(built, config, batch_config(), context).next_step()
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
-@pytest.mark.parametrize("token", [-1, -2])
-def test_a_negative_id_is_not_padding(token: int, dtype: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("token", "dtype", "problem"),
+    [
+        (100, np.uint16, "not in the vocabulary of 100"),
+        *((token, dtype, "is negative; check") for token in (-1, -2) for dtype in ("i1", "i2", "i4", "i8")),
+    ],
+)
+def test_an_invalid_id_is_rejected_in_the_step_that_reads_it(
+    token: int, dtype: str, problem: str, tmp_path: Path
+) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, token, 7, 8, 9]] * 4, dtype)
-    config = data_config(train_data_path=(prefix,))
-    context = ParallelContext.single()
-    built = build_datasets(config, batch_config(), loop_config(), load_tokenizer(config.tokenizer), context)
-    with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* is negative; check"):
-        train_loader(built, config, batch_config(), context).next_step()
+    config = data_config(train=(prefix,))
+    loader = train_loader(build(train=(prefix,)), config, batch_config(), ParallelContext.single())
+    with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* {problem}"):
+        loader.next_step()
 
 
 def test_ranks_read_the_steps_of_one_rank(tmp_path: Path) -> None:
@@ -271,15 +261,15 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
     assert "corpus.bin does not exist" in sentences[0]
 
 
-def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
+def test_ranks_communicate_while_the_first_builds_for_a_long_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix, met, order = corpus(tmp_path), [], blend.blend_order
 
-    def slow_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+    def slow_order(weights: Sequence[float], size: int, limits: np.ndarray | None = None) -> dict[str, np.ndarray]:
         while len(met) < 6:
             time.sleep(0.001)
-        return order(weights, size)
+        return order(weights, size, limits)
 
     def gather_objects(value: object, group: ProcessGroup) -> list[object]:
         met.append(value)
@@ -294,7 +284,7 @@ def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
             context=context, data_path=("1", prefix, "2", prefix), data_cache_path=tmp_path / "cache"
         ),
     )
-    assert len(met) > 6 and met.count((False, None)) == len(met) - 1, "one rank tells, once, that it is done"
+    assert len(met) > 6 and met.count((False, None)) == len(met) - 1, "one message says that it is done"
     np.testing.assert_array_equal(first.train.tokens(3), second.train.tokens(3))
 
 
@@ -309,18 +299,11 @@ def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
         valid_data_path=(first, second),
         full_validation=True,
     )
-    assert [len(each.samples) for each in short.valid] == [4]
-    assert [len(each.samples) for each in whole.valid] == [8 + 4]
+    assert [len(each) for each in short.valid.values()] == [4]
+    assert [len(each) for each in whole.valid.values()] == [8 + 4]
 
 
-def test_the_surplus_of_a_weighted_blend_can_be_chosen(tmp_path: Path) -> None:
-    first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_config(train_iters=4), train_data_path=("1", first, "1", second), mid_level_dataset_surplus=0.0)
-    assert isinstance(built.train, BlendedSamples)
-    assert [part.inputs["epochs"] for part in built.train.parts] == [1, 1]
-
-
-def test_lengths_are_the_fixed_draw() -> None:
+def test_lengths_of_mock_documents_are_fixed() -> None:
     lengths = MockTokens(vocab_size=100, eod=99, num_documents=100_000).sequence_lengths
     expected = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
     np.testing.assert_array_equal(lengths, expected)
@@ -330,7 +313,7 @@ def test_lengths_are_the_fixed_draw() -> None:
     assert len(few) == 300 and few.identity["mock"] == 300
 
 
-def test_a_document_counts_modulo_the_vocabulary_and_ends() -> None:
+def test_a_mock_document_counts_modulo_the_vocabulary_and_ends_with_eod() -> None:
     tokens = MockTokens(vocab_size=100, eod=99, num_documents=100)
     for number in (0, 5, 77):
         length = int(tokens.sequence_lengths[number])

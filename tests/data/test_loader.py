@@ -1,4 +1,4 @@
-"""Loaders: the same samples in the same order, however the run is cut into ranks, microbatches and restarts."""
+"""Loaders: the same sample order for any layout, microbatch size and number of restarts."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -128,7 +128,7 @@ def test_prefetching_changes_nothing() -> None:
     ahead.close()
 
 
-def test_restore_discards_what_was_prefetched() -> None:
+def test_restore_discards_prefetched_batches() -> None:
     ahead = loader(prefetch=True)
     first = ids(ahead.next_step())
     ahead.restore(0)
@@ -148,7 +148,7 @@ def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
     ahead.close()
 
 
-def test_exhausted_data_is_announced_and_then_refused() -> None:
+def test_exhausted_data_is_reported_and_then_rejected() -> None:
     one = loader(size=24, micro=24)
     one.next_step()
     assert not one.exhausted
@@ -173,12 +173,12 @@ def eval_ids(dp: int, rank: int, evaluation: int, count: int = 60) -> list[int]:
     return ids(list(one.batches(evaluation)))
 
 
-def test_evaluations_take_consecutive_stretches_whatever_was_trained() -> None:
+def test_evaluations_use_consecutive_batches() -> None:
     assert eval_ids(1, 0, 0) == list(range(24))
     assert eval_ids(1, 0, 1) == list(range(24, 48))
 
 
-def test_evaluation_starts_over_at_the_end_of_the_data() -> None:
+def test_evaluation_wraps_around_at_the_end_of_the_data() -> None:
     assert eval_ids(1, 0, 2) == [*range(48, 60), *range(12)]
     assert eval_ids(1, 0, 0, count=5) == [number % 5 for number in range(24)]
 
@@ -188,7 +188,7 @@ def test_ranks_share_an_evaluation() -> None:
     assert sorted(both) == list(range(24, 48))
 
 
-def test_passing_over_a_step_leaves_out_its_samples_and_no_others() -> None:
+def test_pass_over_skips_exactly_one_step() -> None:
     for prefetch in (False, True):
         one = loader(prefetch=prefetch)
         first = ids(one.next_step())
@@ -213,6 +213,6 @@ def test_a_full_validation_without_a_full_batch_is_refused() -> None:
         whole_set(7)
 
 
-def test_its_state_tells_one_order_from_another() -> None:
+def test_the_state_distinguishes_sample_orders() -> None:
     assert loader(kind="single").state()["fingerprint"] != loader(kind="cyclic").state()["fingerprint"]
     assert loader(kind="cyclic", micro=4).state() == loader(kind="cyclic", size=24).state()

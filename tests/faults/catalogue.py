@@ -32,67 +32,67 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         # saving
         1: (
-            _INTERRUPTED + "test_a_kill_at_any_moment_leaves_only_whole_checkpoints_and_loses_none",
+            _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
             _KILLS + "test_p1_p2_kills_at_instrumented_points_and_by_chance_lose_no_committed_checkpoint",
             _KILLS + "test_p1_p2_a_hundred_random_kills_over_four_ranks",
             _SOAK,
         ),
-        2: (_BACKGROUND + "test_a_kill_at_any_moment_of_the_thread_loses_no_committed_checkpoint",),
+        2: (_INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",),
         3: (
             _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
             "tests/resilience/test_peer_failure.py::test_a_rank_that_left_no_report_is_the_first",
         ),
         4: (
-            _INTERRUPTED + "test_a_kill_at_any_moment_leaves_only_whole_checkpoints_and_loses_none",
+            _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
             _SAVE + "test_a_failing_tracker_is_a_warning_after_the_commit",
         ),
         5: (
-            _SAVE + "test_a_torn_tracker_is_mended_at_start",
-            _SOURCE + "test_a_torn_tracker_in_a_folder_to_load_is_ignored_with_one_line",
+            _SAVE + "test_a_damaged_tracker_is_corrected_at_start",
+            _SOURCE + "test_a_stale_tracker_is_ignored_with_one_line",
         ),
         6: (
-            _INTERRUPTED + "test_an_error_at_any_moment_loses_nothing_and_the_next_save_works",
-            _SAVE + "test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row",
+            _INTERRUPTED + "test_after_an_error_at_any_moment_the_next_save_succeeds",
+            _SAVE + "test_the_third_consecutive_failed_save_ends_the_run",
             _INJECTED + "test_a_full_disk_costs_one_checkpoint_and_a_sentence",
         ),
         7: (
-            _SAVE + "test_the_first_rank_writes_and_all_ranks_know_the_outcome",
-            _BACKGROUND + "test_what_fails_in_the_thread_is_told_counted_and_leaves_nothing",
+            _SAVE + "test_the_first_rank_writes_and_all_ranks_return_the_result",
+            _BACKGROUND + "test_a_failure_in_the_thread_is_reported_and_leaves_no_files",
         ),
         8: (
-            _BACKGROUND + "test_the_caller_is_not_held_up_by_slow_storage",
+            _BACKGROUND + "test_slow_storage_does_not_block_the_caller",
             _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
         ),
         9: (
-            _SAVE + "test_a_folder_that_cannot_be_written_is_refused_at_start",
+            _SAVE + "test_an_unwritable_folder_is_rejected_on_every_rank",
             _BAD_INPUT + "test_an_unwritable_run_folder",
         ),
-        10: (_SAVE + "test_what_crashes_left_is_swept_at_start_and_nothing_else",),
+        10: (_SAVE + "test_incomplete_checkpoints_and_nothing_else_are_removed_at_start",),
         11: (
-            _SAVE + "test_a_second_job_is_refused_with_the_holder_of_the_folder",
+            _SAVE + "test_a_second_job_is_rejected_with_the_owner_of_the_lock",
             "tests/logs/test_reporter.py::"
             "test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is",
         ),
         12: ("tests/train/test_exit_conditions.py::test_the_clock_of_the_slowest_rank_counts",),
         13: (_INJECTED + "test_a_run_that_ends_while_it_saves_completes_the_checkpoint",),
         14: (_SAVE + "test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning",),
-        15: (_SAVE + "test_a_mount_that_disappears_fails_the_save_and_may_come_back",),
+        15: (_SAVE + "test_saving_recovers_after_a_mount_disappeared",),
         # loading
-        16: (_LOAD + "test_a_file_cut_short_or_gone_or_longer_is_noticed",),
-        17: (_LOAD + "test_two_hundred_flipped_bits_anywhere_are_all_noticed",),
+        16: (_LOAD + "test_truncated_missing_and_longer_files_are_detected",),
+        17: (_LOAD + "test_flipped_bits_are_detected",),
         18: (
-            _LOAD + "test_a_file_cut_short_or_gone_or_longer_is_noticed",
+            _LOAD + "test_truncated_missing_and_longer_files_are_detected",
             _LOAD + "test_files_that_are_not_in_the_manifest_are_ignored",
         ),
-        19: (_LOAD + "test_damage_that_one_rank_sees_drops_the_checkpoint_on_all",),
+        19: (_LOAD + "test_damage_on_one_rank_rejects_the_checkpoint_on_all",),
         20: (_LOAD + "test_a_folder_with_only_damaged_checkpoints_ends_the_run_with_every_reason",),
         21: (
-            _LOAD + "test_loading_executes_no_pickle_that_lies_in_the_folder",
-            "tests/checkpoint/test_huggingface.py::test_pickled_weights_alone_are_refused",
+            _LOAD + "test_pickles_in_the_folder_are_not_executed",
+            "tests/checkpoint/test_huggingface.py::test_a_folder_without_safetensors_is_rejected",
         ),
         22: (
-            "tests/checkpoint/test_manifest.py::test_a_hostile_manifest_with_a_valid_seal_is_refused",
-            _LOAD + "test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocated",
+            "tests/checkpoint/test_manifest.py::test_an_inconsistent_manifest_with_a_valid_checksum_is_rejected",
+            _LOAD + "test_a_manifest_with_a_huge_tensor_is_rejected_before_allocation",
         ),
         23: ("tests/train/test_pipeline_checkpoints.py::test_what_any_layout_writes_every_layout_goes_on_from",),
         24: (
@@ -102,7 +102,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/train/test_resume_table.py::"
             "test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabulary_told",
         ),
-        25: (_LOAD + "test_a_checkpoint_of_a_stored_version_one_file_still_loads",),
+        25: (_LOAD + "test_a_stored_version_1_checkpoint_loads",),
         26: (_LOAD + "test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown",),
         # processes, machines, network
         27: (
@@ -176,28 +176,28 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         # fp8 is a format of files and of optimizer states here; no matrices are multiplied in it
         45: (
             "tests/kernels/test_low_precision_state.py::test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block",
-            "tests/checkpoint/test_hf_fp8.py::test_scales_that_do_not_fit_are_refused_by_name",
+            "tests/checkpoint/test_hf_fp8.py::test_missing_or_misshapen_scales_are_rejected_by_name",
         ),
         # data and configuration
         46: (
             _INDEXED + "test_index_truncated_anywhere_is_refused",
-            _INDEXED + "test_broken_index_is_refused_with_file_offset_and_remedy",
+            _INDEXED + "test_a_damaged_index_is_rejected_with_file_offset_and_remedy",
         ),
         47: (_INDEXED + "test_bin_of_another_size_is_refused_at_open",),
         48: (
-            "tests/data/test_datasets.py::test_id_beyond_the_vocabulary_stops_the_step_that_reads_it",
+            "tests/data/test_datasets.py::test_an_invalid_id_is_rejected_in_the_step_that_reads_it",
             _BAD_INPUT + "test_a_token_id_beyond_the_vocabulary",
         ),
         49: (
-            _INDEXED + "test_broken_index_is_refused_with_file_offset_and_remedy",
+            _INDEXED + "test_a_damaged_index_is_rejected_with_file_offset_and_remedy",
             _INDEXED + "test_a_data_set_without_sequences_or_tokens_can_be_opened",
         ),
-        50: ("tests/data/test_cache.py::test_a_job_that_dies_while_writing_leaves_nothing_that_is_used",),
+        50: ("tests/data/test_cache.py::test_an_incomplete_entry_is_not_used",),
         51: (
             "tests/data/test_datasets.py::test_data_replaced_at_the_same_place_is_indexed_again",
             _RESUME + "test_other_data_is_told",
         ),
-        52: ("tests/data/test_loader.py::test_exhausted_data_is_announced_and_then_refused",),
+        52: ("tests/data/test_loader.py::test_exhausted_data_is_reported_and_then_rejected",),
         53: (
             "tests/arguments/test_mutations.py::test_six_hundred_mutated_command_lines_give_no_traceback",
             "tests/arguments/test_parser.py::test_an_unknown_flag_is_answered_with_the_nearest_names",
@@ -209,7 +209,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         55: (
             _BAD_INPUT + "test_a_missing_tokenizer",
-            "tests/data/test_tokenizer.py::test_foreign_model_is_refused_with_its_name",
+            "tests/data/test_tokenizer.py::test_a_model_of_another_kind_is_rejected_by_name",
         ),
         56: (
             "tests/kernels/test_registry.py::test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives",
@@ -232,7 +232,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
 PROMISES: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         1: (*FAULTS[1], *FAULTS[6]),
-        2: (*FAULTS[1], *FAULTS[16], _LOAD + "test_the_newest_whole_checkpoint_is_used_with_one_line_per_damaged_one"),
+        2: (*FAULTS[1], *FAULTS[16], _LOAD + "test_the_newest_intact_checkpoint_is_used_with_one_line_per_damaged_one"),
         3: (
             "tests/end_to_end/test_main_job.py::test_twelve_iterations_equal_six_and_six",
             "tests/checkpoint/test_resume.py::test_four_steps_and_four_more_equal_eight_steps_bitwise",

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find, load
-from megatron_moe.checkpoint.manifest import MANIFEST, FileEntry, checksum, decode, encode
+from megatron_moe.checkpoint.manifest import MANIFEST, TORCH_DTYPES, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, fill, tensor_key
+from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
@@ -97,6 +99,15 @@ def some_tensors(iteration: int) -> dict[str, Tensor]:
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
     return {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}
+
+
+def stored_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a verified checkpoint, assembled from their pieces."""
+    reader, tensors = open_verified(path), {}
+    for key, entry in reader.manifest.tensors.items():
+        tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        fill(SavedTensor.whole(tensors[key]), entry, partial(reader.piece, key))
+    return tensors
 
 
 def blank() -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ from tests.house_rules.source import Import, Source, imports
 
 NO_TORCH = (
     "config", "cost_model", "pipeline", "planner", "parallel.grid", "parallel.param_meta", "optim.param_layout",
-    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader", "checkpoint.huggingface.deepseek",
-    "checkpoint.huggingface.grouped_query",
+    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader", "checkpoint.huggingface.families",
 )  # fmt: skip
 """Packages and modules that load without torch, so that `--help` and `--dry-run` answer at once."""
 

@@ -189,7 +189,7 @@ def capacity_drops_by_position(original: Any) -> Any:
     return lambda ids, probs, counts, capacity, policy: original(ids, probs, counts, capacity, "position")
 
 
-@mutant("data.batch:split_sequence", "tests/data/test_context_split.py")
+@mutant("data.batch:split_sequence", "tests/data/test_batch.py")
 def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
     """The model learns to predict another token."""
 
@@ -254,7 +254,7 @@ def a_resumed_run_repeats_a_sample(original: Any) -> Any:
     return lambda self, consumed: original(self, max(consumed - 1, 0))
 
 
-@mutant("checkpoint.load:_mismatches", "tests/checkpoint/test_load.py")
+@mutant("checkpoint.load:mismatches", "tests/checkpoint/test_load.py")
 def missing_tensors_keep_random_values(original: Any) -> Any:
     """Half of the model is loaded, the other half is noise."""
     return lambda *args: [line for line in original(*args) if not line.startswith("missing")]
@@ -262,7 +262,7 @@ def missing_tensors_keep_random_values(original: Any) -> Any:
 
 @mutant(
     "checkpoint.async_save:HostBuffer._copy_all",
-    "tests/checkpoint/test_async_save.py::test_every_file_is_that_of_a_plain_save_although_training_went_on",
+    "tests/checkpoint/test_async_save.py::test_files_equal_those_of_a_synchronous_save_although_tensors_change",
 )
 def a_background_save_reads_live_weights(original: Any) -> Any:
     """A checkpoint of no iteration, with valid checksums."""

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES, SavedTensor, fill
-from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
@@ -18,6 +15,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
+from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.pipelines import make_trainer, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
@@ -99,17 +97,6 @@ def run(plan: RunPlan, main) -> None:
         on_threads(plan.parallel, main, dtype=dtype)
 
 
-def whole(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, put together from their pieces."""
-    manifest, reader = open_verified(path)
-    tensors = {}
-    for key, entry in manifest.tensors.items():
-        tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        read = lambda piece, place, k=key, e=entry: reader.piece(k, e, piece, place)  # noqa: E731
-        fill(SavedTensor.whole(tensors[key]), entry, read)
-    return tensors
-
-
 @pytest.mark.parametrize(
     "model, writer, reader",
     [
@@ -121,12 +108,12 @@ def test_p4_what_one_layout_saves_another_goes_on_from(model: str, writer: str, 
     """P4, fault 23: weights, buffers and optimizer state bit by bit, then one step as without a stop."""
     train_and_save(plan(model, writer), tmp_path / "a")
     go_on(plan(model, reader), tmp_path / "a", tmp_path / "b")
-    saved = whole(tmp_path / "a" / "iter_0000001")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
     assert {key.partition(".")[0] for key in saved} == {"model", "exp_avg", "exp_avg_sq", "optimizer"}
     assert any("mtp" in key or "expert_bias" in key for key in saved) or model == "mla, latent"
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
-    straight = whole(tmp_path / "a" / "iter_0000002")
-    FP64_LAYOUT.check_all(whole(tmp_path / "b" / "iter_0000002"), straight, "one step further")
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
+    straight = stored_tensors(tmp_path / "a" / "iter_0000002")
+    FP64_LAYOUT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), straight, "one step further")
 
 
 @pytest.mark.slow
@@ -134,7 +121,7 @@ def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     same = plan("bias, mtp", PAIRS[0][2])
     train_and_save(same, tmp_path / "a")
     go_on(same, tmp_path / "a", tmp_path / "b")
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000002"), whole(tmp_path / "a" / "iter_0000002"))
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), stored_tensors(tmp_path / "a" / "iter_0000002"))
 
 
 @pytest.mark.slow
@@ -147,7 +134,7 @@ def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> No
     train_and_save(sharded, tmp_path / "a")
     go_on(single, tmp_path / "a", tmp_path / "b")
     go_on(sharded, tmp_path / "b", tmp_path / "c")
-    saved = whole(tmp_path / "a" / "iter_0000001")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
     kinds = {key.partition(".")[0]: value.dtype for key, value in saved.items() if "word_embeddings" in key}
     assert kinds == {
         "model": torch.bfloat16,
@@ -155,5 +142,5 @@ def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> No
         "exp_avg": torch.float32,
         "exp_avg_sq": torch.float32,
     }
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000001"), saved, "on one rank")
-    EXACT.check_all(whole(tmp_path / "c" / "iter_0000001"), saved, "on two again")
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "on one rank")
+    EXACT.check_all(stored_tensors(tmp_path / "c" / "iter_0000001"), saved, "on two again")
