@@ -122,7 +122,7 @@ def test_every_program_draws_one_ticket_where_sums_are_wanted(fields: dict[str, 
 
 
 def test_shares_of_many_programs_are_all_added(monkeypatch: pytest.MonkeyPatch, forwards: Launches) -> None:
-    monkeypatch.setattr(op, "ROUTE_TILE", 16)
+    monkeypatch.setattr(op, "FORWARD_TILE", 16)
     monkeypatch.setattr(op, "num_multiprocessors", lambda device: 1000)
     check(draw(20, 8), None, router(num_experts=8, topk=1), **ALL_SUMS)
     assert forwards.known[0][0][0] == 20

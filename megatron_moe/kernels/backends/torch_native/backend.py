@@ -210,16 +210,17 @@ def attention(
     mask = None
     if masked:
         mask = reference.visible_pairs(q_SBND.shape[0], config, segments_BS, q_SBND.device)
-    q_BNSD, k_BGSD, v_BGSE = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
+    return _dot_product_attention(q_SBND, k_SBGD, v_SBGE, mask, config)
+
+
+def _dot_product_attention(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
+) -> Tensor:
+    inputs_BNSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
+    causal = config.causal and mask is None
     with _attention_order(q_SBND.device):
         out_BNSE = F.scaled_dot_product_attention(
-            q_BNSD,
-            k_BGSD,
-            v_BGSE,
-            attn_mask=mask,
-            is_causal=config.causal and mask is None,
-            scale=config.softmax_scale,
-            enable_gqa=True,
+            *inputs_BNSD, attn_mask=mask, is_causal=causal, scale=config.softmax_scale, enable_gqa=True
         )
     return out_BNSE.permute(2, 0, 1, 3)
 
@@ -339,8 +340,8 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    exact = hidden_TH.is_cuda and hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
-    if not exact:
+    exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
+    if not exact or hidden_TH.device.type == "cpu":
         return reference.gate_product(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
@@ -353,16 +354,20 @@ class _GateProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_EH)
-        return torch.mm(hidden_TH, weight_EH.T, out_dtype=torch.float32)
+        return _wide_product(hidden_TH, weight_EH.T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_EH = ctx.saved_tensors
         parts_T3E = bf16_parts(grads[0])
         grad_hidden_TH = parts_T3E @ weight_EH.repeat(3, 1)
-        grad_3EH = torch.mm(parts_T3E.T, hidden_TH, out_dtype=torch.float32)
-        grad_weight_EH = grad_3EH.view(3, *weight_EH.shape).sum(dim=0)
+        grad_weight_EH = _wide_product(parts_T3E.T, hidden_TH).view(3, *weight_EH.shape).sum(dim=0)
         return grad_hidden_TH, grad_weight_EH.to(weight_EH.dtype)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 product of bf16 matrices, on a GPU."""
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def bf16_parts(x_TE: Tensor) -> Tensor:
@@ -414,7 +419,7 @@ def _sum_choices(rows_RH: Tensor, index: RowIndex) -> Tensor:
 
 def sum_of_squares(flat: Tensor) -> Tensor:
     wide = internal_dtype(flat.dtype)
-    if flat.is_cuda:
+    if flat.device.type != "cpu":
         norm: Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.square()
     # the CPU adds long vectors one element after the other, which loses digits: 2e-3 at 20 million; so, short chunks

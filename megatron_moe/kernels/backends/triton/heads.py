@@ -11,7 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
-from megatron_moe.kernels.backends.triton.sizes import heads_programs, heads_tiles
+
+TILE = 2048
+"""Elements of a tile of queries or keys."""
+BACKWARD_PROGRAMS = 6
+"""Programs of the backward per multiprocessor that fit at a time."""
 
 
 def query_key_value(
@@ -68,7 +72,7 @@ class _QueryKeyValue(torch.autograd.Function):
         # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
         tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
-        num_programs = heads_programs(length * batch, tiles, num_multiprocessors(qkv_SBGC.device))
+        num_programs = min(length * batch, triton.cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
         shares_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
             _turn_heads_back[(num_programs, tiles)](
@@ -87,7 +91,8 @@ class _QueryKeyValue(torch.autograd.Function):
 def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    heads, keys = heads_tiles(groups * heads_per_group, groups, width, turned)
+    most = max(TILE // power_of_two(2 * pairs + (rest if turned < width else 0)), 1)
+    heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)
     return {"PAIRS": pairs, "REST": rest, "HAS_REST": turned < width, "HEADS": heads, "GROUPS": keys}
 
 

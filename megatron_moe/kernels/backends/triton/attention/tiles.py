@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
-from megatron_moe.kernels.backends.triton.sizes import WIDEST_HEAD
 
+WIDEST_HEAD = 256
+"""Largest head dim of the kernels."""
 BAND = ("left", "right")
 """Arguments that differ between the rectangles of a ring: one compiled kernel takes any."""
 
