@@ -12,7 +12,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.parallel.context_parallel import split_places
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
@@ -43,7 +43,7 @@ def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tens
         leaves["grad sinks"] = sinks_N.detach().double()
     tracked = [leaf.requires_grad_() for leaf in leaves.values()]
     q, k, v, *sinks = tracked
-    out = reference.attention(q, k, v, config, sinks[0] if sinks else None, given.get("segments_BS"), None)
+    out = reference.attention(AttentionInputs(q, k, v, config, sinks[0] if sinks else None, given.get("segments_BS")))
     return {"out": out} | dict(zip(leaves, torch.autograd.grad(out, tracked, grad), strict=True))
 
 
@@ -108,7 +108,7 @@ def test_sinks_by_cudnn_are_the_reference(
     sinks = [torch.linspace(-1, 2, 8, device="cuda").to(BF16)] if learned else []
     leaves = [x.requires_grad_() for x in (*inputs, *sinks)]
     assert cudnn.serves(*leaves[:3], causal=causal)
-    out = backend.attention(*leaves[:3], config, *(leaves[3:] or (None,)), None, None)
+    out = backend.attention(AttentionInputs(*leaves[:3], config, *leaves[3:]))
     names = ("grad q", "grad k", "grad v", "grad sinks")
     actual = {"out": out} | dict(zip(names, torch.autograd.grad(out, leaves, grad), strict=False))
     given = {"sinks_N": sinks[0]} if learned else {}
@@ -122,7 +122,7 @@ def test_a_plan_of_attention_without_sinks_serves_it_with_them_too() -> None:
     leaves = [x.requires_grad_() for x in inputs]
     turned = grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     for sinks, given in ((None, grad), (none, turned), (none, grad)):
-        out = triton_kernels.attention(*leaves, config, sinks, None, None)
+        out = triton_kernels.attention(AttentionInputs(*leaves, config, sinks))
         grads = torch.autograd.grad(out, leaves, given)
         actual = {"out": out} | dict(zip(("grad q", "grad k", "grad v"), grads, strict=True))
         expected = exact((grad, *inputs), config, **({} if sinks is None else {"sinks_N": sinks}))
@@ -158,11 +158,11 @@ def test_blocks_and_sinks_never_wait_for_the_host() -> None:
         for key in (first, second):
             for documents in (None, segments):
                 query, keys = (PositionSpan(chunks=span.chunks, segments_BS=documents) for span in (second, key))
-                mask = config, query, keys, None
-                kernels.attention_block(q, k, v, *mask, out, lse)
-                kernels.attention_block_grad(grad, q, k, v, out.to(BF16), lse, lse, *mask, into)
+                block = AttentionBlock(q, k, v, config, query, keys)
+                kernels.attention_block(block, out, lse)
+                kernels.attention_block_grad(block, AttentionResult(grad, out.to(BF16), lse, lse), into)
         leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
-        kernels.attention(*leaves[:3], config, leaves[3], None, None).backward(grad)
+        kernels.attention(AttentionInputs(*leaves[:3], config, leaves[3])).backward(grad)
 
     everything()
     torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.kernels import autograd, reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.ops import GroupedPart, Kernels
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels, QueryKeyTransform
 from megatron_moe.kernels.reference_routing import count_tokens
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
@@ -112,7 +112,7 @@ def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: t
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             here = None if segments is None else segments.to(q.device)
-            return kernels.attention(q, k, v, config, sinks, here, None)
+            return kernels.attention(AttentionInputs(q, k, v, config, sinks, here))
 
         return call
 
@@ -135,7 +135,7 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             here = None if segments is None else segments.to(q.device)
-            return kernels.attention(q, k, v, config, sinks, here, None)
+            return kernels.attention(AttentionInputs(q, k, v, config, sinks, here))
 
         return call
 
@@ -146,12 +146,12 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
 def test_attention_that_must_repeat_does_and_agrees_with_fp64(qk_dim: int, v_dim: int, repeating: None) -> None:
     config = CoreAttentionConfig(softmax_scale=qk_dim**-0.5)
     inputs = [draw(645, 2, 4, qk_dim), draw(645, 2, 2, qk_dim, seed=1), draw(645, 2, 2, v_dim, seed=2)]
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, BF16)
+    compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs, BF16)
     kernels, _ = bundles(BF16)
 
     def gradients() -> list[Tensor]:
         leaves = [each.to(BF16).cuda().requires_grad_() for each in inputs]
-        kernels.attention(*leaves, config, None, None, None).square().sum().backward()
+        kernels.attention(AttentionInputs(*leaves, config)).square().sum().backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     for once, again in zip(gradients(), gradients(), strict=True):
@@ -214,7 +214,8 @@ def test_queries_keys_and_values_agree_with_fp64(
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(qkv: Tensor, *weights: Tensor) -> Tensor:
             here = [x.to(qkv.device, FP32) for x in (cos, sin)]
-            parts = kernels.query_key_value(qkv, *(weights or (None, None)), 1e-6, False, *here, interleaved, per_group)
+            transform = QueryKeyTransform(1e-6, False, *here, interleaved, per_group)
+            parts = kernels.query_key_value(qkv, *(weights or (None, None)), transform)
             return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
 
         return call
@@ -233,7 +234,7 @@ def test_norms_and_heads_repeat_to_the_bit() -> None:
         outs = (
             *kernels.add_rms_norm(leaves[0], x, leaves[1], 1e-6, False),
             kernels.layer_norm(leaves[0], leaves[1], leaves[1], 1e-6, False),
-            *kernels.query_key_value(leaves[2], leaves[3], leaves[4], 1e-6, False, cos, sin, False, 8),
+            *kernels.query_key_value(*leaves[2:], QueryKeyTransform(1e-6, False, cos, sin, False, 8)),
         )
         return list(torch.autograd.grad(outs, leaves, [out.detach() for out in outs]))
 
@@ -517,8 +518,8 @@ def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> No
         normed = kernels.layer_norm(kernels.rms_norm(x, weight, 1e-5, False), weight, weight, 1e-5, True)
         turned = kernels.rope(normed, cos, cos, False)
         config = CoreAttentionConfig(softmax_scale=0.1)
-        out = kernels.attention(turned, turned[:, :, :2], turned[:, :, :2], config, None, None, None)
-        out = out + kernels.attention(turned, turned, turned, config, weight[:4], segments, None)
+        out = kernels.attention(AttentionInputs(turned, turned[:, :, :2], turned[:, :, :2], config))
+        out = out + kernels.attention(AttentionInputs(turned, turned, turned, config, weight[:4], segments))
         kernels.cross_entropy(out.reshape(512, 64), labels).sum().backward()
         kernels.sum_of_squares(flat[1])
         kernels.adamw_(*flat, move)

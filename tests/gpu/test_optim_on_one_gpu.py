@@ -13,6 +13,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState
+from megatron_moe.kernels.ops import AdamWState
 from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import finish_grads
@@ -100,10 +101,10 @@ def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, s
     if formats[0] == "plain":
         states[0].data.fill_(1.0)
     move = adamw_step(1, scale=1.0, device=device)
-    master, exp_avg, exp_avg_sq = states
+    state = AdamWState(*states)
 
     def step() -> None:
-        triton_kernels.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
+        triton_kernels.adamw_packed_(state, grad, move, weights)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, unpack
+from megatron_moe.kernels.ops import AdamWState
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.optim_parameters import BF16, FP32, give, make_gradients
 from tests.helpers.tolerances import EXACT, FP32_REF
@@ -32,7 +33,8 @@ def step(ops, state: State, number: int, *, proceed: bool = True) -> None:
     device = state["weights"].device
     grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)).to(device)
     move = adamw_step(number, proceed=proceed, device=device, beta2=0.99)
-    ops.adamw_packed_(**state, grad=grad, move=move, first=300)
+    *states, weights = state.values()
+    ops.adamw_packed_(AdamWState(*states), grad, move, weights, first=300)
 
 
 def numbers(state: State) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.ops import GroupedPart, Kernels
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from megatron_moe.kernels.registry import select_kernels
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
 from tests.helpers.tolerances import BF16_KERNEL, Tolerance
@@ -58,7 +58,7 @@ def test_norms_are_as_near_to_fp64_as_plain_torch(zero_centered: bool) -> None:
 def test_attention_is_as_near_to_fp64_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
     config = CoreAttentionConfig(softmax_scale=q_width**-0.5)
     inputs = (draw(256, 2, 8, q_width), draw(256, 2, groups, q_width, seed=1), draw(256, 2, groups, v_width, seed=2))
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs)
+    compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs)
 
 
 def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:

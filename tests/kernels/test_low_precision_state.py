@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.low_precision_state import PackedState, dither, pack, round_weights, unpack
+from megatron_moe.kernels.ops import AdamWState
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.tolerances import EXACT
 
@@ -128,10 +129,9 @@ class State:
             grad[::7] = bad
         ends = [0, split, self.SIZE] if split else [0, self.SIZE]
         for start, end in zip(ends, ends[1:], strict=False):
-            ops.adamw_packed_(
-                self.master.part(start, end), grad[start:end].clone(), self.first.part(start, end),
-                self.second.part(start, end), adamw_step(number, proceed=proceed), self.weights[start:end], 5 + start
-            )  # fmt: skip
+            state = AdamWState(*(each.part(start, end) for each in (self.master, self.first, self.second)))
+            move = adamw_step(number, proceed=proceed)
+            ops.adamw_packed_(state, grad[start:end].clone(), move, self.weights[start:end], 5 + start)
 
     def parts(self) -> dict[str, Tensor]:
         states = {"master": self.master, "first": self.first, "second": self.second}
@@ -217,9 +217,8 @@ def test_a_moment_in_fp8_follows_a_change_that_is_smaller_than_its_steps() -> No
     state.weights.zero_()
     ones = torch.ones(State.SIZE)
     for number in range(1, 1001):
-        reference.adamw_packed_(
-            state.master, ones, state.first, state.second, adamw_step(number, scale=1.0, beta2=0.999), state.weights
-        )  # fmt: skip
+        packed = AdamWState(state.master, state.first, state.second)
+        reference.adamw_packed_(packed, ones, adamw_step(number, scale=1.0, beta2=0.999), state.weights)
     mean = float(unpack(state.second).sqrt().mean())
     assert abs(mean - (1 - 0.999**1000) ** 0.5) < 0.05, mean
 

@@ -19,7 +19,7 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.kernel_set import Priority
-from megatron_moe.kernels.ops import GroupedPart, Kernels
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.tolerances import BF16_KERNEL
@@ -152,7 +152,7 @@ def test_attention_is_that_of_the_reference(
         inputs.append(draw(4, seed=3))
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, config, sinks, segments, None)
+        return lambda q, k, v, sinks=None: kernels.attention(AttentionInputs(q, k, v, config, sinks, segments))
 
     kernel_comparison.compare(bundle("transformer_engine"), op, inputs, torch.bfloat16)
 

@@ -13,7 +13,7 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.ops import GroupedPart
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
@@ -51,7 +51,7 @@ def test_attention_agrees_with_the_reference(
         inputs.append(draw(heads, seed=3))
 
     def op(kernels) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, config, sinks, segments, None)
+        return lambda q, k, v, sinks=None: kernels.attention(AttentionInputs(q, k, v, config, sinks, segments))
 
     compare(op, inputs, dtype)
 
@@ -59,10 +59,8 @@ def test_attention_agrees_with_the_reference(
 def test_attention_dropout_is_that_of_the_reference() -> None:
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
     q, k, v = draw(6, 1, 2, 4).float(), draw(6, 1, 1, 4, seed=1).float(), draw(6, 1, 1, 4, seed=2).float()
-    EXACT.check(
-        NATIVE.attention(q, k, v, config, None, None, (7, "x")),
-        REFERENCE.attention(q, k, v, config, None, None, (7, "x")),
-    )
+    inputs = AttentionInputs(q, k, v, config, dropout_key=(7, "x"))
+    EXACT.check(NATIVE.attention(inputs), REFERENCE.attention(inputs))
 
 
 @DTYPES

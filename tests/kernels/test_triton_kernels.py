@@ -12,7 +12,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
-from megatron_moe.kernels.ops import GroupedPart
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, QueryKeyTransform
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, adamw_step, draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
@@ -121,9 +121,8 @@ def test_queries_keys_and_values_are_the_reference(
     def op(kernels: Any) -> Any:
         def call(qkv: Tensor, *weights: Tensor) -> Tensor:
             angles = [x.to(torch.promote_types(qkv.dtype, torch.float32)) for x in (cos, sin)]
-            parts = kernels.query_key_value(
-                qkv, *(weights or (None, None)), 1e-6, True, *angles, interleaved, per_group
-            )
+            transform = QueryKeyTransform(1e-6, True, *angles, interleaved, per_group)
+            parts = kernels.query_key_value(qkv, *(weights or (None, None)), transform)
             # gradients come with their heads far apart, as attention gives them
             return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
 
@@ -135,15 +134,15 @@ def test_queries_keys_and_values_are_the_reference(
 def test_heads_are_normed_without_an_epsilon_too() -> None:
     """Three heads in a tile of four: the fourth is none, and nothing of it gets into the gradients of the weights."""
     angles = draw(2, 1, 8, seed=2)
-    compare(
-        lambda k: (
-            lambda qkv, q, w: torch.cat(
-                k.query_key_value(qkv, q, w, 0.0, False, angles.to(qkv), angles.to(qkv), False, 1), dim=2
-            )
-        ),
-        [draw(2, 1, 3, 24), draw(8, seed=1), draw(8, seed=3)],
-        torch.float32,
-    )
+
+    def op(kernels: Any) -> Any:
+        def call(qkv: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            transform = QueryKeyTransform(0.0, False, angles.to(qkv), angles.to(qkv), False, 1)
+            return torch.cat(kernels.query_key_value(qkv, q, k, transform), dim=2)
+
+        return call
+
+    compare(op, [draw(2, 1, 3, 24), draw(8, seed=1), draw(8, seed=3)], torch.float32)
 
 
 @DTYPES
@@ -183,7 +182,7 @@ def test_attention_with_windows_sinks_and_documents_is_the_reference(
     inputs = [draw(seq, 2, heads, width), draw(seq, 2, groups, width, seed=1), draw(seq, 2, groups, value, seed=2)]
     inputs += [draw(heads, seed=3)] if sinks else []
     compare(
-        lambda k: lambda q, key, v, *s: k.attention(q, key, v, config, *(s or (None,)), segments, None),
+        lambda k: lambda q, key, v, *s: k.attention(AttentionInputs(q, key, v, config, s[0] if s else None, segments)),
         inputs,
         torch.float32,
     )
@@ -202,7 +201,7 @@ def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monke
     monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.backend.attention")
     config = CoreAttentionConfig(softmax_scale=0.3, causal=causal)
     inputs = [draw(65, 2, 2, 24), draw(65, 2, 1, 24, seed=1), draw(65, 2, 1, 12, seed=2)]
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, torch.float32)
+    compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs, torch.float32)
 
 
 @DTYPES

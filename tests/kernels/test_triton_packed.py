@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, pack, unpack
+from megatron_moe.kernels.ops import AdamWState
 from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag, draw
 from tests.helpers.tolerances import EXACT, FP32_REF
 
@@ -35,7 +36,8 @@ def step(ops, state: dict[str, PackedState | Tensor], size: int, *, proceed: boo
     grad = draw(size, seed=4).float()
     if not proceed:
         grad[0] = torch.nan
-    ops.adamw_packed_(**state, grad=grad, move=adamw_step(7, proceed=proceed, beta2=0.99), first=300)
+    *states, weights = state.values()
+    ops.adamw_packed_(AdamWState(*states), grad, adamw_step(7, proceed=proceed, beta2=0.99), weights, first=300)
 
 
 def numbers(state: dict[str, PackedState | Tensor]) -> dict[str, Tensor]:
@@ -88,7 +90,8 @@ def test_the_step_flags_numbers_that_are_not_finite_in_all_formats(formats: tupl
         state = make(formats, size)
         grads, move = torch.ones(size), adamw_step(1, scale=1.0, eps=0.0, beta1=0.0, beta2=0.0)
         grads[-1] = grad
-        ops.adamw_packed_(**state, grad=grads, move=move)
+        *states, weights = state.values()
+        ops.adamw_packed_(AdamWState(*states), grads, move, weights)
         assert bool(move.nonfinite) == expected, f"a gradient of {grad}"
 
 

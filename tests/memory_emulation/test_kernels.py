@@ -16,7 +16,7 @@ from megatron_moe.kernels import fakes, reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS
-from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan, QueryKeyTransform
 from megatron_moe.kernels.pages import make_pages
 from megatron_moe.memory_emulation import kernels as emulated
 from megatron_moe.memory_emulation.tracker import Timeline, Tracker
@@ -68,7 +68,8 @@ def heads(normed: bool) -> Case:
     def case(k: Any) -> Any:
         qkv, weights = leaf(10, 2, 2, 4 * 64), [leaf(64), leaf(64)] if normed else []
         q_weight, k_weight = weights or (None, None)
-        return k.query_key_value(qkv, q_weight, k_weight, 1e-6, False, angles(), angles(), False, 2), [qkv, *weights]
+        transform = QueryKeyTransform(1e-6, False, angles(), angles(), False, 2)
+        return k.query_key_value(qkv, q_weight, k_weight, transform), [qkv, *weights]
 
     return case
 
@@ -79,7 +80,7 @@ def attention(*, sinks: bool = False, dtype: torch.dtype = BF16, segments_BS: bo
         config = replace(tiny.attention().core, sinks=sinks, **mask)
         used = inputs if sinks else inputs[:3]
         segments = torch.zeros(2, 64, dtype=torch.int64) if segments_BS else None
-        return k.attention(*inputs[:3], config, inputs[3] if sinks else None, segments, None), used
+        return k.attention(AttentionInputs(*inputs[:3], config, inputs[3] if sinks else None, segments)), used
 
     return case
 
@@ -96,11 +97,11 @@ def attention_block(*chunks: range, dtype: torch.dtype = BF16, forward: bool = T
         )
         out, lse = torch.zeros(64, 2, 4, 16), torch.zeros(2, 4, 64).permute(2, 0, 1)
         grad = torch.ones_like(out, dtype=dtype)
-        config = replace(tiny.attention().core, **mask)
+        block = AttentionBlock(q, k_, v, replace(tiny.attention().core, **mask), query, key)
         into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k_, v))
         if forward:
-            k.attention_block(q, k_, v, config, query, key, None, out, lse)
-        k.attention_block_grad(grad, q, k_, v, grad, lse, lse, config, query, key, None, into)
+            k.attention_block(block, out, lse)
+        k.attention_block_grad(block, AttentionResult(grad, grad, lse, lse), into)
         return (q, k_, v, out, lse, grad, *into), []
 
     return case

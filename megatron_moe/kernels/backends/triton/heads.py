@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
+from megatron_moe.kernels.ops import QueryKeyTransform
 
 TILE = 2048
 """Elements of a tile of queries or keys."""
@@ -19,29 +20,24 @@ BACKWARD_PROGRAMS = 6
 
 
 def query_key_value(
-    qkv_SBGC: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cos_SBD: Tensor,
-    sin_SBD: Tensor,
-    interleaved: bool,
-    heads_per_group: int,
+    qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.query_key_value`."""
-    eps = max(eps, torch.finfo(torch.float32).tiny)  # heads that a tile has too many are zeros: their norm is finite
-    settings = (eps, zero_centered, cos_SBD.contiguous(), sin_SBD.contiguous(), interleaved, heads_per_group)
-    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, settings)  # type: ignore[no-untyped-call]
+    # heads that a tile has too many are zeros; their norm must be finite
+    eps = max(transform.eps, torch.finfo(torch.float32).tiny)
+    transform = transform._replace(
+        eps=eps, cos_SBD=transform.cos_SBD.contiguous(), sin_SBD=transform.sin_SBD.contiguous()
+    )
+    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, transform)  # type: ignore[no-untyped-call]
     return q, k, v
 
 
 class _QueryKeyValue(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, settings: tuple[Any, ...]
+        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
     ) -> tuple[Tensor, Tensor, Tensor]:
-        eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = settings
+        eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = transform
         qkv_SBGC = qkv_SBGC.contiguous()
         length, batch, groups, width = qkv_SBGC.shape
         width //= heads_per_group + 2
