@@ -15,6 +15,7 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.parallel.context_parallel import split_places
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
 from tests.helpers.tolerances import BF16_BLOCKS, EXACT
 
@@ -165,9 +166,5 @@ def test_blocks_and_sinks_never_wait_for_the_host() -> None:
         kernels.attention(AttentionInputs(*leaves[:3], config, leaves[3])).backward(grad)
 
     everything()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

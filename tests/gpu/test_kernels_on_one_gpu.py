@@ -1,7 +1,6 @@
 """Kernels on one GPU against the reference in fp64 on the CPU, and the rule that a step never waits for the host."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_moe.config.moe import (
 )
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
-from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels import autograd
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels, QueryKeyTransform
 from megatron_moe.kernels.reference_routing import count_tokens
@@ -29,61 +28,30 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.kernel_comparison import adamw_step, differentiable, route_and_pull
+from tests.gpu.host_sync import no_host_sync
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import REFERENCE, adamw_step, differentiable, draw, route_and_pull, with_gradients
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, FP64_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
 
-REFERENCE = reference.bundle()
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 SWIGLU = ActivationConfig(kind="silu", gated=True)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def bundles(dtype: torch.dtype) -> tuple[Kernels, Kernels]:
     return select_kernels(KernelConfig(), torch.device("cuda"), dtype), REFERENCE
 
 
-def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Result and gradients of all inputs, on the CPU in fp64."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
-    return [x.detach().double().cpu() for x in (out, *grads)]
-
-
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """The chosen kernels and the reference on the GPU against fp64 on the CPU, all on the same rounded inputs. What is
-    chosen may be off by twice what the reference is off in the same dtype."""
-    rounded = [x.to(dtype) for x in inputs]
-    exact = run(op(REFERENCE), [x.double() for x in rounded])
-    fast, plain = (run(op(kernels), [x.cuda() for x in rounded]) for kernels in bundles(dtype))
-    bar = FP32_REF if dtype is FP32 else BF16_KERNEL
-    for number, (f, p, e) in enumerate(zip(fast, plain, exact, strict=True)):
-        slack = max(bar.atol, 2 * float((p - e).abs().max()) if e.numel() else 0.0)
-        Tolerance(bar.rtol, slack, bar.why).check(f, e, "result" if number == 0 else f"gradient {number}")
+    kernel_comparison.compare(bundles(dtype)[0], op, inputs, dtype, "cuda")
 
 
 @pytest.fixture(autouse=True)
 def full_precision() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any host-device synchronisation inside is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
 
 
 @DTYPES
@@ -97,6 +65,17 @@ def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
     compare(both, (residual, x, weight), dtype)
 
 
+def attention_op(config: CoreAttentionConfig, segments: Tensor | None) -> Callable[[Kernels], Callable[..., Tensor]]:
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            here = None if segments is None else segments.to(q.device)
+            return kernels.attention(AttentionInputs(q, k, v, config, sinks, here))
+
+        return call
+
+    return op
+
+
 @DTYPES
 @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "sinks"])
@@ -108,15 +87,7 @@ def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: t
     segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if kind == "documents" else None
     inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
     inputs += [draw(4, seed=3)] if kind == "sinks" else []
-
-    def op(kernels: Kernels) -> Callable[..., Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            here = None if segments is None else segments.to(q.device)
-            return kernels.attention(AttentionInputs(q, k, v, config, sinks, here))
-
-        return call
-
-    compare(op, inputs, dtype)
+    compare(attention_op(config, segments), inputs, dtype)
 
 
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (64, 64), (192, 128)])
@@ -131,15 +102,7 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
     segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if documents else None
     inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
     inputs += [draw(4, seed=3)] if sinks else []
-
-    def op(kernels: Kernels) -> Callable[..., Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            here = None if segments is None else segments.to(q.device)
-            return kernels.attention(AttentionInputs(q, k, v, config, sinks, here))
-
-        return call
-
-    compare(op, inputs, BF16)
+    compare(attention_op(config, segments), inputs, BF16)
 
 
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (192, 128)])
@@ -254,7 +217,7 @@ def test_the_gate_multiplies_in_fp32_whatever_its_inputs(
     """By matrix units where the inputs are bf16: no digit of fp32 is lost, in the gradients neither. Two runs agree to
     the bit."""
     inputs = [draw(tokens, width).to(weights).double(), draw(experts, width, seed=1).to(weights).double()]
-    exact = run(lambda x, w: x @ w.T, inputs)
+    exact = with_gradients(lambda x, w: x @ w.T, inputs, torch.float64)
     kernels, _ = bundles(BF16)
     leaves = [x.to(weights).cuda().requires_grad_() for x in inputs]
     push = draw(tokens, experts, seed=99).float().cuda()
@@ -490,7 +453,7 @@ def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capa
     here.grad = None
     for parameter in layer.parameters():
         parameter.grad, parameter.sink.used = None, False
-    with no_waiting():
+    with no_host_sync():
         out = layer(here, mb, given)
         out.backward(push_here)
     expected = exact(there, mb_there, ids)
@@ -525,5 +488,5 @@ def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> No
         kernels.adamw_(*flat, move)
 
     everything()
-    with no_waiting():
+    with no_host_sync():
         everything()

@@ -13,38 +13,23 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels import autograd
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from megatron_moe.kernels.registry import select_kernels
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
-from tests.helpers.tolerances import BF16_KERNEL, Tolerance
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import REFERENCE, draw
+from tests.helpers.tolerances import BF16_KERNEL
 
 pytestmark = pytest.mark.gpu1
 
-REFERENCE = reference.bundle()
 
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Result and gradients of all inputs, on the CPU in fp64."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
-    return [x.detach().double().cpu() for x in (out, *grads)]
+def transformer_engine() -> Kernels:
+    return select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
 
 
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor]) -> None:
-    """Transformer Engine in bf16 on the GPU against fp64; it may be off by twice what plain torch is off in bf16."""
-    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
-    rounded = [x.bfloat16() for x in inputs]
-    exact = run(op(REFERENCE), [x.double() for x in rounded])
-    theirs, plain = (run(op(k), [x.cuda() for x in rounded]) for k in (kernels, REFERENCE))
-    for number, (a, e, p) in enumerate(zip(theirs, exact, plain, strict=True)):
-        slack = 2 * float((p - e).abs().max())
-        Tolerance(BF16_KERNEL.rtol, max(BF16_KERNEL.atol, slack), BF16_KERNEL.why).check(a, e, f"number {number}")
+    kernel_comparison.compare(transformer_engine(), op, inputs, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -75,7 +60,7 @@ def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
-    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    kernels = transformer_engine()
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
 

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.triton import backend as triton
 from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
 from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
+ADAMW = pytest.mark.parametrize("ops", [reference, torch_native, triton], ids=["reference", "torch_native", "triton"])
 NUMBERS = dict(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
 
 
@@ -43,7 +49,7 @@ def test_adamw_is_the_formula_of_the_paper() -> None:
         FP64_REF.check(torch.cat(state), [weight, first, second], f"after step {number}")
 
 
-@BACKENDS
+@ADAMW
 @pytest.mark.parametrize("size", [1, 1003])
 def test_adamw_is_that_of_torch(ops, size: int) -> None:
     parameter = torch.nn.Parameter(draw(size, 0, torch.float32))
@@ -60,7 +66,7 @@ def test_adamw_is_that_of_torch(ops, size: int) -> None:
     FP32_REF.check(ours[2], theirs.state[parameter]["exp_avg_sq"], "second moment")
 
 
-@BACKENDS
+@ADAMW
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nothing_changes_without_proceed_even_if_the_gradient_is_not_finite(ops, bad: float) -> None:
     state = [draw(7, seed, torch.float32).abs() for seed in range(3)]
@@ -72,7 +78,7 @@ def test_nothing_changes_without_proceed_even_if_the_gradient_is_not_finite(ops,
         EXACT.check(tensor, old)
 
 
-@BACKENDS
+@ADAMW
 @pytest.mark.parametrize("what", OVERFLOWS)
 def test_the_step_flags_numbers_that_are_not_finite(ops, what: str) -> None:
     check_nonfinite_flag(ops, what)

@@ -14,7 +14,6 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels import registry as choosing
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
 from megatron_moe.kernels.registry import discover, select_kernels
-from megatron_moe.kernels.sequential_grouped_gemm import sequential
 
 CPU = torch.device("cpu")
 
@@ -47,13 +46,6 @@ def test_a_bundle_without_an_op_or_with_an_unknown_one_cannot_be_made() -> None:
             KernelSet.of({name: f for name, f in functions.items() if name != op}, ())
     with pytest.raises(AssertionError, match="unknown ops \\['sort'\\]"):
         KernelSet.of({**functions, "sort": sorted}, ())
-
-
-@pytest.mark.parametrize(
-    "bundle", [reference.bundle(), sequential(reference.bundle()), select_kernels(KernelConfig(), CPU, torch.float32)]
-)
-def test_no_op_of_a_bundle_is_left_to_the_protocol(bundle: KernelSet) -> None:
-    assert set(OPS) <= set(vars(bundle)), set(OPS) - set(vars(bundle))
 
 
 def test_every_backend_has_the_ops_that_it_promises_and_judges_them() -> None:

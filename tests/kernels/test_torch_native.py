@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
@@ -26,74 +25,11 @@ KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 compare = partial(kernel_comparison.compare, NATIVE)
 
 
-@DTYPES
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 2, 7), (4, 64)])
-def test_norms_agree_with_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
-    x, weight, bias = draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2)
-    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
-    if shape[-1] > 1:  # over one channel the layer norm is its bias, and its gradient is rounding
-        compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
-
-
-@DTYPES
-@pytest.mark.parametrize("seq, heads, groups, qk_dim, v_dim", [(1, 1, 1, 1, 1), (7, 4, 2, 6, 6), (5, 6, 1, 12, 8)])
-@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, (2, 0)), (False, (1, 2))])
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("extra", ["none", "sinks", "off_by_one"])
-def test_attention_agrees_with_the_reference(
-    seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, dtype
-) -> None:
-    config = CoreAttentionConfig(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
-    segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
-    inputs = [draw(seq, 2, heads, qk_dim), draw(seq, 2, groups, qk_dim, seed=1), draw(seq, 2, groups, v_dim, seed=2)]
-    if extra == "sinks":
-        inputs.append(draw(heads, seed=3))
-
-    def op(kernels) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks=None: kernels.attention(AttentionInputs(q, k, v, config, sinks, segments))
-
-    compare(op, inputs, dtype)
-
-
 def test_attention_dropout_is_that_of_the_reference() -> None:
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
     q, k, v = draw(6, 1, 2, 4).float(), draw(6, 1, 1, 4, seed=1).float(), draw(6, 1, 1, 4, seed=2).float()
     inputs = AttentionInputs(q, k, v, config, dropout_key=(7, "x"))
     EXACT.check(NATIVE.attention(inputs), REFERENCE.attention(inputs))
-
-
-@DTYPES
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 37])
-def test_activations_agree_with_the_reference(kind: str, weighed: bool, rows: int, dtype: torch.dtype) -> None:
-    for config in (
-        ActivationConfig(kind=kind),
-        ActivationConfig(kind=kind, gated=True),
-        ActivationConfig(kind=kind, gated=True, clamp=0.7, linear_offset=1.0),
-    ):
-        inputs = [draw(rows, 6)] + ([draw(rows, seed=1).abs() + 0.1] if weighed else [])
-        compare(lambda k, config=config: lambda x, p=None: k.activation(x, p, config), inputs, dtype)
-
-
-def test_activation_gives_and_gets_zero_where_there_is_no_probability_even_if_nan() -> None:
-    x, probs = draw(4, 6).float(), torch.tensor([0.5, 0.0, 2.0, 0.0], requires_grad=True)
-    x[1], x[3] = torch.nan, torch.inf
-    x.requires_grad_()
-    out = NATIVE.activation(x, probs, ActivationConfig(kind="silu", gated=True, linear_offset=1.0))
-    out.sum().backward()
-    empty = [1, 3]
-    for what, value in (("result", out[empty]), ("grad of x", x.grad[empty]), ("grad of probs", probs.grad[empty])):
-        EXACT.check(value, torch.zeros_like(value), what)
-    assert x.grad[[0, 2]].abs().min() > 0
-
-
-@DTYPES
-@pytest.mark.parametrize("rows, vocab", [(0, 5), (1, 1), (5, 11)])
-def test_cross_entropy_agrees_with_the_reference(rows: int, vocab: int, dtype: torch.dtype) -> None:
-    labels = torch.arange(rows) % vocab
-    compare(lambda k: lambda logits: k.cross_entropy(logits, labels), [draw(rows, vocab) * 5], dtype)
 
 
 @DTYPES

@@ -14,8 +14,8 @@ from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.launch import sum_of_shares
 from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, QueryKeyTransform
 from tests.helpers import kernel_comparison
-from tests.helpers.kernel_comparison import BARS, REFERENCE, adamw_step, draw
-from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
+from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
+from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.compiled import NO_SPILLS, compiled
 
 pytestmark = [
@@ -29,47 +29,15 @@ KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 compare = partial(kernel_comparison.compare, triton_kernels)
 
 
-@DTYPES
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", [(5, 3, 48), (1, 1, 128), (70, 1), (0, 16), (3, 2, 2, 100)])
-def test_rms_norm_is_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
-    inputs = [draw(*shape), draw(shape[-1], seed=1)]
-    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-6, zero_centered), inputs, dtype)
-
-
-@DTYPES
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", [(5, 3, 48), (1, 128), (70, 1), (0, 16)])
-def test_a_residual_sum_and_its_norm_are_the_reference(
-    shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype
-) -> None:
-    inputs = [draw(*shape), draw(*shape, seed=2), draw(shape[-1], seed=1)]
-    compare(lambda k: lambda r, x, w: torch.stack(k.add_rms_norm(r, x, w, 1e-6, zero_centered)), inputs, dtype)
-    compare(lambda k: lambda r, x, w: k.add_rms_norm(r, x, w, 1e-6, zero_centered)[1], inputs, dtype)
-    compare(lambda k: lambda r, x: k.add_rms_norm(r, x, inputs[2].to(x), 1e-6, zero_centered)[0], inputs[:2], dtype)
-
-
 def test_rms_norm_of_a_view_reads_the_view_and_not_what_lies_between() -> None:
     wide = draw(6, 40)
     compare(lambda k: lambda x, w: k.rms_norm(x[:, 3:19], w, 1e-6, False), [wide, draw(16, seed=1)], torch.float32)
 
 
-@DTYPES
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", [(5, 3, 48), (1, 1, 128), (70, 9), (0, 16), (3, 2, 2, 100)])
-def test_layer_norm_is_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
-    inputs = [3 + draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2)]
-    compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-6, zero_centered), inputs, dtype)
-
-
 def test_layer_norm_of_a_view_reads_the_view_and_repeats_to_the_bit() -> None:
     """More rows than the programs take at once."""
     inputs = [draw(100, 1100), draw(1024, seed=1), draw(1024, seed=2)]
-    op = lambda k: lambda x, w, b: k.layer_norm(x[:, 3:1027], w, b, 1e-6, False)  # noqa: E731
-    compare(op, inputs, torch.float32)
-    found = [kernel_comparison.with_gradients(op(triton_kernels), inputs, torch.float32) for _ in range(2)]
-    for once, again in zip(*found, strict=True):
-        EXACT.check(again, once)
+    compare(lambda k: lambda x, w, b: k.layer_norm(x[:, 3:1027], w, b, 1e-6, False), inputs, torch.float32)
 
 
 @DTYPES
@@ -204,42 +172,10 @@ def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monke
     compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs, torch.float32)
 
 
-@DTYPES
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_activation_is_the_reference(kind: Any, gated: bool, weighted: bool, dtype: torch.dtype) -> None:
-    config = ActivationConfig(kind=kind, gated=gated)
-    inputs = [2 * draw(9, 20 * config.fan)] + ([draw(9, seed=1).abs()] if weighted else [])
-    compare(lambda k: lambda x, *p: k.activation(x, *(p or (None,)), config), inputs, dtype)
-
-
 def test_activation_may_be_clamped_and_shifted_over_several_tiles() -> None:
     config = ActivationConfig(kind="quick_gelu", gated=True, clamp=1.0, linear_offset=1.0)
     inputs = [2 * draw(3, 2, 2 * 1100), draw(3, 2, seed=1).abs()]
     compare(lambda k: lambda x, p: k.activation(x, p, config), inputs, torch.float32)
-
-
-@DTYPES
-def test_rows_without_a_token_leave_nothing_behind_in_the_activation(dtype: torch.dtype) -> None:
-    config = ActivationConfig(kind="silu", gated=True)
-    x, probs = draw(4, 16).to(dtype), torch.tensor([0.5, 0.0, 0.25, 0.0]).to(dtype)
-    x[1], x[3] = torch.nan, torch.inf
-    x.requires_grad_(), probs.requires_grad_()
-    out = triton_kernels.activation(x, probs, config)
-    grad = torch.ones_like(out)
-    grad[3] = torch.nan  # rows past the last offset are undefined
-    grad_x, grad_probs = torch.autograd.grad(out, [x, probs], grad)
-    for tensor in (out.detach(), grad_x, grad_probs):
-        assert (tensor[[1, 3]] == 0).all() and torch.isfinite(tensor).all()
-        assert (tensor[[0, 2]] != 0).any()
-
-
-@DTYPES
-@pytest.mark.parametrize(("tokens", "vocab"), [(5, 33), (1, 1), (3, 8200), (0, 7)])
-def test_cross_entropy_is_the_reference(tokens: int, vocab: int, dtype: torch.dtype) -> None:
-    labels = torch.arange(tokens) * 7 % vocab
-    compare(lambda k: lambda x: k.cross_entropy(x, labels), [5 * draw(tokens, vocab)], dtype)
 
 
 def test_cross_entropy_reads_labels_that_stand_apart() -> None:
@@ -355,40 +291,10 @@ def test_grouped_weight_gradients_of_several_microbatches_add_up_in_the_buffer(
     FP32_REF.check(actual, expected, "weight gradient")
 
 
-def adamw_state() -> list[Tensor]:
-    return [draw(3000, seed=seed).float() for seed in range(2)] + [draw(3000, seed=s).float().abs() for s in (2, 3)]
-
-
-@pytest.mark.parametrize("step", [1, 7, 100_000])
-def test_adamw_moves_masters_and_rounds_the_weights(step: int) -> None:
-    mine, theirs = adamw_state(), [x.double() for x in adamw_state()]
-    weights = torch.zeros(3000, dtype=torch.bfloat16)
-    triton_kernels.adamw_(*mine, adamw_step(step, beta2=0.999), weights)
-    REFERENCE.adamw_(*theirs, adamw_step(step, beta2=0.999))
-    for name, actual, expected in zip(
-        ("master", "exp_avg", "exp_avg_sq"), mine[:1] + mine[2:], theirs[:1] + theirs[2:], strict=True
-    ):
-        FP32_REF.check(actual, expected, name)
-    # the interpreter cuts digits off where a GPU rounds
-    BF16_KERNEL.check(weights, mine[0].bfloat16(), "weights")
-
-
 @pytest.mark.parametrize("num_programs", [1, 64, 130])
 def test_shares_of_all_programs_are_summed(num_programs: int) -> None:
     shares_PW = draw(num_programs, 70).float()
     FP32_REF.check(sum_of_shares(shares_PW, torch.float32), shares_PW.double().sum(dim=0), "sum")
-
-
-def test_a_refused_step_leaves_every_bit() -> None:
-    state = adamw_state()
-    state[1][:5] = torch.nan
-    before = [x.clone() for x in state]
-    weights = torch.ones(3000, dtype=torch.bfloat16)
-    triton_kernels.adamw_(*state, adamw_step(1, scale=torch.nan, proceed=False), weights)
-    for actual, expected in zip(
-        (state[0], *state[2:], weights), (before[0], *before[2:], torch.ones(3000)), strict=True
-    ):
-        EXACT.check(actual.float(), expected, "state")
 
 
 TABLE_IDS = {

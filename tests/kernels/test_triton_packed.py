@@ -10,7 +10,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, pack, unpack
 from megatron_moe.kernels.ops import AdamWState
-from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag, draw
+from tests.helpers.kernel_comparison import adamw_step, draw
 from tests.helpers.tolerances import EXACT, FP32_REF
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
@@ -32,12 +32,12 @@ def make(formats: tuple[str, str, str], size: int) -> dict[str, PackedState | Te
     return {"master": states[0], "exp_avg": states[1], "exp_avg_sq": states[2], "weights": weights}
 
 
-def step(ops, state: dict[str, PackedState | Tensor], size: int, *, proceed: bool = True) -> None:
+def step(ops, state: dict[str, PackedState | Tensor], size: int, number: int = 7, *, proceed: bool = True) -> None:
     grad = draw(size, seed=4).float()
     if not proceed:
         grad[0] = torch.nan
     *states, weights = state.values()
-    ops.adamw_packed_(AdamWState(*states), grad, adamw_step(7, proceed=proceed, beta2=0.99), weights, first=300)
+    ops.adamw_packed_(AdamWState(*states), grad, adamw_step(number, proceed=proceed, beta2=0.99), weights, first=300)
 
 
 def numbers(state: dict[str, PackedState | Tensor]) -> dict[str, Tensor]:
@@ -47,10 +47,10 @@ def numbers(state: dict[str, PackedState | Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 def test_a_step_is_the_reference(formats: tuple[str, str, str]) -> None:
-    for size in (1, 130, 2500):
+    for size, number in ((1, 1), (130, 100_000), (2500, 7)):
         mine, theirs = make(formats, size), make(formats, size)
-        step(triton_kernels, mine, size)
-        step(reference, theirs, size)
+        step(triton_kernels, mine, size, number)
+        step(reference, theirs, size, number)
         got, expected = numbers(mine), numbers(theirs)
         for name, kind in zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True):
             # numpy's roots and torch's powers may differ in the last digit, and then a number falls on another side
@@ -73,12 +73,6 @@ def test_a_refused_step_keeps_every_bit(formats: tuple[str, str, str]) -> None:
         parts = zip(each.parts, old.parts, strict=True) if isinstance(each, PackedState) else [(each, old)]
         for part, old_part in parts:
             EXACT.check(part, old_part, name)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("what", OVERFLOWS)
-def test_the_step_flags_numbers_that_are_not_finite(what: str) -> None:
-    check_nonfinite_flag(triton_kernels, what)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -203,11 +203,11 @@ def attention(inputs: AttentionInputs) -> Tensor:
 def _dot_product_attention(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
 ) -> Tensor:
-    inputs_BNSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
     causal = config.causal and mask is None
     with _attention_order(q_SBND.device):
         out_BNSE = F.scaled_dot_product_attention(
-            *inputs_BNSD, attn_mask=mask, is_causal=causal, scale=config.softmax_scale, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=causal, scale=config.softmax_scale, enable_gqa=True
         )
     return out_BNSE.permute(2, 0, 1, 3)
 
