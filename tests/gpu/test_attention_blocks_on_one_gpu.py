@@ -58,7 +58,9 @@ def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @SPLITS
 @BACKENDS
 @pytest.mark.parametrize("causal", [True, False])
-def test_four_ranks_by_cudnn_are_one(backend: Any, split: Any, width: int, value_width: int, causal: bool) -> None:
+def test_cudnn_blocks_of_four_ranks_match_one(
+    backend: Any, split: Any, width: int, value_width: int, causal: bool
+) -> None:
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal)
     grad, q, k, v = inputs
     assert cudnn.serves(q, k, v, causal=causal)
@@ -72,7 +74,7 @@ def test_four_ranks_by_cudnn_are_one(backend: Any, split: Any, width: int, value
     ("split", "window"), [("zigzag", None), ("zigzag", (200, 0)), ("contiguous", None), ("contiguous", (90, 41))]
 )
 @pytest.mark.usefixtures("ours_alone")
-def test_four_ranks_by_our_kernels_are_one(
+def test_triton_blocks_of_four_ranks_match_one(
     split: Any, window: tuple[int, int] | None, width: int, value_width: int
 ) -> None:
     """Chunks that are no multiple of a tile."""
@@ -86,7 +88,9 @@ def test_four_ranks_by_our_kernels_are_one(
 
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("window", [None, (200, 0)])
-def test_documents_and_windows_go_round_a_ring(width: int, value_width: int, window: tuple[int, int] | None) -> None:
+def test_ring_attention_with_documents_and_windows_matches_one_rank(
+    width: int, value_width: int, window: tuple[int, int] | None
+) -> None:
     """Rectangles that a window leaves whole are cuDNN's, the others ours."""
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
     parts = split_places("zigzag", 1024, 4)
@@ -101,7 +105,7 @@ def test_documents_and_windows_go_round_a_ring(width: int, value_width: int, win
 @BACKENDS
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "of zero"])
-def test_sinks_by_cudnn_are_the_reference(
+def test_cudnn_attention_with_sinks_matches_the_reference(
     backend: Any, learned: bool, causal: bool, width: int, value_width: int
 ) -> None:
     grad, *inputs = tensors(645, width, value_width)
@@ -116,7 +120,7 @@ def test_sinks_by_cudnn_are_the_reference(
     BF16_BLOCKS.check_all(actual, exact((grad, *inputs), config, **given))
 
 
-def test_a_plan_of_attention_without_sinks_serves_it_with_them_too() -> None:
+def test_cached_cudnn_plans_serve_attention_with_and_without_sinks() -> None:
     """Torch keeps cuDNN's plans by the layouts of q, k and v alone; a gradient may come in any."""
     grad, *inputs = tensors(512, 128, 128)
     config, none = CoreAttentionConfig(softmax_scale=0.1), torch.zeros(8, device="cuda", dtype=BF16)
@@ -130,7 +134,7 @@ def test_a_plan_of_attention_without_sinks_serves_it_with_them_too() -> None:
         BF16_BLOCKS.check_all(actual, {name: expected[name] for name in actual})
 
 
-def test_what_must_repeat_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_blocks_are_bitwise_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, config = tensors(1024, 128, 128), CoreAttentionConfig(softmax_scale=0.1)
     parts = split_places("zigzag", 1024, 2)
@@ -145,7 +149,7 @@ def test_what_must_repeat_does(monkeypatch: pytest.MonkeyPatch) -> None:
     BF16_BLOCKS.check_all(once, exact(inputs, config))
 
 
-def test_blocks_and_sinks_never_wait_for_the_host() -> None:
+def test_blocks_and_sinks_run_without_host_sync() -> None:
     kernels = select_kernels(KernelConfig(), torch.device("cuda"), BF16)
     grad, q, k, v = tensors(512, 128, 128)
     sinks = torch.zeros(8, device="cuda", dtype=BF16)

@@ -11,7 +11,7 @@ from megatron_moe.data.samples import DocumentSamples, SampleRequest
 pytestmark = pytest.mark.gpu1
 
 
-def test_batch_arrives_whole_without_a_synchronisation() -> None:
+def test_batches_are_copied_without_host_sync() -> None:
     source = MockTokens(vocab_size=1000, eod=999, num_documents=100_000)
     wanted = SampleRequest(documents=range(2000), split="train", seq_length=1024, num_samples=None, seed=1)
     masks = MaskConfig(vocab_size=1000, eod=999, pad=998, reset_position_ids=True, reset_attention_mask=True)

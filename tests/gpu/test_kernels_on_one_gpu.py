@@ -56,7 +56,7 @@ def full_precision() -> Iterator[None]:
 
 @DTYPES
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
+def test_norms_match_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
     x, weight, bias = draw(7, 3, 96), draw(96, seed=1), draw(96, seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
     compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
@@ -79,7 +79,7 @@ def attention_op(config: CoreAttentionConfig, segments: Tensor | None) -> Callab
 @DTYPES
 @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "sinks"])
-def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
+def test_attention_matches_fp64(kind: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
     config = CoreAttentionConfig(
         softmax_scale=qk_dim**-0.5, causal=kind != "full", window=(20, 0) if kind == "window" else None
     )
@@ -94,7 +94,7 @@ def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: t
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, (127, 0), (300, 0)], ids=["all", "near", "far"])
 @pytest.mark.parametrize("documents", [False, True], ids=["one", "documents"])
-def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
+def test_long_attention_with_windows_sinks_and_documents_matches_fp64(
     documents: bool, window: tuple[int, int] | None, sinks: bool, qk_dim: int, v_dim: int
 ) -> None:
     seq = 645
@@ -106,7 +106,9 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
 
 
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (192, 128)])
-def test_attention_that_must_repeat_does_and_agrees_with_fp64(qk_dim: int, v_dim: int, repeating: None) -> None:
+def test_deterministic_attention_is_bitwise_reproducible_and_matches_fp64(
+    qk_dim: int, v_dim: int, repeating: None
+) -> None:
     config = CoreAttentionConfig(softmax_scale=qk_dim**-0.5)
     inputs = [draw(645, 2, 4, qk_dim), draw(645, 2, 2, qk_dim, seed=1), draw(645, 2, 2, v_dim, seed=2)]
     compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs, BF16)
@@ -131,7 +133,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @DTYPES
-def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> None:
+def test_elementwise_ops_and_loss_match_fp64(dtype: torch.dtype) -> None:
     for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"):
         config = ActivationConfig(kind=kind, gated=True, clamp=1.5, linear_offset=1.0)
         compare(
@@ -150,7 +152,7 @@ def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> Non
 
 
 @DTYPES
-def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> None:
+def test_latent_keys_and_rotated_queries_match_fp64(dtype: torch.dtype) -> None:
     inputs = [draw(33, 2, 5, 40), draw(33, 2, 8, seed=1)]
     both = lambda k: lambda kv, s: torch.cat(k.latent_key_value(kv, s, 24), -1).permute(1, 2, 0, 3)  # noqa: E731
     compare(both, inputs, dtype)
@@ -166,7 +168,7 @@ def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("groups, per_group, width, turned", [(3, 5, 64, 64), (3, 5, 64, 24), (33, 2, 128, 128)])
-def test_queries_keys_and_values_agree_with_fp64(
+def test_query_key_value_matches_fp64(
     groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     angles = draw(33, 2, turned // 2)
@@ -186,7 +188,7 @@ def test_queries_keys_and_values_agree_with_fp64(
     compare(op, inputs, dtype)
 
 
-def test_norms_and_heads_repeat_to_the_bit() -> None:
+def test_norms_and_heads_are_bitwise_reproducible() -> None:
     """At sizes where every multiprocessor adds its own share of the weights' gradients."""
     kernels, _ = bundles(BF16)
     x, qkv = draw(1024, 4, 2048).to(BF16).cuda(), draw(1024, 4, 4, 10 * 128, seed=1).to(BF16).cuda()
@@ -211,9 +213,7 @@ GATES = [(70, 256, 48), (9000, 2048, 128), (700, 7168, 256), (300, 520, 512), (1
 @pytest.mark.parametrize(
     ("tokens", "width", "experts", "weights"), [(*GATES[0], FP32), *((*sizes, BF16) for sizes in GATES)]
 )
-def test_the_gate_multiplies_in_fp32_whatever_its_inputs(
-    tokens: int, width: int, experts: int, weights: torch.dtype
-) -> None:
+def test_gate_product_is_accurate_to_fp32(tokens: int, width: int, experts: int, weights: torch.dtype) -> None:
     """By matrix units where the inputs are bf16: no digit of fp32 is lost, in the gradients neither. Two runs agree to
     the bit."""
     inputs = [draw(tokens, width).to(weights).double(), draw(experts, width, seed=1).to(weights).double()]
@@ -238,7 +238,7 @@ def test_the_gate_multiplies_in_fp32_whatever_its_inputs(
 @pytest.mark.parametrize(
     ("experts", "topk", "groups"), [(32, 4, (None, None)), (128, 8, (None, None)), (256, 8, (8, 4)), (160, 6, (8, 3))]
 )
-def test_routers_choose_count_and_sum_as_on_the_cpu(
+def test_routing_matches_the_cpu(
     experts: int, topk: int, groups: tuple[int | None, int | None], score: Any, dtype: torch.dtype
 ) -> None:
     """More tokens than the programs hold at a time; two launches agree to the bit."""
@@ -274,7 +274,7 @@ def test_routers_choose_count_and_sum_as_on_the_cpu(
 
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_a_table_agree_with_fp64(accumulate: bool, dtype: torch.dtype) -> None:
+def test_embedding_gradients_match_fp64(accumulate: bool, dtype: torch.dtype) -> None:
     ids = torch.cat([torch.arange(50) % 7, torch.full((300,), 9)])
     grad, before = draw(350, 96).to(dtype), draw(12, 96, seed=1).float()
     expected = before.double()
@@ -287,7 +287,7 @@ def test_gradients_of_a_table_agree_with_fp64(accumulate: bool, dtype: torch.dty
 
 @DTYPES
 @pytest.mark.parametrize("ends", [[2, 2, 25, 30], [0, 0, 0, 40], [40, 40, 40, 40], [0, 0, 0, 0]])
-def test_grouped_products_agree_with_fp64_and_empty_experts_get_zero(ends: list[int], dtype: torch.dtype) -> None:
+def test_grouped_products_match_fp64_and_are_zero_for_empty_experts(ends: list[int], dtype: torch.dtype) -> None:
     offsets = torch.tensor(ends, dtype=torch.int32)
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
@@ -302,7 +302,7 @@ def test_grouped_products_agree_with_fp64_and_empty_experts_get_zero(ends: list[
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
+def test_bf16_weight_gradients_accumulate_in_fp32(accumulate: bool) -> None:
     kernels, _ = bundles(BF16)
     ends = torch.tensor([100, 100, 230, 250], dtype=torch.int32)
     for outputs in (1, 24):  # 1: the gate of shared experts
@@ -323,7 +323,7 @@ def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("sizes", [(24, 40), (128, 256), (1536, 2048), (136, 264)])
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 9])
-def test_weight_gradients_of_several_microbatches_are_the_sum_of_theirs(
+def test_weight_gradients_of_several_microbatches_are_summed(
     number: int, sizes: tuple[int, int], accumulate: bool
 ) -> None:
     """Some experts have no rows in some of them, the second in none; rows past the last offset hold nothing."""
@@ -347,7 +347,7 @@ def test_weight_gradients_of_several_microbatches_are_the_sum_of_theirs(
     EXACT.check(again, actual, "the same product once more")
 
 
-def test_grouped_products_of_no_rows_give_zero_gradients() -> None:
+def test_grouped_products_without_rows_have_zero_gradients() -> None:
     kernels, _ = bundles(BF16)
     rows = torch.zeros(0, 16, device="cuda", dtype=BF16, requires_grad=True)
     weight = torch.ones(4, 8, 16, device="cuda", dtype=BF16, requires_grad=True)
@@ -369,7 +369,7 @@ def test_bias_gradients_of_experts_in_bf16_are_summed_in_fp32() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("capacity", [None, 9])
-def test_rows_agree_with_fp64(capacity: int | None, dtype: torch.dtype) -> None:
+def test_permuted_rows_match_fp64(capacity: int | None, dtype: torch.dtype) -> None:
     ids = torch.rand(21, 6, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :3]
     ids[::4, 1] = -1
 
@@ -384,7 +384,7 @@ def test_rows_agree_with_fp64(capacity: int | None, dtype: torch.dtype) -> None:
     compare(op, [draw(21, 16), draw(21, 3, seed=1)], dtype)
 
 
-def test_adamw_and_the_sum_of_squares_agree_with_fp64() -> None:
+def test_adamw_and_sum_of_squares_match_fp64() -> None:
     kernels, _ = bundles(BF16)
     state = [draw(1003, seed=seed).float() for seed in range(4)]
     state[3].abs_()
@@ -432,7 +432,7 @@ def make_layer(device: str, dtype: torch.dtype, kernels: Kernels, **fields: Any)
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.25, pad=True)])
-def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capacity: CapacityConfig | None) -> None:
+def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig | None) -> None:
     kernels, _ = bundles(BF16)
     layer, exact = (
         make_layer("cuda", BF16, kernels, capacity=capacity),
@@ -467,7 +467,7 @@ def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capa
         bar.check(grad, theirs[name].grad, name)
 
 
-def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> None:
+def test_other_ops_run_without_host_sync() -> None:
     kernels, _ = bundles(BF16)
     x = draw(64, 2, 4, 64).to(BF16).cuda().requires_grad_()
     weight = draw(64, seed=1).to(BF16).cuda().requires_grad_()

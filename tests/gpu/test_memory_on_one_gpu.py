@@ -93,7 +93,7 @@ def plain() -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_the_same_bits_in_less_memory(way):
+def test_gradients_are_bitwise_equal_with_less_memory(way):
     gradients, peak = gradients_and_peak(*WAYS[way])
     print(f"{way}: {peak / 2**20:.0f} MiB, {plain()[1] / 2**20:.0f} MiB plain")
     EXACT.check_all(gradients, plain()[0], way)

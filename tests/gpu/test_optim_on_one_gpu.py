@@ -59,14 +59,14 @@ def _train(
     return {name: parameter.detach() for name, parameter in parameters.items()}, optimizer, report
 
 
-def test_steps_on_the_gpu_are_those_of_the_cpu_and_never_wait_for_the_host() -> None:
+def test_optimizer_steps_match_the_cpu_without_host_sync() -> None:
     on_gpu, _, gpu_report = _train("cuda")
     on_cpu, _, cpu_report = _train("cpu")
     FP64_REF.check_all({name: w.cpu() for name, w in on_gpu.items()}, on_cpu, "weights")
     FP64_REF.check_all({name: value.cpu() for name, value in gpu_report.items()}, cpu_report, "report")
 
 
-def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_checkpoints_from_the_gpu_are_restored_bitwise(tmp_path: Path) -> None:
     weights, optimizer, _ = _train("cuda", precision=BF16)
     tensors = {tensor_key("model", name): weight for name, weight in weights.items()}
     tensors |= {tensor_key(each.kind, each.name): each.whole for each in optimizer.named_state()}
@@ -82,14 +82,14 @@ def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path)
 
 @pytest.mark.parametrize("ops", [triton_kernels, torch_native], ids=["triton", "torch_native"])
 @pytest.mark.parametrize("what", OVERFLOWS)
-def test_the_step_flags_numbers_that_are_not_finite(what: str, ops) -> None:
+def test_nonfinite_values_set_the_flag(what: str, ops) -> None:
     check_nonfinite_flag(ops, what, "cuda")
 
 
 @pytest.mark.parametrize(
     "formats", [("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8"), ("plain", "plain", "plain")], ids="-".join
 )
-def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, str, str]) -> None:
+def test_captured_steps_set_the_nonfinite_flag(formats: tuple[str, str, str]) -> None:
     """In the Triton kernel, without a word to the host; the flag then stays set."""
     size, device = 5000, torch.device("cuda")
     roots = (False, False, True)

@@ -44,7 +44,7 @@ def numbers(state: State) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_a_compiled_step_is_the_reference_of_the_cpu(formats: tuple[str, str, str]) -> None:
+def test_compiled_steps_match_the_cpu_reference(formats: tuple[str, str, str]) -> None:
     theirs = make(formats, SIZE)
     mine = on_gpu(theirs)
     step(triton_kernels, mine, 7)
@@ -59,7 +59,7 @@ def test_a_compiled_step_is_the_reference_of_the_cpu(formats: tuple[str, str, st
             FP32_REF.check(got[name], expected[name], name)
 
 
-def test_remainders_and_whole_masters_move_alike_bit_for_bit() -> None:
+def test_compiled_remainder_and_fp32_masters_stay_bitwise_equal() -> None:
     packed = on_gpu(make(("remainder", "plain", "plain"), SIZE))
     plain = on_gpu(make(("plain", "plain", "plain"), SIZE))
     plain["master"].data.copy_(unpack(packed["master"], packed["weights"]))
@@ -82,7 +82,7 @@ def cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("away", AWAY)
 @pytest.mark.parametrize("precision", [FP32, BF16, REMAINDERS, *NARROW.values()], ids=["fp32", "bf16", "rest", *NARROW])
-def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> None:
+def test_host_state_matches_device_state(precision, away: str) -> None:
     resident = Rig(precision, backend="triton", device="cuda").steps(1, 5)
     other = Rig(precision, AWAY[away], backend="triton", device="cuda").steps(1, 5)
     here, there = cpu(resident.saved()), cpu(other.saved())
@@ -96,7 +96,7 @@ def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> Non
         assert off <= bound, f"{name}: {off}"
 
 
-def test_the_update_of_parked_state_never_waits_for_the_host() -> None:
+def test_offloaded_state_is_updated_without_host_sync() -> None:
     rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
     give(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
@@ -109,7 +109,7 @@ def test_the_update_of_parked_state_never_waits_for_the_host() -> None:
 
 
 @pytest.mark.parametrize("away", AWAY)
-def test_a_refused_step_keeps_every_bit(away: str) -> None:
+def test_skipped_steps_leave_the_state_unchanged(away: str) -> None:
     rig = Rig(NARROW["fp8 moments"], AWAY[away], backend="triton", device="cuda").steps(1, 2)
     torch.cuda.synchronize()
     before = cpu(rig.bits())

@@ -58,7 +58,7 @@ def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: b
 
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize(("fields", "capacity"), CASES)
-def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity, ours):
+def test_router_matches_the_cpu_without_host_sync(fields, capacity, ours):
     routing, metrics, router, gradient = _step("cuda", fields, capacity, ours=ours)
     expected, expected_tally, expected_router, expected_gradient = _step("cpu", fields, capacity)
     for name in ("ids_TK", "map_TE", "counts_E", "chosen_TK"):
@@ -72,7 +72,7 @@ def test_gpu_equals_cpu_without_waiting_for_the_host(fields, capacity, ours):
         FP64_REF.check(dict(router.named_buffers())[name], buffer, name)
 
 
-def test_forced_logits_and_jitter_never_wait_for_the_host():
+def test_forced_logits_and_jitter_without_host_sync():
     router = make_router(ctx=ParallelContext.single(device="cuda"), force_biased=1.0, input_jitter_eps=0.1)
     hidden = make_hidden(64, 2).detach().cuda().requires_grad_()
     mb = make_mb(hidden, rng=RNGKey(1, 2, 3))

@@ -28,7 +28,7 @@ def count(number: int) -> Tensor:
     return torch.tensor(number, dtype=torch.int32)
 
 
-def test_compiled_kernels_give_the_tables_and_the_rows_of_plain_torch() -> None:
+def test_compiled_page_kernels_match_the_reference() -> None:
     mine, theirs = pages(60, GPU), pages(60, CPU)
     waiting: list[tuple[Tensor, Tensor, int, int]] = []
     for number, used in enumerate((1000, 1, 0, 2000, 640, 641, 3000, 900)):
@@ -50,7 +50,7 @@ def test_compiled_kernels_give_the_tables_and_the_rows_of_plain_torch() -> None:
     assert bool(torch.isnan(lost).all()) == bool((waiting[-1][1] < -1).any())
 
 
-def test_a_recording_takes_and_gives_pages_at_every_replay_without_the_host() -> None:
+def test_captured_graph_allocates_and_frees_pages_at_every_replay() -> None:
     ours, given, used = pages(200, GPU), rows(0).cuda(), count(700).cuda()
 
     def there_and_back() -> Tensor:

@@ -34,7 +34,7 @@ def start(flags: list[str]) -> Run:
 
 @pytest.mark.parametrize("routing", ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing"])
 @pytest.mark.parametrize("update", [(), ("--overlap-optimizer-step",)], ids=["", "updates in the forward"])
-def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
+def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
     run = start([*flags, routing, *update])
     for _ in range(2):
         run.step()
@@ -50,9 +50,7 @@ def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str, upd
 
 
 @pytest.mark.parametrize("interval", [2, 3, 6])
-def test_weight_gradients_of_experts_for_several_microbatches_are_those_of_one_at_a_time(
-    flags: list[str], interval: int
-) -> None:
+def test_batched_expert_weight_gradients_match_separate_ones(flags: list[str], interval: int) -> None:
     """Of five microbatches, in one step."""
     found = []
     for number in (1, interval):
@@ -65,7 +63,7 @@ def test_weight_gradients_of_experts_for_several_microbatches_are_those_of_one_a
 
 
 @pytest.mark.parametrize("again", [(), ("--overlap-optimizer-step",)], ids=["same", "updates in the forward"])
-def test_deterministic_runs_repeat_bit_for_bit(flags: list[str], again: tuple[str, ...]) -> None:
+def test_deterministic_runs_are_bitwise_reproducible(flags: list[str], again: tuple[str, ...]) -> None:
     weights = []
     for others in ((), again):
         run = start([*flags, "--deterministic-mode", *others])

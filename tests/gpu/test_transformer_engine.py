@@ -33,20 +33,20 @@ def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Ten
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms_are_as_near_to_fp64_as_plain_torch(zero_centered: bool) -> None:
+def test_norms_are_as_accurate_as_plain_torch(zero_centered: bool) -> None:
     x, weight, bias = draw(33, 2, 256), draw(256, seed=1), draw(256, seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight))
     compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias))
 
 
 @pytest.mark.parametrize("q_width, v_width, groups", [(128, 128, 2), (192, 128, 8)])
-def test_attention_is_as_near_to_fp64_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
+def test_attention_is_as_accurate_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
     config = CoreAttentionConfig(softmax_scale=q_width**-0.5)
     inputs = (draw(256, 2, 8, q_width), draw(256, 2, groups, q_width, seed=1), draw(256, 2, groups, v_width, seed=2))
     compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs)
 
 
-def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
+def test_activations_and_loss_are_as_accurate_as_plain_torch() -> None:
     swiglu = ActivationConfig(kind="silu", gated=True)
     compare(lambda k: lambda x, p: k.activation(x, p, swiglu), (draw(100, 512), draw(100, seed=1).abs()))
     compare(lambda k: lambda x: k.activation(x, None, swiglu), (draw(100, 512),))
@@ -59,7 +59,7 @@ def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
+def test_products_are_as_accurate_as_plain_torch(accumulate: bool) -> None:
     kernels = transformer_engine()
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
@@ -79,7 +79,7 @@ def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["q6", "m8"])
-def test_a_model_trains_by_it_as_by_our_own_kernels(recipe: str) -> None:
+def test_losses_match_those_of_our_kernels(recipe: str) -> None:
     losses = []
     for backend in ("auto", "transformer_engine"):
         flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--kernel-backend", backend]

@@ -65,13 +65,13 @@ def block(
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("parts", PARTS)
-def test_a_block_is_the_reference(parts: str, mask: str) -> None:
+def test_blocks_match_the_reference(parts: str, mask: str) -> None:
     check(*PARTS[parts], MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", ["causal", "both sides"])
 @pytest.mark.parametrize("parts", ["own", "uneven"])
-def test_a_block_of_documents_is_the_reference(parts: str, mask: str) -> None:
+def test_blocks_with_documents_match_the_reference(parts: str, mask: str) -> None:
     check(*PARTS[parts], MASKS[mask], documents=True)
 
 
@@ -81,7 +81,7 @@ def check(query: Chunks, key: Chunks, config: CoreAttentionConfig, *, documents:
     FP32_REF.check_all(ours, exact)
 
 
-def test_a_block_in_bf16_keeps_what_it_adds_to_in_fp32() -> None:
+def test_bf16_blocks_accumulate_in_fp32() -> None:
     case = (*PARTS["an earlier rank's"], MASKS["causal"])
     ours = block(triton_kernels, *case, torch.bfloat16, 16, 16, False)
     exact = block(reference.bundle(), *case, torch.float64, 16, 16, False)
@@ -89,7 +89,7 @@ def test_a_block_in_bf16_keeps_what_it_adds_to_in_fp32() -> None:
     BF16_KERNEL.check_all(ours, exact)
 
 
-def test_what_sees_nothing_stays_as_it_was() -> None:
+def test_fully_masked_block_leaves_output_and_lse_unchanged() -> None:
     config, query, key = MASKS["causal"], PositionSpan(chunks=(range(4),)), PositionSpan(chunks=(range(8, 12),))
     q = k = v = draw(4, BATCH, HEADS, 8).float()
     out, lse = draw(4, BATCH, HEADS, 8, seed=1).float(), draw(4, BATCH, HEADS, seed=2).float()
@@ -100,7 +100,7 @@ def test_what_sees_nothing_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 64), (64, 128)])
-def test_what_32_bits_do_not_count_is_not_ours(width: int, value_width: int) -> None:
+def test_tensors_beyond_32_bit_offsets_are_not_served(width: int, value_width: int) -> None:
     """Queries, and outputs with their gradients, which may be wider."""
     q, k, v = (
         torch.empty(2**16, 2, *shape, device="meta", dtype=torch.bfloat16)

@@ -72,7 +72,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sinks", ["learned", "of zero"])
-def test_attention_with_sinks_is_the_reference(backend: Any, sinks: str, causal: bool, dtype: torch.dtype) -> None:
+def test_attention_with_sinks_matches_the_reference(backend: Any, sinks: str, causal: bool, dtype: torch.dtype) -> None:
     config = CoreAttentionConfig(softmax_scale=0.3, causal=causal, off_by_one=sinks == "of zero")
     inputs = [draw(30, 2, 4, 24), draw(30, 2, 2, 24, seed=1), draw(30, 2, 2, 12, seed=2)]
     inputs += [draw(4, seed=3)] if sinks == "learned" else []
@@ -85,7 +85,7 @@ def test_attention_with_sinks_is_the_reference(backend: Any, sinks: str, causal:
 
 @BACKENDS
 @pytest.mark.parametrize("documents", [False, True], ids=["window", "documents"])
-def test_sinks_are_not_given_to_it_with_a_window_or_documents(
+def test_sinks_with_windows_or_documents_do_not_use_cudnn(
     backend: Any, documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cudnn, "_attend", None)
@@ -97,7 +97,7 @@ def test_sinks_are_not_given_to_it_with_a_window_or_documents(
 
 @BACKENDS
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, FP32_REF), (torch.bfloat16, BF16_BLOCKS)])
-def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
+def test_blocks_of_a_ring_sum_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
     config, shapes = CoreAttentionConfig(softmax_scale=0.3), [(4, 12), (4, 24), (2, 24), (2, 12)]
     grad, *inputs = (draw(48, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
     actual = blocks_of_a_ring(backend, (grad, *inputs), config, split_places("zigzag", 48, 3))
@@ -109,7 +109,7 @@ def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.d
 
 @BACKENDS
 @pytest.mark.parametrize("what", ["documents", "dropout"])
-def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_and_dropout_do_not_use_cudnn(backend: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "_attend", None)
     monkeypatch.setattr(cudnn, "_differentiate", None)
     segments = torch.tensor([[0] * 5 + [1] * 3] * 2) if what == "documents" else None
@@ -130,7 +130,7 @@ def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monk
 
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
-def test_blocks_too_large_for_our_offsets_are_its_own_or_plain_torchs(
+def test_blocks_beyond_32_bit_offsets_use_cudnn_or_the_reference(
     window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2^31 numbers; plain torch, which has all logits in memory, is the last resort."""
@@ -149,7 +149,7 @@ def test_blocks_too_large_for_our_offsets_are_its_own_or_plain_torchs(
     assert (by_cudnn, by_torch)[window is not None] == ["out", "gradients"]
 
 
-def test_what_is_on_no_gpu_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x = draw(64, 2, 2, 64).bfloat16()
     assert not cudnn.serves(x, x, x, causal=True)

@@ -61,7 +61,7 @@ def cos_and_sin(angles_SD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_turns_each_pair_as_a_complex_number_and_leaves_the_rest(interleaved: bool) -> None:
+def test_rope_rotates_pairs_as_complex_numbers_and_keeps_other_dims(interleaved: bool) -> None:
     x, angles = draw(3, 2, 2, 6), draw(3, 2, seed=1)
     actual = KERNELS.rope(x, *cos_and_sin(angles), interleaved)
     for i in range(2):
@@ -72,7 +72,7 @@ def test_rope_turns_each_pair_as_a_complex_number_and_leaves_the_rest(interleave
     EXACT.check(actual[..., 4:], x[..., 4:], "dims past the rotated ones")
 
 
-def test_rope_may_turn_every_sequence_by_its_own_angles() -> None:
+def test_rope_with_angles_per_sequence() -> None:
     x, angles = draw(3, 2, 1, 4), draw(3, 2, 2, seed=1)
     twice = torch.cat([angles, angles], dim=-1)
     both = KERNELS.rope(x, twice.cos(), twice.sin(), False)

@@ -25,7 +25,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 compare = partial(kernel_comparison.compare, NATIVE)
 
 
-def test_attention_dropout_is_that_of_the_reference() -> None:
+def test_attention_dropout_matches_the_reference() -> None:
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
     q, k, v = draw(6, 1, 2, 4).float(), draw(6, 1, 1, 4, seed=1).float(), draw(6, 1, 1, 4, seed=2).float()
     inputs = AttentionInputs(q, k, v, config, dropout_key=(7, "x"))
@@ -34,7 +34,7 @@ def test_attention_dropout_is_that_of_the_reference() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0]])
-def test_grouped_products_agree_with_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
+def test_grouped_products_match_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
     ends = torch.tensor(offsets, dtype=torch.int32)
 
     def op(kernels) -> Callable[..., Tensor]:
@@ -49,7 +49,7 @@ def test_grouped_products_agree_with_the_reference(offsets: list[int], dtype: to
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wide: torch.dtype) -> None:
+def test_weight_gradients_accumulate_in_wider_buffers(accumulate: bool, wide: torch.dtype) -> None:
     grad, rows = draw(6, 24).bfloat16(), draw(6, 16, seed=1).bfloat16()
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     cases = (
@@ -66,7 +66,7 @@ def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch.dtype) -> None:
+def test_grouped_mm_computes_all_three_grouped_products(dtype: torch.dtype) -> None:
     """The products of the CUDA path, which torch computes on the CPU as well; gradients may be expanded."""
     rows, weight = draw(9, 16).to(dtype), draw(4, 8, 16, seed=1).to(dtype)
     ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
@@ -82,7 +82,7 @@ def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch
     bar.check(weight_grad, expected, "weight gradient")
 
 
-def test_grouped_products_of_no_rows_give_no_rows_and_zero_gradients() -> None:
+def test_grouped_products_without_rows_have_zero_weight_gradients() -> None:
     rows, weight = torch.zeros(0, 16, requires_grad=True), draw(4, 8, 16).float().requires_grad_()
     out = autograd.grouped_linear(NATIVE, rows, weight, torch.zeros(4, dtype=torch.int32))
     out.sum().backward()
@@ -90,7 +90,7 @@ def test_grouped_products_of_no_rows_give_no_rows_and_zero_gradients() -> None:
     EXACT.check(weight.grad, torch.zeros(4, 8, 16))
 
 
-def test_grouped_mm_refuses_rows_that_do_not_start_at_16_bytes_with_a_remedy() -> None:
+def test_grouped_mm_rejects_rows_not_aligned_to_16_bytes_with_a_remedy() -> None:
     rows, weight = draw(4, 12).bfloat16(), draw(2, 8, 12).bfloat16()
     with pytest.raises(
         EnvironmentProblem, match=r"rows of 24 bytes.*multiples of 8, or take --kernel-backend reference"
@@ -98,7 +98,7 @@ def test_grouped_mm_refuses_rows_that_do_not_start_at_16_bytes_with_a_remedy() -
         torch_native._grouped_mm(rows, weight.transpose(1, 2), torch.tensor([2, 4], dtype=torch.int32))
 
 
-def test_the_three_parts_of_a_single_precision_gradient_add_up_to_it() -> None:
+def test_bf16_parts_sum_to_the_fp32_gradient() -> None:
     x_TE = torch.randn(64, 5, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 5)
     parts_T3E = torch_native.bf16_parts(x_TE)
     assert parts_T3E.dtype is torch.bfloat16 and parts_T3E.is_contiguous()

@@ -29,12 +29,12 @@ KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 compare = partial(kernel_comparison.compare, triton_kernels)
 
 
-def test_rms_norm_of_a_view_reads_the_view_and_not_what_lies_between() -> None:
+def test_rms_norm_of_strided_rows() -> None:
     wide = draw(6, 40)
     compare(lambda k: lambda x, w: k.rms_norm(x[:, 3:19], w, 1e-6, False), [wide, draw(16, seed=1)], torch.float32)
 
 
-def test_layer_norm_of_a_view_reads_the_view_and_repeats_to_the_bit() -> None:
+def test_layer_norm_of_strided_rows() -> None:
     """More rows than the programs take at once."""
     inputs = [draw(100, 1100), draw(1024, seed=1), draw(1024, seed=2)]
     compare(lambda k: lambda x, w, b: k.layer_norm(x[:, 3:1027], w, b, 1e-6, False), inputs, torch.float32)
@@ -43,7 +43,7 @@ def test_layer_norm_of_a_view_reads_the_view_and_repeats_to_the_bit() -> None:
 @DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("heads", "width", "turned", "batch"), [(3, 8, 8, 1), (5, 12, 6, 2), (1, 64, 2, 2)])
-def test_rope_is_the_reference(
+def test_rope_matches_the_reference(
     heads: int, width: int, turned: int, batch: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
     half = draw(7, batch, turned // 2, seed=2).float()
@@ -57,13 +57,13 @@ def test_rope_is_the_reference(
         )  # fmt: skip
 
 
-def test_rope_reads_heads_that_stand_apart() -> None:
+def test_rope_of_strided_heads() -> None:
     cos, sin = draw(4, 1, 6, seed=2), draw(4, 1, 6, seed=3)
     op = lambda k: lambda x: k.rope(x[:, :, 1:, 2:8], cos.to(x.dtype), sin.to(x.dtype), False)  # noqa: E731
     compare(op, [draw(4, 2, 3, 10)], torch.float32)
 
 
-def test_rope_may_begin_behind_other_dims() -> None:
+def test_rope_from_a_later_dim_on() -> None:
     cos, sin = draw(4, 1, 6, seed=2), draw(4, 1, 6, seed=3)
     compare(
         lambda k: lambda x: k.rope(x, cos.to(x.dtype), sin.to(x.dtype), True, 3), [draw(4, 2, 3, 11)], torch.float32
@@ -77,7 +77,7 @@ def test_rope_may_begin_behind_other_dims() -> None:
     ("length", "batch", "groups", "per_group", "width", "turned"),
     [(7, 2, 3, 2, 8, 8), (5, 1, 1, 1, 12, 6), (1, 1, 5, 40, 16, 4), (1, 1, 9, 1, 512, 512), (0, 2, 2, 2, 8, 8)],
 )
-def test_queries_keys_and_values_are_the_reference(
+def test_query_key_value_matches_the_reference(
     length: int, batch: int, groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -99,7 +99,7 @@ def test_queries_keys_and_values_are_the_reference(
     compare(op, inputs, dtype)
 
 
-def test_heads_are_normed_without_an_epsilon_too() -> None:
+def test_query_key_norm_without_epsilon() -> None:
     """Three heads in a tile of four: the fourth is none, and nothing of it gets into the gradients of the weights."""
     angles = draw(2, 1, 8, seed=2)
 
@@ -115,7 +115,7 @@ def test_heads_are_normed_without_an_epsilon_too() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(("heads", "key", "value", "shared"), [(3, 8, 12, 4), (17, 128, 128, 64), (1, 5, 3, 7)])
-def test_latent_keys_and_values_are_the_reference(
+def test_latent_key_value_matches_the_reference(
     heads: int, key: int, value: int, shared: int, dtype: torch.dtype
 ) -> None:
     inputs = [draw(5, 2, heads, key + value), draw(5, 2, shared, seed=1)]
@@ -141,7 +141,7 @@ WINDOWS = {
     ("seq", "groups", "per_group", "width", "value"), [(200, 1, 2, 8, 8), (65, 2, 1, 24, 12), (1, 1, 1, 4, 4)]
 )
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_attention_with_windows_sinks_and_documents_is_the_reference(
+def test_attention_with_windows_sinks_and_documents_matches_the_reference(
     kind: str, seq: int, groups: int, per_group: int, width: int, value: int
 ) -> None:
     config, sinks, documents = WINDOWS[kind]
@@ -165,25 +165,27 @@ def repeating() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_that_must_repeat_is_ours(causal: bool, repeating: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_attention_uses_the_triton_kernels(
+    causal: bool, repeating: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr("megatron_moe.kernels.backends.torch_native.backend.attention")
     config = CoreAttentionConfig(softmax_scale=0.3, causal=causal)
     inputs = [draw(65, 2, 2, 24), draw(65, 2, 1, 24, seed=1), draw(65, 2, 1, 12, seed=2)]
     compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs, torch.float32)
 
 
-def test_activation_may_be_clamped_and_shifted_over_several_tiles() -> None:
+def test_clamped_and_shifted_activation_over_several_tiles() -> None:
     config = ActivationConfig(kind="quick_gelu", gated=True, clamp=1.0, linear_offset=1.0)
     inputs = [2 * draw(3, 2, 2 * 1100), draw(3, 2, seed=1).abs()]
     compare(lambda k: lambda x, p: k.activation(x, p, config), inputs, torch.float32)
 
 
-def test_cross_entropy_reads_labels_that_stand_apart() -> None:
+def test_cross_entropy_of_strided_labels() -> None:
     labels = torch.tensor([[1, 9], [2, 9], [0, 9]])[:, 0]
     compare(lambda k: lambda x: k.cross_entropy(x, labels), [draw(3, 10)], torch.float32)
 
 
-def test_cross_entropy_of_huge_and_forbidden_logits_is_finite() -> None:
+def test_cross_entropy_of_huge_and_infinite_logits_is_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-torch.inf, 2.0, 1.0]], requires_grad=True)
     loss = triton_kernels.cross_entropy(logits, torch.tensor([0, 1]))
     FP32_REF.check(loss, torch.tensor([0.0, 0.3132616875182228]), "loss")
@@ -208,7 +210,7 @@ ROUTINGS = pytest.mark.parametrize(
 
 @ROUTINGS
 @pytest.mark.parametrize("align", [1, 3, 16])
-def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, some_empty: bool, align: int) -> None:
+def test_sorted_rows_match_the_reference(tokens: int, topk: int, experts: int, some_empty: bool, align: int) -> None:
     ids = choices(tokens, topk, experts, some_empty=some_empty)
     actual = triton_kernels.sort_rows(ids, experts, None, align)
     expected = REFERENCE.sort_rows(ids, experts, None, align)
@@ -219,7 +221,7 @@ def test_rows_are_those_of_the_reference(tokens: int, topk: int, experts: int, s
     assert counts.dtype is torch.int64 and counts.tolist() == REFERENCE.count_tokens(ids, experts).tolist()
 
 
-def test_rows_of_several_blocks_in_a_stretch_are_those_of_the_reference() -> None:
+def test_sorted_rows_of_several_blocks_per_stretch_match_the_reference() -> None:
     ids = choices(4200, 2, 7, some_empty=True)
     actual, expected = triton_kernels.sort_rows(ids, 7, None, 128), REFERENCE.sort_rows(ids, 7, None, 128)
     EXACT.check(actual.choice_R, expected.choice_R, "choices")
@@ -230,7 +232,7 @@ def test_rows_of_several_blocks_in_a_stretch_are_those_of_the_reference() -> Non
 @DTYPES
 @ROUTINGS
 @pytest.mark.parametrize("capacity", [None, 3])
-def test_rows_travel_there_and_back_as_in_the_reference(
+def test_permute_and_unpermute_match_the_reference(
     tokens: int, topk: int, experts: int, some_empty: bool, capacity: int | None, dtype: torch.dtype
 ) -> None:
     ids = choices(tokens, topk, experts, some_empty=some_empty)
@@ -240,7 +242,7 @@ def test_rows_travel_there_and_back_as_in_the_reference(
     compare(lambda k: lambda x: k.unpermute(x, index, tokens), [draw(len(index.token_R), 20)], dtype)
 
 
-def test_the_dense_form_is_taken_too() -> None:
+def test_dense_routing_maps_match_the_reference() -> None:
     map_TE = torch.tensor([[True, False], [True, True], [False, False]])
     index = REFERENCE.sort_rows_dense(map_TE, 6, None)
     compare(lambda k: lambda x: k.permute(x, index), [draw(3, 5)], torch.float32)
@@ -248,7 +250,7 @@ def test_the_dense_form_is_taken_too() -> None:
     compare(lambda k: lambda x: k.gather_probs(x, index), [draw(3, 2)], torch.float32)
 
 
-def test_rows_that_hold_nothing_do_not_reach_a_token() -> None:
+def test_unused_rows_do_not_reach_tokens() -> None:
     index = REFERENCE.sort_rows(torch.tensor([[0, -1], [1, 0]]), 2, None)
     rows = draw(4, 6).float()
     rows[3] = torch.nan
@@ -270,7 +272,7 @@ MICROBATCHES = [(3, 0, 70, 1), (0, 0, 0, 0), (64, 0, 1, 130), (0, 0, 33, 0), (1,
     ],
     ids=["no rows", "1", "2", "3", "5", "3, whole tiles"],
 )
-def test_grouped_weight_gradients_of_several_microbatches_add_up_in_the_buffer(
+def test_grouped_weight_gradients_of_several_microbatches_are_accumulated(
     parts: list[tuple[int, ...]], sizes: tuple[int, int], accumulate: bool, dtype: torch.dtype
 ) -> None:
     """The last rows of every microbatch belong to no expert."""
@@ -292,7 +294,7 @@ def test_grouped_weight_gradients_of_several_microbatches_add_up_in_the_buffer(
 
 
 @pytest.mark.parametrize("num_programs", [1, 64, 130])
-def test_shares_of_all_programs_are_summed(num_programs: int) -> None:
+def test_sum_of_shares_adds_all_programs(num_programs: int) -> None:
     shares_PW = draw(num_programs, 70).float()
     FP32_REF.check(sum_of_shares(shares_PW, torch.float32), shares_PW.double().sum(dim=0), "sum")
 
@@ -309,9 +311,7 @@ TABLE_IDS = {
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("ids", TABLE_IDS.values(), ids=TABLE_IDS)
-def test_gradients_of_a_table_add_up_in_the_rows_of_their_ids(
-    ids: Tensor, accumulate: bool, dtype: torch.dtype
-) -> None:
+def test_embedding_gradients_match_the_reference(ids: Tensor, accumulate: bool, dtype: torch.dtype) -> None:
     grad, before = draw(len(ids), 600).to(dtype), draw(7, 600, seed=1).float()
     actual, expected = before.clone(), before.double()
     triton_kernels.embedding_grad(grad, ids, actual, accumulate)
@@ -321,7 +321,7 @@ def test_gradients_of_a_table_add_up_in_the_rows_of_their_ids(
     EXACT.check(actual[1], untouched, "an id without tokens")
 
 
-def test_no_tokens_leave_a_table_without_gradient() -> None:
+def test_embedding_gradient_without_tokens_is_zero() -> None:
     out = torch.ones(3, 4)
     triton_kernels.embedding_grad(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), out, False)
     EXACT.check(out, torch.zeros(3, 4), "gradient")
@@ -336,7 +336,7 @@ for align in (1, 128):
 """
 
 
-def test_the_sort_compiles_for_hopper_without_spills_and_only_unaligned_rows_are_filled_in_the_kernel() -> None:
+def test_sort_compiles_without_spills_and_fills_only_unaligned_rows_in_the_kernel() -> None:
     found = compiled(SORT_LAUNCHES)
     assert len(found) == 4 and all(NO_SPILLS in code["ptxas"] for code in found)
     unaligned, aligned = found[1]["ttgir"], found[3]["ttgir"]

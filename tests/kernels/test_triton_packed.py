@@ -46,7 +46,7 @@ def numbers(state: dict[str, PackedState | Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_a_step_is_the_reference(formats: tuple[str, str, str]) -> None:
+def test_steps_match_the_reference(formats: tuple[str, str, str]) -> None:
     for size, number in ((1, 1), (130, 100_000), (2500, 7)):
         mine, theirs = make(formats, size), make(formats, size)
         step(triton_kernels, mine, size, number)
@@ -65,7 +65,7 @@ def test_a_step_is_the_reference(formats: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize("formats", [("remainder", "plain", "plain"), ("fp16", "fp8", "fp16")], ids="-".join)
-def test_a_refused_step_keeps_every_bit(formats: tuple[str, str, str]) -> None:
+def test_skipped_steps_leave_the_state_unchanged(formats: tuple[str, str, str]) -> None:
     state, before = make(formats, 700), make(formats, 700)
     step(triton_kernels, state, 700, proceed=False)
     for name, each in state.items():
@@ -78,7 +78,7 @@ def test_a_refused_step_keeps_every_bit(formats: tuple[str, str, str]) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("ops", [reference, triton_kernels], ids=["reference", "triton"])
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_the_step_flags_numbers_that_are_not_finite_in_all_formats(formats: tuple[str, str, str], ops) -> None:
+def test_nonfinite_values_set_the_flag_in_all_formats(formats: tuple[str, str, str], ops) -> None:
     size = 1300
     for grad, expected in ((1.0, False), (0.0, True), (1e20, True)):
         state = make(formats, size)
@@ -89,7 +89,7 @@ def test_the_step_flags_numbers_that_are_not_finite_in_all_formats(formats: tupl
         assert bool(move.nonfinite) == expected, f"a gradient of {grad}"
 
 
-def test_remainders_and_plain_masters_move_alike_bit_for_bit() -> None:
+def test_remainder_and_fp32_masters_stay_bitwise_equal() -> None:
     size = 3000
     packed, plain = make(("remainder", "plain", "plain"), size), make(("plain", "plain", "plain"), size)
     plain["master"].data.copy_(unpack(packed["master"], packed["weights"]))
