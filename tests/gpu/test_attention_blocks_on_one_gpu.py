@@ -36,7 +36,7 @@ def tensors(seq: int, width: int, value_width: int) -> tuple[Tensor, Tensor, Ten
 
 
 def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tensor) -> dict[str, Tensor]:
-    """Of the whole sequence in fp64. `given`: sinks_N, segments_BS."""
+    """Output and gradients of the whole sequence in fp64. `given`: sinks_N, segments_BS."""
     grad, *wide = (x.double() for x in inputs)
     leaves = dict(zip(("grad q", "grad k", "grad v"), wide, strict=True))
     sinks_N = given.get("sinks_N")
@@ -50,7 +50,7 @@ def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tens
 
 @pytest.fixture
 def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if cuDNN served nothing."""
+    """Disables cuDNN."""
     monkeypatch.setattr(cudnn, "serves", lambda *inputs, causal: False)
 
 
@@ -77,7 +77,7 @@ def test_cudnn_blocks_of_four_ranks_match_one(
 def test_triton_blocks_of_four_ranks_match_one(
     split: Any, window: tuple[int, int] | None, width: int, value_width: int
 ) -> None:
-    """Chunks that are no multiple of a tile."""
+    """The chunk length is no multiple of a tile."""
     seq, causal = 8 * 77, window is None or window[1] == 0
     inputs = tensors(seq, width, value_width)
     config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, window=window)

@@ -17,7 +17,7 @@ EP4 = "--recipe q6 --world-size 4 --expert-model-parallel-size 4 --moe-token-dis
 
 
 def figures(words: list[str], path: Path) -> dict:
-    """Of the only rank."""
+    """Peaks of the only rank."""
     command = [sys.executable, "pretrain_moe.py", *words, "--fake-init-process-group", "--emulate-json", str(path)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -83,7 +83,7 @@ def eager_collector() -> Iterator[None]:
 
 
 def test_garbage_collection_is_deferred_during_capture(eager_collector: None) -> None:
-    """A forgotten recording that is freed meanwhile would end the one that is being made."""
+    """Freeing an unreferenced graph during a capture would invalidate the capture."""
     recorder = CudaGraphRecorder(torch.device("cuda"))
     source = torch.ones(4, device="cuda")
 

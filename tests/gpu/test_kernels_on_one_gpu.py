@@ -1,4 +1,4 @@
-"""Kernels on one GPU against the reference in fp64 on the CPU, and the rule that a step never waits for the host."""
+"""Kernels on one GPU against the fp64 reference on the CPU, without host-device synchronisation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -125,7 +125,7 @@ def test_deterministic_attention_is_bitwise_reproducible_and_matches_fp64(
 
 @pytest.fixture
 def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As with --deterministic-mode."""
+    """Enables deterministic algorithms, like --deterministic-mode."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -214,8 +214,7 @@ GATES = [(70, 256, 48), (9000, 2048, 128), (700, 7168, 256), (300, 520, 512), (1
     ("tokens", "width", "experts", "weights"), [(*GATES[0], FP32), *((*sizes, BF16) for sizes in GATES)]
 )
 def test_gate_product_is_accurate_to_fp32(tokens: int, width: int, experts: int, weights: torch.dtype) -> None:
-    """By matrix units where the inputs are bf16: no digit of fp32 is lost, in the gradients neither. Two runs agree to
-    the bit."""
+    """bf16 inputs use tensor cores without losing fp32 accuracy. Runs are bitwise reproducible."""
     inputs = [draw(tokens, width).to(weights).double(), draw(experts, width, seed=1).to(weights).double()]
     exact = with_gradients(lambda x, w: x @ w.T, inputs, torch.float64)
     kernels, _ = bundles(BF16)

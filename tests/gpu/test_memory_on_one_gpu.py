@@ -39,7 +39,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention's backward adds up in any order unless it is told not to."""
+    """The attention backward sums in any order unless deterministic algorithms are enabled."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -55,7 +55,7 @@ def kernels() -> tuple[ParallelContext, KernelSet]:
 def gradients_and_peak(
     recompute: RecomputeConfig, offload: ActivationOffloadConfig | None
 ) -> tuple[dict[str, Tensor], int]:
-    """Of the last of three microbatches; the memory above that of the weights, in bytes."""
+    """Gradients of the last of three microbatches, and the peak memory above the weights in bytes."""
     context, bundle = kernels()
     moving = None if offload is None else ActivationOffload(offload, make_host_copies(context.device))
     mixer = tiny.attention(hidden_size=HIDDEN, num_heads=8, num_query_groups=2, head_dim=64, rope=RopeConfig(dim=64))

@@ -8,6 +8,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, unpack
 from megatron_moe.kernels.ops import AdamWState
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.optim_parameters import BF16, FP32, give, make_gradients
 from tests.helpers.tolerances import EXACT, FP32_REF
@@ -100,12 +101,8 @@ def test_offloaded_state_is_updated_without_host_sync() -> None:
     rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
     give(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         rig.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=verdict)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("away", AWAY)

@@ -9,6 +9,7 @@ import torch
 from arguments.read import read_plan
 from benchmarks.harness.timed_run import Run
 from megatron_moe.data.tokenizer import vocab_size_of
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT, FP32_MODEL
 
 pytestmark = pytest.mark.gpu1
@@ -39,19 +40,15 @@ def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tup
     for _ in range(2):
         run.step()
     batches = run.loader.next_step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         outcome = run.trainer.step(batches, run.state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(outcome.loss)
     run.close()
 
 
 @pytest.mark.parametrize("interval", [2, 3, 6])
 def test_batched_expert_weight_gradients_match_separate_ones(flags: list[str], interval: int) -> None:
-    """Of five microbatches, in one step."""
+    """One step of five microbatches."""
     found = []
     for number in (1, interval):
         more = ["--global-batch-size", "10", "--deterministic-mode", "--moe-expert-wgrad-interval", str(number)]

@@ -62,7 +62,7 @@ def bundle(name: str) -> Kernels:
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_installed(name: str) -> None:
     found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
-    assert found.by_wish and found.missing() == found.needs
+    assert found.on_request and found.missing() == found.needs
     with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
         registry.select_kernels(KernelConfig(per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16)
 
@@ -70,7 +70,7 @@ def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_install
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_auto_neither_selects_nor_imports_installed_optional_backends(name: str, stand_ins: None) -> None:
     found = registry.discover(registry.BACKENDS)
-    assert all(not each.missing() for each in found if each.by_wish)
+    assert all(not each.missing() for each in found if each.on_request)
     chosen = registry.select_kernels(KernelConfig(), torch.device("cpu"), torch.float32).choices
     assert name not in {choice.backend for choice in chosen}
     assert f"megatron_moe.kernels.backends.{name}" not in sys.modules, "imported without being asked for"

@@ -46,7 +46,7 @@ def test_kernels_compile_and_fit_into_a_multiprocessor(kernels: list[dict[str, A
 
 
 def test_programs_count_the_tiles_of_earlier_experts(kernels: list[dict[str, Any]]) -> None:
-    """Triton 3.6 forgets a loop's variable that only bounds of an inner loop depend on; then every expert's tiles go
+    """Triton 3.6 drops a loop variable that only the bounds of an inner loop depend on; then every expert's tiles go
     to the same few programs."""
     products = [code["ttgir"] for code in kernels if "_grouped_product" in code["ttgir"]]
     assert len(products) == 4

@@ -9,13 +9,21 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.triton import backend as triton
 from megatron_moe.kernels.low_precision_state import PackedState, dither, pack, round_weights, unpack
 from megatron_moe.kernels.ops import AdamWState
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.tolerances import EXACT
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 CPU = torch.device("cpu")
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
+ALL_BACKENDS = pytest.mark.parametrize(
+    "ops", [reference, torch_native, triton], ids=["reference", "torch_native", "triton"]
+)
 HALF_UNIT = {"fp16": 2.0**-11, "fp8": 2.0**-4}
 """Largest relative error of a number that is rounded to the nearest, near the largest one of its block."""
 
@@ -142,7 +150,7 @@ class State:
         return {name: part.clone() for name, part in self.parts().items()}
 
 
-@BACKENDS
+@ALL_BACKENDS
 def test_steps_on_remainders_and_fp32_masters_are_bitwise_equal(ops) -> None:
     packed, plain = State("remainder", "plain", "plain"), State("plain", "plain", "plain")
     tied = ties(State.SIZE)
@@ -158,7 +166,7 @@ def test_steps_on_remainders_and_fp32_masters_are_bitwise_equal(ops) -> None:
         EXACT.check(packed.weights, plain.weights, f"weights after {number} steps")
 
 
-@BACKENDS
+@ALL_BACKENDS
 @pytest.mark.parametrize(
     "formats", [("plain", "plain", "plain"), ("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8")]
 )
@@ -179,7 +187,7 @@ def test_plain_formats_match_adamw_and_skipped_steps_change_nothing(ops, formats
         EXACT.check(mine[3], fresh.weights, "weights")
 
 
-@BACKENDS
+@ALL_BACKENDS
 def test_steps_on_slices_equal_the_whole_step(ops) -> None:
     for formats in product(("plain", "remainder", "fp16"), ("plain", "fp8"), ("plain", "fp8", "fp16")):
         whole, parts = State(*formats), State(*formats)

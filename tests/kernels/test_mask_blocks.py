@@ -57,7 +57,7 @@ def test_causal_masks_give_causal_squares_and_unmasked_rectangles(split: str) ->
 
 
 def test_causal_ring_steps_are_single_rectangles() -> None:
-    """Of the own part a square; of an earlier rank's its first chunk; of a later rank's both, seen by the last rows."""
+    """The own part is a square; an earlier rank's first chunk is visible; a later rank's to the last rows."""
     config = CoreAttentionConfig(softmax_scale=1.0)
     first, second, third = split_places("zigzag", SEQ, 3)
     all_8, low_4, high_4 = slice(0, 8), slice(0, 4), slice(4, 8)

@@ -1,4 +1,4 @@
-"""From wishes to a bundle: what is chosen, what is refused and in which words, and that no op is ever missing."""
+"""Selection of kernel backends: priorities, requests and rejections."""
 
 import subprocess
 import sys

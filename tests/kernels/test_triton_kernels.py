@@ -1,4 +1,4 @@
-"""Our Triton kernels under the interpreter against the reference: every op, sizes that are no multiple of a tile."""
+"""Interpreted Triton kernels against the reference, with sizes that are no multiple of a tile."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -158,7 +158,7 @@ def test_attention_with_windows_sinks_and_documents_matches_the_reference(
 
 @pytest.fixture
 def repeating() -> Iterator[None]:
-    """As with --deterministic-mode."""
+    """Enables deterministic algorithms, like --deterministic-mode."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -305,7 +305,7 @@ TABLE_IDS = {
     "ends at the ends of stretches": torch.arange(64) // 16 + 2,
     "all others": torch.tensor([6, 0, 2, 4, 3, 5]).repeat_interleave(torch.tensor([1, 14, 2, 15, 32, 17])),
 }
-"""Of seven; 1 has no tokens."""
+"""Ids of a table of seven rows; id 1 has no tokens."""
 
 
 @DTYPES

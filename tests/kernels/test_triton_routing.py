@@ -205,7 +205,7 @@ def test_signed_zeros_and_infinities_are_ranked_as_in_the_reference(score: str) 
 
 
 def test_nan_logits_select_existing_experts() -> None:
-    """Loss and norm then tell; an id behind the last would be a write to foreign memory."""
+    """Loss and norm then become NaN; an id past the last expert would write out of bounds."""
     logits = torch.zeros(2, 11)
     logits[0], logits[1, 4] = torch.nan, -torch.tensor(torch.nan)
     ids = triton_kernels.route(logits, None, router()).ids_TK

@@ -22,7 +22,7 @@ from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
 
 NAME = "transformer_engine"
 NEEDS = ("transformer_engine",)
-BY_WISH = True
+ON_REQUEST = True
 PROVIDES = (
     "linear_forward",
     "linear_input_grad",
