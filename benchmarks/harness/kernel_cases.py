@@ -17,7 +17,7 @@ from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.low_precision_state import Format, PackedState
-from megatron_moe.kernels.ops import AdamWStep, Kernels
+from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
 
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
@@ -76,19 +76,20 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     yield Case("rope", lambda k, q: k.rope(q, cos, sin, False), (q,), draw.moved(4 * q.numel()) + angles)
 
     per_group = heads // groups
+    transform = QueryKeyTransform(EPS, False, cos, sin, False, per_group)
     qkv = draw(args.seq, batch, groups, (per_group + 2) * width)
     weights = draw(width), draw(width)
     turned, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
     size = 4 * turned + 2 * values
     yield Case(
         "query_key_value (with norms)",
-        lambda k, x, q, key: k.query_key_value(x, q, key, EPS, False, cos, sin, False, per_group),
+        lambda k, x, q, key: k.query_key_value(x, q, key, transform),
         (qkv, *weights),
         draw.moved(size + turned + 6 * width) + angles,  # the gradient of a norm reads its input again
     )
     yield Case(
         "query_key_value (without norms)",
-        lambda k, x: k.query_key_value(x, None, None, EPS, False, cos, sin, False, per_group),
+        lambda k, x: k.query_key_value(x, None, None, transform),
         (qkv,),
         draw.moved(size) + angles,
     )
@@ -183,8 +184,7 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         states = [zeros("remainder", root=False), zeros(name, root=False), zeros(name, root=True)]
 
         def run(k: Kernels, states: list[PackedState] = states) -> None:
-            master, exp_avg, exp_avg_sq = states
-            k.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
+            k.adamw_packed_(AdamWState(*states), grad, move, weights)
 
         moved = grad.nbytes + 2 * (weights.nbytes + sum(state.num_bytes for state in states))
         yield Case(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)

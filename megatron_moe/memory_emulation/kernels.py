@@ -1,7 +1,7 @@
 """Selection of kernel fakes for memory emulation on a machine without the target GPU.
 
-A fake allocates and saves for backward what its kernel does, and computes nothing. Fakes are defined next to their
-backend; ops without one are plain torch on the GPU too.
+A fake allocates and saves for backward what its kernel does, and computes nothing (`kernels/fakes.py`). Ops without one
+are plain torch on the GPU too.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,8 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.backends.torch_native import fakes as native
-from megatron_moe.kernels.backends.triton import fakes as triton
+from megatron_moe.kernels.fakes import fake_backend
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
-
-OURS, NATIVE = "as triton", "as torch_native"
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
@@ -36,10 +33,10 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
 
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
-    if request not in ("auto", "hopper", "triton", torch_native.NAME, reference.NAME):
+    if request not in ("auto", "hopper", *_FAKED, reference.NAME):
         raise EnvironmentProblem(
             f"memory emulation on a CPU does not know the memory of '{op}' in kernel backend '{request}'; use auto, "
-            f"hopper, triton, {torch_native.NAME} or {reference.NAME}, or emulate on a GPU"
+            f"hopper, {', '.join(_FAKED)} or {reference.NAME}, or emulate on a GPU"
         )
     plain = request == reference.NAME or dtype is torch.float64
     if plain:
@@ -54,11 +51,9 @@ def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[
     return reference.NAME, getattr(reference, op)
 
 
-_HOST_READS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "grouped_forward": native.FAKES["grouped_forward"],
-        "grouped_input_grad": native.FAKES["grouped_input_grad"],
-        "grouped_weight_grad": triton.FAKES["grouped_weight_grad"],
-    }
+_FAKED = ("triton", torch_native.NAME)
+"""Backends with fakes, in the order of preference on a Hopper GPU."""
+_HOST_READS: Mapping[str, str] = MappingProxyType(
+    {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Ops whose reference implementation reads sizes on the host, which emulated tensors do not have."""
+"""Ops whose reference implementation reads sizes on the host, and the backends whose fakes replace it."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import AttentionConfig, RopeConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.ops import Kernels, QueryKeyTransform, internal_dtype
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm, UnitNorm
@@ -155,17 +155,9 @@ class Attention(nn.Module):
         cos_SBD, sin_SBD = mb.rotary[config.rope]
         norms = (self.q_layernorm, self.k_layernorm) if config.qk_norm != "none" else (None, None)
         q_weight, k_weight = (norm.weight if isinstance(norm, Norm) else None for norm in norms)
-        return self.kernels.query_key_value(
-            qkv_SBGC,
-            q_weight,
-            k_weight,
-            config.norm.eps,
-            config.norm.zero_centered,
-            cos_SBD,
-            sin_SBD,
-            config.rope.interleaved,
-            self.heads_per_group,
-        )
+        eps, zero_centered, interleaved = config.norm.eps, config.norm.zero_centered, config.rope.interleaved
+        transform = QueryKeyTransform(eps, zero_centered, cos_SBD, sin_SBD, interleaved, self.heads_per_group)
+        return self.kernels.query_key_value(qkv_SBGC, q_weight, k_weight, transform)
 
     def _apart(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""

@@ -24,7 +24,14 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.attention_blocks import with_first_row
-from megatron_moe.kernels.ops import Kernels, PositionSpan, internal_dtype
+from megatron_moe.kernels.ops import (
+    AttentionBlock,
+    AttentionInputs,
+    AttentionResult,
+    Kernels,
+    PositionSpan,
+    internal_dtype,
+)
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import (
     Chunks,
@@ -83,7 +90,8 @@ def _whole(
     """Attention over a sequence that this rank holds whole and in order."""
     q_SBND, k_SBGD, v_SBGE, sinks_N = heads
     tp = ctx.group("tp")
-    return kernels.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size))
+    inputs = q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size)
+    return kernels.attention(AttentionInputs(*inputs))
 
 
 @dataclass(frozen=True)
@@ -228,8 +236,8 @@ class _BlockAttention(torch.autograd.Function):
             if block is None:
                 continue
             rows, keys = block.queries, block.keys
-            q, k, v = q_SBND[rows], k_held[keys], v_held[keys]
-            blocks.kernels.attention_block(q, k, v, *block.mask, out_SBNE[rows], lse_SBN[rows])
+            given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *block.mask)
+            blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
@@ -249,10 +257,10 @@ class _BlockAttention(torch.autograd.Function):
             block = blocks.block(source)
             if block is not None:
                 rows, keys = block.queries, block.keys
-                grad, q, k, v = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]
-                out, lse, delta = out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]
+                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *block.mask)
+                found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows], delta_SBN[rows])
                 into = grad_q_SBND[rows], grad_k[keys], grad_v[keys]
-                blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *block.mask, into)
+                blocks.kernels.attention_block_grad(given, found, into)
             # The gradient sum follows its keys around the ring and returns to their owner after the last step.
             if behind is not None:
                 total += behind()

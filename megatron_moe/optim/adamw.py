@@ -3,7 +3,7 @@
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.low_precision_state import PackedState
-from megatron_moe.kernels.ops import AdamWStep, Kernels
+from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels
 from megatron_moe.optim.param_layout import OwnerAlignment
 from megatron_moe.optim.state import MomentSpec, UpdateOperands
 from megatron_moe.optim.update_rule import StepScalars
@@ -40,4 +40,5 @@ class AdamW:
         if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
             kernels.adamw_(master.data, operands.grads, exp_avg.data, exp_avg_sq.data, step, rounded)
         else:
-            kernels.adamw_packed_(master, operands.grads, exp_avg, exp_avg_sq, step, rounded, operands.start)
+            state = AdamWState(master, exp_avg, exp_avg_sq)
+            kernels.adamw_packed_(state, operands.grads, step, rounded, operands.start)

@@ -212,8 +212,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/data/test_tokenizer.py::test_a_model_of_another_kind_is_rejected_by_name",
         ),
         56: (
-            "tests/kernels/test_registry.py::test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives",
-            "tests/kernels/test_registry.py::test_a_backend_file_is_found_by_name_and_not_imported_while_its_package_is_missing",
+            "tests/kernels/test_registry.py::test_unsupported_requests_are_rejected_with_reason_and_alternatives",
+            "tests/kernels/test_registry.py::test_backends_with_missing_packages_are_discovered_without_importing_them",
         ),
         # telemetry
         57: (

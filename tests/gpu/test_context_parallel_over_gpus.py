@@ -70,7 +70,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 @NUM_GPUS
-def test_every_exchange_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: Path) -> None:
+def test_every_exchange_matches_one_rank(num_gpus: int, tmp_path: Path) -> None:
     by_rank = on_gpus(num_gpus, every_case, tmp_path)
     for place, (name, config, batch, _) in enumerate(cases(num_gpus)):
         one = run(config, batch, ParallelContext.single())
@@ -79,6 +79,6 @@ def test_every_exchange_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: P
 
 
 @NUM_GPUS
-def test_no_exchange_waits_for_the_device(num_gpus: int, tmp_path: Path) -> None:
+def test_exchanges_run_without_host_sync(num_gpus: int, tmp_path: Path) -> None:
     for done in on_gpus(num_gpus, without_waiting, tmp_path):
         assert done == [("p2p", True), ("allgather", True), ("a2a", True)]

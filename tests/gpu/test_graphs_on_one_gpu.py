@@ -64,7 +64,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("recipe", "routing"), [("q6", "--moe-router-force-load-balancing"), ("m8", "--no-moe-router-force-load-balancing")]
 )
-def test_replayed_steps_are_computed_steps_bit_for_bit(recipe: str, routing: str) -> None:
+def test_replayed_steps_are_bitwise_equal_to_eager_steps(recipe: str, routing: str) -> None:
     flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--lr", "1e-2", "--deterministic-mode"]
     for interval, recorded in (("1", MODULES), ("2", [("attn", "moe_router")])):
         words = [*flags, routing, "--moe-expert-wgrad-interval", interval]
@@ -84,8 +84,8 @@ def eager_collector() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-def test_garbage_does_not_die_in_a_recording(eager_collector: None) -> None:
-    """A forgotten recording that is freed meanwhile would end the one that is being made."""
+def test_garbage_collection_is_deferred_during_capture(eager_collector: None) -> None:
+    """Freeing an unreferenced graph during a capture would invalidate the capture."""
     recorder = CudaGraphRecorder(torch.device("cuda"))
     source = torch.ones(4, device="cuda")
 

@@ -44,7 +44,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
-def test_every_schedule_gives_the_numbers_of_one_gpu(tmp_path: Path) -> None:
+def test_every_schedule_matches_one_gpu(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=2)
     first, second = (pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(2))
     for name in PLANS:

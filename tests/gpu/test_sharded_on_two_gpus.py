@@ -72,7 +72,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     context.stop()
 
 
-def test_every_way_to_reduce_and_gather_gives_the_weights_of_one_rank(tmp_path: Path) -> None:
+def test_every_data_parallel_mode_matches_one_rank(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=NUM_RANKS)
     alone = run_alone(ParallelConfig(world_size=NUM_RANKS), num_steps=NUM_STEPS)
     expected = {name: data for name, (data, _) in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}

@@ -81,23 +81,29 @@ def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu"
             assert bool(move.nonfinite) == (bad and proceed), "the flag was reset, or set by finite numbers"
 
 
-def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Result and input gradients, for a fixed incoming gradient."""
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+def with_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Result and input gradients for a fixed incoming gradient, computed on `device` and returned on the CPU."""
+    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
-    return [out.detach(), *grads]
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
+    return [x.cpu() for x in (out.detach(), *grads)]
 
 
 def compare(
-    kernels: Any, op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype
+    kernels: Any,
+    op: Callable[[Any], Callable[..., Tensor]],
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> None:
-    """`kernels` in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
-    twice what the reference itself is off in bf16."""
+    """Compares `kernels` in `dtype` on `device` with the reference in fp64 on the CPU, on the same rounded inputs. The
+    error may be twice that of the reference in the same dtype and on the same device."""
     rounded = [x.to(dtype) for x in inputs]
-    actual = with_gradients(op(kernels), rounded, dtype)
+    actual = with_gradients(op(kernels), rounded, dtype, device)
     exact = with_gradients(op(REFERENCE), rounded, torch.float64)
-    plain = with_gradients(op(REFERENCE), rounded, dtype)
+    plain = with_gradients(op(REFERENCE), rounded, dtype, device)
     for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
         what = "result" if number == 0 else f"gradient {number}"
         assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"

@@ -12,7 +12,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, PositionSpan
 from megatron_moe.kernels.reference_blocks import merge_, visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
@@ -139,7 +139,7 @@ def test_dropout_of_blocks_repeats_in_the_backward() -> None:
             return core_attention(q, k, v, None, config, mb, "site", ctx, KERNELS)
 
         dropped = attend(q, k, v)
-        kept = KERNELS.attention(q, k, v, config, None, None, None)
+        kept = KERNELS.attention(AttentionInputs(q, k, v, config))
         assert not torch.equal(dropped, kept)
         return torch.autograd.gradcheck(attend, (q, k, v))
 
@@ -150,8 +150,8 @@ def test_a_block_is_attention_when_it_is_all_there_is() -> None:
     q, k, v = randn(5, 2, 4, 3, seed=1), randn(5, 2, 2, 3, seed=2), randn(5, 2, 2, 6, seed=3)
     config, everything = CoreAttentionConfig(softmax_scale=0.3), PositionSpan(chunks=(range(5),))
     out, lse = torch.zeros(5, 2, 4, 6).double(), torch.full((5, 2, 4), -torch.inf).double()
-    KERNELS.attention_block(q, k, v, config, everything, everything, None, out, lse)
-    FP64_REF.check(out, KERNELS.attention(q, k, v, config, None, None, None))
+    KERNELS.attention_block(AttentionBlock(q, k, v, config, everything, everything), out, lse)
+    FP64_REF.check(out, KERNELS.attention(AttentionInputs(q, k, v, config)))
     FP64_REF.check(lse[0], 0.3 * (q[0].unflatten(1, (2, 2)) * k[0][:, :, None]).sum(-1).flatten(1))
 
 

@@ -12,7 +12,7 @@ from megatron_moe.resilience.packages import PACKAGES, InstalledPackage, Package
 from tools import doctor
 
 REGISTRY = Registry.declared()
-USER = Backend("transformer_engine", ("transformer_engine",), (), by_wish=True, module="x")
+USER = Backend("transformer_engine", ("transformer_engine",), (), on_request=True, module="x")
 
 
 def package(name: str) -> Package:
@@ -44,7 +44,7 @@ def test_missing_package_is_reported_with_flags_and_installation():
 def test_unavailable_flags_are_marked():
     deep_ep = package("deep-ep")
     assert doctor.flags_of(deep_ep, [], REGISTRY) == ["--moe-token-dispatcher-type flex (not available yet)"]
-    backend = Backend("deepep", ("deep_ep",), (), by_wish=True, module="x")
+    backend = Backend("deepep", ("deep_ep",), (), on_request=True, module="x")
     assert doctor.flags_of(deep_ep, [backend], REGISTRY)[0] == "--kernel-backend deepep"
     assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]
 
