@@ -22,7 +22,7 @@ from megatron_moe.memory.pytree import evolve
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy, Scope
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.pipeline.overlap import Node as SlotName
+from megatron_moe.pipeline.overlap import SlotName
 from megatron_moe.pipeline.overlap import Step, stream_of
 
 _UNSET: Any = None

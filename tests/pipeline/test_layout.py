@@ -51,8 +51,8 @@ def test_a_layout_written_out_reads_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ettx|tL", r"has 'x', which is not understood"),
-        ("E(t(t|))*2tL", r"has '\(', which is not understood.*do not nest"),
+        ("Ettx|tL", r"has 'x', which is not part of the layout language"),
+        ("E(t(t|))*2tL", r"has '\(', which is not part of the layout language.*do not nest"),
         ("E(tt)tL", r"has '\('"),
         ("Ett|tttL", r"has 5 decoder layers \(t\); the model has 4"),
         ("EEtt|ttL", r"has 2 embeddings \(E\); the model has 1"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_moe.pipeline.actions import Action, OverlappedPair, exchanges, parts
+from megatron_moe.pipeline.actions import Action, OverlappedPair, parts
 from megatron_moe.pipeline.schedule import (
     ScheduleConfig,
     ScheduleError,
@@ -116,12 +116,6 @@ def test_transfers_name_the_chunk_of_their_own_rank():
     assert Action("receive_forward", 0, 1, peer=1) in first
     assert Action("send_backward", 0, 1, peer=1) in first
     assert Action("receive_backward", 0, 0, peer=0) in last
-
-
-def test_neighbouring_transfers_are_one_exchange():
-    actions = [Action("forward", 0), Action("send_forward", 0, peer=1), Action("receive_backward", 0, peer=1)]
-    actions += [Action("backward", 0)]
-    assert list(exchanges(actions)) == [actions[0], (actions[1], actions[2]), actions[3]]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.parallel.streams import Streams
-from megatron_moe.pipeline.graph_cut import CutTensor
 from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
-from megatron_moe.pipeline.segment import SegmentedMicrobatch
+from megatron_moe.pipeline.segment import CutTensor, SegmentedMicrobatch
 from tests.helpers import tiny
 from tests.helpers.ranks import on_processes
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, randn
