@@ -107,5 +107,7 @@ class TransformerLayer(nn.Module):
         return normed_SBH if self.config.residual_from_norm else hidden_SBH
 
     def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:
+        if not self.config.hidden_dropout:
+            return out_SBH
         key = mb.key(f"{self.site}.{part}_residual")
         return rng.dropout(out_SBH, self.config.hidden_dropout, key, part=self.positions)

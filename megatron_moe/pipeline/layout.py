@@ -129,7 +129,7 @@ def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | N
         below = len(stages) - rest
         near = f"{below} or {below + pp}" if below else str(pp)
         raise LayoutError(
-            f"{text} has {counted(len(stages), 'stage')}, which cannot be divided among {pp} pipeline ranks; {near} would"
+            f"{text} has {counted(len(stages), 'stage')}, which cannot be divided among {pp} pipeline ranks; use {near}"
         )
     mtp_stage = _mtp_stage(text, stages, pp)
     return place_layers([stage.count("t") for stage in stages], pp, num_mtp, mtp_stage)
@@ -143,8 +143,8 @@ def _expand(text: str) -> str:
     unknown = next((letter for letter in expanded if letter not in "EtmL|"), None)
     if unknown is not None:
         raise LayoutError(
-            f"{text} has {unknown!r}, which is not part of the layout language: stages are E (embedding), t (layer), m (MTP layer), L "
-            f"(loss), ended by |; (...)*N repeats a group, t*N a letter, groups do not nest"
+            f"{text} has {unknown!r}; stages are E (embedding), t (layer), m (MTP layer), L (loss), ended by |; "
+            f"(...)*N repeats a group, t*N a letter, groups do not nest"
         )
     return expanded
 

@@ -20,7 +20,11 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.streams import Streams
+from megatron_moe.pipeline.overlap import Step
+from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers import tiny_models
 from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
 from tests.moe.routings import draw, fill
@@ -65,39 +69,21 @@ def results(layer: MoELayer, hidden: Tensor, **fields) -> dict[str, Tensor]:
 EVERYTHING = dict(latent=LATENT, shared=SHARED, bias=True, router={"score_function": "sigmoid", "expert_bias": True})
 
 
-def test_forward_is_the_chain_of_its_nodes() -> None:
-    layer, hidden = make(spec_of(**EVERYTHING)), draw(STEPS, BATCH, HIDDEN)
-    mb = make_mb(hidden)
-    rows, handle = layer.dispatch(hidden, layer.route(hidden, mb))
-    out = layer.post(hidden, layer.combine(layer.compute(rows), handle))
-    EXACT.check(out, layer(hidden, mb))
-
-
-def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> None:
-    """A schedule runs each node's backward apart, from gradients handed over at the boundary."""
-    config = spec_of(latent=LATENT, shared=SHARED)
-    layer, hidden = make(config), draw(STEPS, BATCH, HIDDEN)
+def test_nodes_as_separate_graph_segments_give_the_gradients_of_the_whole() -> None:
+    """An overlapped schedule runs the backward of each node separately and passes gradients across the cuts."""
+    layer, hidden = make(spec_of(latent=LATENT, shared=SHARED)), draw(STEPS, BATCH, HIDDEN)
     whole = results(layer, hidden)
     layer.zero_grad(set_to_none=True)
-    at_router, at_dispatch, at_post = (hidden.detach().requires_grad_() for _ in range(3))
-    routing = layer.route(at_router, make_mb(hidden))
-    probs = routing.probs_TK.detach().requires_grad_()
-    rows, handle = layer.dispatch(at_dispatch, replace(routing, probs_TK=probs))
-    data, probs_R = rows.data.detach().requires_grad_(), rows.probs_R.detach().requires_grad_()
-    computed = layer.compute(replace(rows, data=data, probs_R=probs_R))
-    result = computed.data.detach().requires_grad_()
-    routed = layer.combine(replace(computed, data=result), handle)
-    routed_leaf = routed.detach().requires_grad_()
-    out = layer.post(at_post, routed_leaf)
-
-    out.backward(draw(*out.shape, seed=3))
-    routed.backward(routed_leaf.grad)
-    computed.data.backward(result.grad)
-    torch.autograd.backward([rows.data, rows.probs_R], [data.grad, probs_R.grad])
-    routing.probs_TK.backward(probs.grad)
-    pieces = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    pieces |= {"out": out.detach(), "hidden": at_router.grad + at_dispatch.grad + at_post.grad}
-    FP64_REF.check_all(pieces, whole)
+    first = Step("embedding", None, lambda x: LayerState(normed_SBH=x))
+    steps = schedule_steps([BoundNodes([node], make_mb(hidden)) for node in layer.nodes])
+    last = Step("head", None, lambda state: state.out_SBH)
+    microbatch = SegmentedMicrobatch([first, *steps, last], hidden, Streams())
+    microbatch.forward()
+    out = microbatch.output()
+    microbatch.begin_backward(draw(*out.shape, seed=3))
+    microbatch.backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    FP64_REF.check_all({"out": out, "hidden": microbatch.input_gradient(), **grads}, whole)
 
 
 @pytest.mark.parametrize("shared", [None, SHARED])
@@ -147,13 +133,13 @@ def test_padding_to_capacity_changes_rows_and_not_results() -> None:
 
 def test_a_routing_can_be_replayed_with_other_weights_of_the_router() -> None:
     layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
-    routing = layer.route(hidden, make_mb(hidden))
+    routing = layer.router(hidden, make_mb(hidden))
     EXACT.check(layer(hidden, make_mb(hidden), routing.chosen_TK), layer(hidden, make_mb(hidden)), "same weights")
     with torch.no_grad():
         layer.router.weight.mul_(-1)
-    replayed = layer.route(hidden, make_mb(hidden), routing.chosen_TK)
+    replayed = layer.router(hidden, make_mb(hidden), routing.chosen_TK)
     EXACT.check(replayed.ids_TK, routing.ids_TK, "replayed ids")
-    assert (layer.route(hidden, make_mb(hidden)).ids_TK != routing.ids_TK).any()
+    assert (layer.router(hidden, make_mb(hidden)).ids_TK != routing.ids_TK).any()
 
 
 def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> None:
@@ -216,7 +202,7 @@ def test_parameter_names_are_those_of_the_checkpoint() -> None:
 
 def test_specs_that_contradict_themselves_are_refused() -> None:
     good = spec_of()
-    with pytest.raises(AssertionError, match="experts of width 8: 4"):
+    with pytest.raises(AssertionError, match="experts of width 8, tokens of 4"):
         make(replace(good, latent_size=4))
     with pytest.raises(AssertionError, match="6 experts routed"):
         make(replace(good, experts=replace(good.experts, num_experts=5)))

@@ -1,14 +1,13 @@
-"""Shared experts and latent projections against their formulas."""
+"""Shared experts against their formulas."""
 
 import pytest
 import torch
 
 from megatron_moe.config.moe import ActivationConfig, MLPConfig, SharedExpertsConfig
 from megatron_moe.kernels import reference
-from megatron_moe.moe.moe_layer import latent_projections
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.tolerances import EXACT, FP64_REF
+from tests.helpers.tolerances import FP64_REF
 from tests.moe.routings import draw, fill
 
 HIDDEN, FFN = 4, 3
@@ -63,13 +62,3 @@ def test_biases_of_shared_experts_are_refused() -> None:
     mlp = MLPConfig(hidden_size=HIDDEN, ffn_hidden_size=FFN, activation=ActivationConfig(), bias=True)
     with pytest.raises(AssertionError, match="no biases"):
         SharedExperts(SharedExpertsConfig(mlp=mlp), ParallelContext.single(), reference.bundle())
-
-
-def test_latent_projections_go_in_and_out_of_the_narrow_space() -> None:
-    way_in, way_out = latent_projections(HIDDEN, 2, ParallelContext.single(), reference.bundle())
-    fill(way_in), fill(way_out, seed=8)
-    hidden = draw(5, HIDDEN)
-    EXACT.check(way_in(hidden), hidden @ way_in.weight.T, "in")
-    FP64_REF.check(way_out(way_in(hidden)), hidden @ way_in.weight.T @ way_out.weight.T, "out")
-    assert (way_in.weight.meta.init, way_out.weight.meta.init) == ("normal", "output")
-    assert (way_in.weight.meta.fan_in, way_out.weight.meta.fan_in) == (HIDDEN, 2)

@@ -51,8 +51,8 @@ def test_a_layout_written_out_reads_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ettx|tL", r"has 'x', which is not part of the layout language"),
-        ("E(t(t|))*2tL", r"has '\(', which is not part of the layout language.*do not nest"),
+        ("Ettx|tL", r"has 'x'"),
+        ("E(t(t|))*2tL", r"has '\(';.*do not nest"),
         ("E(tt)tL", r"has '\('"),
         ("Ett|tttL", r"has 5 decoder layers \(t\); the model has 4"),
         ("EEtt|ttL", r"has 2 embeddings \(E\); the model has 1"),
@@ -62,7 +62,7 @@ def test_a_layout_written_out_reads_back():
         ("|Ett|t|tL", "must begin with E"),
         ("Ett|tLt", "must end with L"),
         ("Ett|ttL|", "must end with L"),
-        ("Ett|t|tL", "has 3 stages, which cannot be divided among 2 pipeline ranks; 2 or 4 would"),
+        ("Ett|t|tL", "has 3 stages, which cannot be divided among 2 pipeline ranks; use 2 or 4"),
     ],
 )
 def test_what_breaks_a_rule_of_the_language_is_refused(text, message):
