@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
-from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
@@ -38,8 +37,6 @@ from megatron_moe.moe.node_chain import (
     recompute_nodes,
     run_nodes,
 )
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import columns_to_residual
@@ -48,26 +45,16 @@ from megatron_moe.parallel.tensor_parallel import columns_to_residual
 class MTPLayer(nn.Module):
     """One depth: joins hidden state and embedding of a later token, then runs one layer like the model's last."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        depth: int,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy,
-        expert_comm: ExpertComm | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, depth: int, resources: ModelResources) -> None:
         super().__init__()
+        ctx, kernels = resources.ctx, resources.kernels
         self.ctx = ctx
         hidden = config.hidden_size
         self.enorm = Norm(config.norm, hidden, ctx, kernels)
         self.hnorm = Norm(config.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
-        layer, site = len(config.layers) + depth, f"{site}.transformer_layer"
-        self.transformer_layer = TransformerLayer(
-            config.layers[-1], layer, site, ctx, kernels, saved_tensors, expert_comm
-        )
+        layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
+        self.transformer_layer = TransformerLayer(config.layers[-1], layer, site, resources)
         self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)
         self.nodes = (
             Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
@@ -93,32 +80,24 @@ class MTPLayer(nn.Module):
 class MTP(nn.Module):
     """All depths in order; with a repeated layer they share one set of weights."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy,
-        expert_comm: ExpertComm | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, resources: ModelResources) -> None:
         super().__init__()
+        saved_tensors = resources.saved_tensors
         assert config.mtp is not None, "the model config has no multi-token prediction"
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
-        layers = {
-            str(d): MTPLayer(config, d, f"mtp.layers.{d}", ctx, kernels, saved_tensors, expert_comm)
-            for d in range(self.num_layers)
-        }
+        layers = {str(depth): MTPLayer(config, depth, resources) for depth in range(self.num_layers)}
         self.layers = nn.ModuleDict(layers)
         if config.mtp.repeated_layer:
             for parameter in self.parameters():
                 cast(Parameter, parameter).uses = config.mtp.num_layers
         self._store: UnitStore | None = None
-        inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
-        whole = [(module_node(layer, inputs),) for layer in layers.values()]
-        self._layer_nodes = [
-            (recompute_nodes(n, saved_tensors, "chunk", inputs=inputs),) if twice else n for n in whole
-        ]
+        inputs, ((_, recomputed),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
+        self._layer_nodes = [module_node(layer, inputs) for layer in layers.values()]
+        if recomputed:
+            self._layer_nodes = [
+                recompute_nodes([node], saved_tensors, "chunk", inputs=inputs) for node in self._layer_nodes
+            ]
 
     def acquire_from(self, store: UnitStore) -> None:
         """Makes the nodes acquire the units of their parameters."""
@@ -135,7 +114,7 @@ class MTP(nn.Module):
         """
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
-            nodes = depth.layer.nodes if by_node else self._layer_nodes[number % self.num_layers]
+            nodes = depth.layer.nodes if by_node else [self._layer_nodes[number % self.num_layers]]
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
     def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, mb: MicrobatchContext) -> LayerState:
@@ -148,12 +127,8 @@ class MTP(nn.Module):
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch
         meta, take = whole.context.tokens, batch.context.tokens.take
-        tokens_BS, positions_BS, valid_BS, segments_BS = (
-            whole.tokens_BS,
-            meta.positions_BS,
-            meta.valid_BS,
-            meta.segments_BS,
-        )
+        tokens_BS, segments_BS = whole.tokens_BS, meta.segments_BS
+        positions_BS, valid_BS = meta.positions_BS, meta.valid_BS
         for number in range(self.config.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             if valid_BS is not None:

@@ -8,17 +8,13 @@ from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
-from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.moe_layer import ModelResources, MoELayer
 from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tensor_parallel import sequence_part
 
 
@@ -31,26 +27,17 @@ class TransformerLayer(nn.Module):
     Args:
         layer: global index, under which an MoE layer reports metrics.
         site: path of the module in the model; names the dropout of both residual connections.
-        saved_tensors: saved-tensor policies; None: all tensors are kept.
     """
 
     nodes: tuple[Node, ...]
     """`GPT.capture` replaces some of them by captured ones."""
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        layer: int,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-        expert_comm: ExpertComm | None = None,
-    ) -> None:
+    def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
+        ctx, kernels, saved_tensors, _ = resources
         self.config = config
         self.site = site
-        self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.saved_tensors = saved_tensors
         self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
         mixer: Any = MLA if isinstance(config.mixer, MLAConfig) else Attention
@@ -59,14 +46,15 @@ class TransformerLayer(nn.Module):
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
         if isinstance(config.feed_forward, MoEConfig):
-            self.mlp = MoELayer(config.feed_forward, layer, ctx, kernels, saved_tensors, expert_comm)
+            self.mlp = MoELayer(config.feed_forward, layer, *resources)
             feed_forward = self.mlp.nodes
         else:
             self.mlp = MLP(config.feed_forward, ctx, kernels)
             feed_forward = (Node("mlp", "experts", self._mlp, parameters_of(self.mlp)),)
         if saved_tensors.is_recomputed("moe" if config.is_moe else "mlp"):
-            again = recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH")
-            feed_forward = (again,)
+            feed_forward = (
+                recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH"),
+            )
         attention = parameters_of(self.input_layernorm, self.self_attention, self.pre_mlp_layernorm)
         self.nodes = (
             Node("attention", "attention", self._attention, attention),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,6 +25,16 @@ from megatron_moe.parallel.linear import Linear
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
     {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
 )
+
+
+class ModelResources(NamedTuple):
+    """Resources that all modules of a model share."""
+
+    ctx: ParallelContext
+    kernels: Kernels
+    saved_tensors: SavedTensorPolicy
+    expert_comm: ExpertComm | None = None
+    """Shared by the dispatchers of all layers; None: every layer makes its own."""
 
 
 class MoELayer(nn.Module):

@@ -60,7 +60,7 @@ def test_full_qk_norm_runs_over_all_heads_together():
         return torch.stack(rows).view_as(x_SBND)
 
     q, k = normed(q, module.q_layernorm.weight), normed(k, module.k_layernorm.weight)
-    plain._in_one = lambda qkv, mb: (*(rotate(plain.kernels, x, config.rope, mb) for x in (q, k)), v)
+    plain._fused_qkv = lambda qkv, mb: (*(rotate(plain.kernels, x, config.rope, mb) for x in (q, k)), v)
     FP64_REF.check(run(module, x, mb), run(plain, x, mb), "output")
 
 

@@ -8,9 +8,11 @@ from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, run_nodes, schedule_steps
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
@@ -18,6 +20,7 @@ from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, mla_config, moe_config, randn
 from tests.helpers.tolerances import EXACT
 
+RESOURCES = ModelResources(ParallelContext.single(), reference.bundle(), SavedTensorPolicy())
 SPECS = {
     "dense": layer_config(),
     "LayerNorm": layer_config(norm=NormConfig(kind="LayerNorm")),
@@ -29,7 +32,7 @@ SPECS = {
 
 
 def make(config: LayerConfig) -> TransformerLayer:
-    layer = TransformerLayer(config, 0, "decoder.layers.0", ParallelContext.single(), reference.bundle())
+    layer = TransformerLayer(config, 0, "decoder.layers.0", RESOURCES)
     init_parameters(layer, 5, UNIT_GAIN)
     return layer
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
@@ -163,7 +165,9 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
     own, because it listens at the exchange itself."""
     events: list[str] = []
     config = layer_config(feed_forward=tiny.moe(dispatcher="alltoall"))
-    layer = TransformerLayer(config, 0, "decoder.layers.0", context, reference.bundle())
+    layer = TransformerLayer(
+        config, 0, "decoder.layers.0", ModelResources(context, reference.bundle(), SavedTensorPolicy())
+    )
     init_parameters(layer, 5, UNIT_GAIN)
     mb = Rotations([config.mixer], context).attach(make_mb(2, 5))
     behind = SegmentedMicrobatch(marked(layer, mb, "B", events), randn(5, 2, HIDDEN), Streams())
