@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.attention import AttentionConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm, UnitNorm
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.param_meta import ParamMeta
@@ -49,29 +49,35 @@ def rotate(
     return kernels.rope(x_SBND, cos_SBD, sin_SBD, config.interleaved, start)
 
 
-class Attention(nn.Module):
-    """Self-attention. `site`, the module's path in the model, names its dropout.
+class Mixer(nn.Module):
+    """Common part of the attention modules. `site`, the module's path in the model, names its dropout."""
+
+    sinks: Parameter | None
+
+    def __init__(self, config: AttentionConfig | MLAConfig, site: str, resources: ModelResources) -> None:
+        super().__init__()
+        self.ctx, self.kernels, self.saved_tensors, _ = resources
+        self.core = config.core
+        self.site = site
+        self.num_heads = local_heads(config.num_heads, self.ctx)
+
+    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+        """[S, B, N, E]"""
+        return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, self.core, mb, self.site, self.ctx, self.kernels)
+
+
+class Attention(Mixer):
+    """Multi-head or grouped-query self-attention.
 
     N and G are the heads and query groups of this tensor-parallel rank. With fewer query groups than ranks, G is 1:
     ranks share a group and each computes an equal part of its heads. As in Megatron-Core, the rows of `linear_qkv` are
     then sharded evenly, and its outputs are gathered.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-    ) -> None:
-        super().__init__()
-        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+    def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:
+        super().__init__(config, site, resources)
+        ctx, kernels = self.ctx, self.kernels
         self.config = config
-        self.site = site
-        self.ctx = ctx
-        self.kernels = kernels
-        self.num_heads = local_heads(config.num_heads, ctx)
         self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
         self.num_groups = local_heads(config.num_query_groups * self.ranks_per_group, ctx)
         self.heads_per_group = self.num_heads // self.num_groups
@@ -96,9 +102,8 @@ class Attention(nn.Module):
         elif config.qk_norm != "none":
             full = config.qk_norm == "full"
             widths = (config.q_width, config.kv_width) if full else (config.head_dim, config.head_dim)
-            self.q_layernorm, self.k_layernorm = (
-                Norm(config.norm, width, ctx, kernels, over_heads=True) for width in widths
-            )
+            norms = (Norm(config.norm, width, ctx, kernels, over_heads=True) for width in widths)
+            self.q_layernorm, self.k_layernorm = norms
         self.sinks = new_sinks(config.num_heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -135,12 +140,6 @@ class Attention(nn.Module):
         *of_q, k_SBD, v_SBD = whole_SBGC[:, :, group].split(self.group_rows, dim=-1)
         own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
         return torch.cat([*own, k_SBD, v_SBD], dim=-1).unsqueeze(2)
-
-    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
-        """[S, B, N, D]"""
-        return core_attention(
-            q_SBND, k_SBGD, v_SBGD, self.sinks, self.config.core, mb, self.site, self.ctx, self.kernels
-        )
 
     @property
     def _is_fused(self) -> bool:

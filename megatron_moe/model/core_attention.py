@@ -165,14 +165,7 @@ def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
     return x_SBGD.repeat_interleave(num_ranks // num_groups, dim=2)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Part of the keys, with the smallest ranges of query and key rows that the mask does not exclude."""
-
-    queries: slice
-    keys: slice
-    mask: tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
-    """Mask positions and dropout key in the form the kernels take."""
+Mask = tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
 
 
 @dataclass(frozen=True)
@@ -186,8 +179,9 @@ class _Blocks:
     keys: tuple[PositionSpan, ...]
     dropout_key: Key | None
 
-    def block(self, source: int) -> _Block | None:
-        """Keys of rank `source`; None if the mask excludes all of them."""
+    def visible(self, source: int) -> tuple[slice, slice, Mask] | None:
+        """Smallest ranges of query rows and of the rows of rank `source`'s keys that the mask does not exclude, and the
+        mask arguments of the kernels; None if the mask excludes all keys."""
         key = self.keys[source]
         seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
@@ -195,7 +189,7 @@ class _Blocks:
         queries, keys = seen
         dropout_key = None if self.dropout_key is None else (*self.dropout_key, "keys of", source)
         spans = self.query.rows(queries.start, queries.stop), key.rows(keys.start, keys.stop)
-        return _Block(queries, keys, (self.config, *spans, dropout_key))
+        return queries, keys, (self.config, *spans, dropout_key)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -218,12 +212,10 @@ class _BlockAttention(torch.autograd.Function):
         if sinks_N is not None:
             lse_SBN[:] = sinks_N
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
-            block = blocks.block(source)
-            if block is None:
-                continue
-            rows, keys = block.queries, block.keys
-            q, k, v = q_SBND[rows], k_held[keys], v_held[keys]
-            blocks.kernels.attention_block(q, k, v, *block.mask, out_SBNE[rows], lse_SBN[rows])
+            if (visible := blocks.visible(source)) is not None:
+                rows, keys, mask = visible
+                q, k, v = q_SBND[rows], k_held[keys], v_held[keys]
+                blocks.kernels.attention_block(q, k, v, *mask, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
@@ -240,13 +232,12 @@ class _BlockAttention(torch.autograd.Function):
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
             total = k_held.new_zeros(k_held.numel() + v_held.numel(), dtype=wide)
             grad_k, grad_v = unpack(total, (k_held, v_held))
-            block = blocks.block(source)
-            if block is not None:
-                rows, keys = block.queries, block.keys
+            if (visible := blocks.visible(source)) is not None:
+                rows, keys, mask = visible
                 grad, q, k, v = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]
                 out, lse, delta = out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]
                 into = grad_q_SBND[rows], grad_k[keys], grad_v[keys]
-                blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *block.mask, into)
+                blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *mask, into)
             # The gradient sum follows its keys around the ring and returns to their owner after the last step.
             if landing is not None:
                 total += landing()

@@ -13,38 +13,24 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.attention import local_heads, new_sinks, rotate
-from megatron_moe.model.core_attention import core_attention
+from megatron_moe.model.attention import Mixer, new_sinks, rotate
 from megatron_moe.model.norm import Norm
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
-class MLA(nn.Module):
-    """Multi-latent self-attention. `site`, the module's path in the model, names its dropout.
+class MLA(Mixer):
+    """Multi-latent self-attention.
 
     Every tensor-parallel rank computes the latents (under sequence parallelism, those of its own positions) and q, k
     and v of its N heads.
     """
 
-    def __init__(
-        self,
-        config: MLAConfig,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-    ) -> None:
-        super().__init__()
-        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+    def __init__(self, config: MLAConfig, site: str, resources: ModelResources) -> None:
+        super().__init__(config, site, resources)
+        ctx, kernels = self.ctx, self.kernels
         self.config = config
-        self.site = site
-        self.ctx = ctx
-        self.kernels = kernels
-        self.num_heads = local_heads(config.num_heads, ctx)
         hidden, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
         if q_rank is None:
             self.linear_q_proj = Linear(hidden, heads * config.q_head_dim, ctx, kernels, tp_dim=0)
@@ -92,9 +78,3 @@ class MLA(nn.Module):
         key_SB1D = rotate(self.kernels, enter_tensor_parallel(key, self.ctx)[:, :, None], config.rope, mb)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
         return q_SBND, *self.kernels.latent_key_value(kv, key_SB1D.squeeze(2), config.qk_head_dim)
-
-    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor) -> Tensor:
-        """[S, B, N, E]"""
-        return core_attention(
-            q_SBND, k_SBND, v_SBNE, self.sinks, self.config.core, mb, self.site, self.ctx, self.kernels
-        )

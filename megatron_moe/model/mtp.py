@@ -64,9 +64,7 @@ class MTPLayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        state = run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb)
-        out_SBH: Tensor = state.hidden_SBH
-        return out_SBH
+        return run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb).hidden_SBH
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Projection of the normed embedding and hidden state to the input of the transformer layer."""
@@ -86,14 +84,15 @@ class MTP(nn.Module):
         assert config.mtp is not None, "the model config has no multi-token prediction"
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
-        layers = {str(depth): MTPLayer(config, depth, resources) for depth in range(self.num_layers)}
-        self.layers = nn.ModuleDict(layers)
+        self.by_index = [MTPLayer(config, index, resources) for index in range(self.num_layers)]
+        """`layers` in order."""
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(self.by_index)})
         if config.mtp.repeated_layer:
             for parameter in self.parameters():
                 cast(Parameter, parameter).uses = config.mtp.num_layers
         self._store: UnitStore | None = None
         inputs, ((_, recomputed),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
-        self._layer_nodes = [module_node(layer, inputs) for layer in layers.values()]
+        self._layer_nodes = [module_node(layer, inputs) for layer in self.by_index]
         if recomputed:
             self._layer_nodes = [
                 recompute_nodes([node], saved_tensors, "chunk", inputs=inputs) for node in self._layer_nodes
@@ -102,8 +101,7 @@ class MTP(nn.Module):
     def acquire_from(self, store: UnitStore) -> None:
         """Makes the nodes acquire the units of their parameters."""
         self._store = store
-        for layer in self.layers.values():
-            assert isinstance(layer, MTPLayer), f"a {type(layer).__name__} among the depths"
+        for layer in self.by_index:
             layer.nodes = acquire_nodes(layer.nodes, store)
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
@@ -114,7 +112,8 @@ class MTP(nn.Module):
         """
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
-            nodes = depth.layer.nodes if by_node else [self._layer_nodes[number % self.num_layers]]
+            index = number % self.num_layers
+            nodes = self.by_index[index].nodes if by_node else [self._layer_nodes[index]]
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
     def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, mb: MicrobatchContext) -> LayerState:
@@ -134,13 +133,10 @@ class MTP(nn.Module):
             if valid_BS is not None:
                 # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
-            mb = self._look_ahead(batch.context, None if valid_BS is None else take(valid_BS), number)
-            layer = self.layers[str(number % self.num_layers)]
-            assert isinstance(layer, MTPLayer), f"depth {number} is a {type(layer).__name__}"
-            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb, layer)
+            mb = self._depth_context(batch.context, None if valid_BS is None else take(valid_BS), number)
+            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb)
 
-    def _look_ahead(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
-        """Context of a depth, from that of the model."""
+    def _depth_context(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
         return replace(
             mb,
             tokens=replace(mb.tokens, valid_BS=valid_BS),
@@ -160,7 +156,6 @@ class _Depth:
     """Shifted left by the depth's number of positions."""
     positions_BS: Tensor
     mb: MicrobatchContext
-    layer: MTPLayer
 
 
 def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

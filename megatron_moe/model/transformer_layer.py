@@ -6,16 +6,34 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
 from megatron_moe.moe.moe_layer import ModelResources, MoELayer
 from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
 from megatron_moe.parallel import rng
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import sequence_part
+
+
+class MLP(nn.Module):
+    """Dense MLP fc2(act(fc1(x))); a gated fc1 (arXiv 2002.05202) has the gate rows first, then the up rows."""
+
+    def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = kernels
+        hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
+        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=config.bias, tp_dim=0, splits=(ffn,) * fan)
+        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=config.bias, tp_dim=1, init="output")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.config.activation))
 
 
 class TransformerLayer(nn.Module):
@@ -41,7 +59,7 @@ class TransformerLayer(nn.Module):
         self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
         mixer: Any = MLA if isinstance(config.mixer, MLAConfig) else Attention
-        self.self_attention = mixer(config.mixer, f"{site}.self_attention", ctx, kernels, saved_tensors)
+        self.self_attention = mixer(config.mixer, f"{site}.self_attention", resources)
         self.pre_mlp_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
@@ -64,8 +82,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        out_SBH: Tensor = run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
-        return out_SBH
+        return run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
 
     def _attention(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Attention with its residual connection, and the norm of the feed-forward module."""

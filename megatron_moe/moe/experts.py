@@ -131,9 +131,8 @@ def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
 
 
 def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
-    """Rows times their probability, in the internal dtype."""
-    wide = internal_dtype(rows_RH.dtype)
-    return (rows_RH.to(wide) * probs_R.to(wide)[:, None]).to(rows_RH.dtype)
+    """Rows times their probability, multiplied in the internal dtype."""
+    return (rows_RH * probs_R.to(internal_dtype(rows_RH.dtype))[:, None]).to(rows_RH.dtype)
 
 
 class _Weigh(torch.autograd.Function):
@@ -146,19 +145,16 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, probs_R: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RH, probs_R)
-        return _times(rows_RH, probs_R)
+        return _scale(rows_RH, probs_R).masked_fill_((probs_R == 0)[:, None], 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (grad_RH,), (rows_RH, probs_R) = grads, ctx.saved_tensors
-        grad_rows = _times(grad_RH, probs_R) if ctx.needs_input_grad[0] else None
+        grad_rows = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _scale(grad_RH, probs_R).masked_fill_((probs_R == 0)[:, None], 0)
         grad_probs = None
         if ctx.needs_input_grad[1]:
             products_RH = grad_RH.to(internal_dtype(grad_RH.dtype), copy=True).mul_(rows_RH)
             grad_probs = products_RH.sum(dim=-1).masked_fill_(probs_R == 0, 0).to(probs_R.dtype)
         return grad_rows, grad_probs
-
-
-def _times(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
-    wide = internal_dtype(rows_RH.dtype)
-    return (rows_RH * probs_R.to(wide)[:, None]).masked_fill_((probs_R == 0)[:, None], 0).to(rows_RH.dtype)

@@ -1,7 +1,6 @@
 """MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -92,16 +91,14 @@ class MoELayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
-        state = run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb)
-        out_SBH: Tensor = state.out_SBH
-        return out_SBH
+        return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
 
     def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
         shared, in_dispatch, in_combine = self.shared_experts, [], []
         if shared is not None and overlap_shared:
             first, second = parameters_of(shared.linear_fc1), parameters_of(shared.linear_fc2, shared.gate_weight)
-            in_dispatch.append(Node("shared_first", "dispatch", partial(_shared_first, shared), first))
-            in_combine.append(Node("shared_second", "combine", partial(_shared_second, shared), second))
+            in_dispatch.append(Node("shared_first", "dispatch", self._shared_first, first))
+            in_combine.append(Node("shared_second", "combine", self._shared_second, second))
             shared = None
         return (
             Node("router", "attention", self._route, parameters_of(self.router, self.fc1_latent_proj)),
@@ -133,6 +130,16 @@ class MoELayer(nn.Module):
         self.expert_comm.record(rows)
         return state.evolve(rows=rows, handle=handle, pending=None)
 
+    def _shared_first(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        assert self.shared_experts is not None
+        with state.discard:
+            return state.evolve(shared=self.shared_experts.first(state.normed_SBH))
+
+    def _shared_second(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        assert self.shared_experts is not None
+        with state.discard:
+            return state.evolve(shared=self.shared_experts.second(state.shared, state.normed_SBH))
+
     def _run_experts(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(rows=self.experts(state.rows))
 
@@ -154,16 +161,6 @@ class MoELayer(nn.Module):
                     shared_SBH = self.saved_tensors.run("shared_experts", self.shared_experts, state.normed_SBH)
                 out_SBH = out_SBH + shared_SBH
         return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
-
-
-def _shared_first(shared: SharedExperts, state: LayerState, mb: MicrobatchContext) -> LayerState:
-    with state.discard:
-        return state.evolve(shared=shared.first(state.normed_SBH))
-
-
-def _shared_second(shared: SharedExperts, state: LayerState, mb: MicrobatchContext) -> LayerState:
-    with state.discard:
-        return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
 
 
 def new_expert_comm(kind: str, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Routing
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.pipeline.overlap import SlotName, Step, stream_of
 
+State = TypeVar("State")
 _UNSET: Any = None
 _NO_SCOPE: Scope = nullcontext()
 CAPTURED_NODES = MappingProxyType(
@@ -59,7 +60,7 @@ class LayerState:
     rows: DispatchedTokens = _UNSET
     handle: Any = None
     """Dispatcher state for the combine of `rows`."""
-    shared: Tensor = _UNSET
+    shared: Any = None
     """Overlapped shared experts: activation [S, B, F] after the first matrix, output [S, B, H] after the second."""
     routed_TH: Tensor = _UNSET
     """Sum of every token's expert outputs."""
@@ -113,7 +114,7 @@ def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Paramet
     return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
-def run_nodes(nodes: Iterable[Node], state: Any, mb: MicrobatchContext) -> Any:
+def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> State:
     """Runs the nodes in order."""
     for node in nodes:
         if node.store is None:

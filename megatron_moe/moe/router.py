@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, RoutedTokens
-from megatron_moe.kernels.reference_routing import squared_logsumexp, valid_ids, valid_or_zero
+from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
+from megatron_moe.kernels.reference_routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe import routing_methods
 from megatron_moe.moe.balancing import LOSS_NAMES, AttachLosses, BalancingLosses, BatchTokens
@@ -65,7 +65,8 @@ class ExpertSelection:
             counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
             return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
         if given_ids_TK is None and thresholds_E is not None:
-            given_ids_TK = routing_methods.quantile_choice(logits_TE, thresholds_E, config.topk)
+            wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
+            given_ids_TK = top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), config.topk)
         return self.kernels.route(
             logits_TE, expert_bias, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
         )
@@ -184,16 +185,11 @@ class Router(nn.Module):
                 balance_sets=sets if recording and self._balancing_losses else 0,
                 z=recording and bool(self.config.z_loss_coeff),
             )
-            ids_TK, probs_TK, counts_E = routed[:3]
-            routing = self.selection.limit(
-                Routing(
-                    num_experts=self.config.num_experts,
-                    ids_TK=ids_TK,
-                    probs_TK=probs_TK,
-                    counts_E=counts_E,
-                    chosen_TK=ids_TK,
-                )
+            num_experts, (ids_TK, probs_TK, counts_E) = self.config.num_experts, routed[:3]
+            routing = Routing(
+                num_experts=num_experts, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, chosen_TK=ids_TK
             )
+            routing = self.selection.limit(routing)
         if not recording:
             return routing
         if self.config.z_loss_coeff or self._balancing_losses:
@@ -361,9 +357,7 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     """Asserts combinations that the flag checks already reject with an explanation."""
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
     assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} with {config.aux_loss_coeffs}"
-    assert not config.expert_bias or config.score_function != "softmax", (
-        "expert bias needs sigmoid or sqrtsoftplus scores"
-    )
+    assert not config.expert_bias or config.score_function != "softmax", "expert bias with softmax scores"
     for kind in ("sinkhorn", "quantile_balancing", "expert_choice"):
         alone = config.balancing == (kind,) and not config.aux_loss_coeffs[0] and not config.expert_bias
         assert kind not in config.balancing or alone, f"{kind} goes with no other balancing: {config}"

@@ -68,12 +68,6 @@ def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 # quantile balancing (kexue.fm/archives/11619)
 
 
-def quantile_choice(logits_TE: Tensor, thresholds_E: Tensor, topk: int) -> Tensor:
-    """ids_TK of the K largest differences of logit and expert threshold."""
-    wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
-    return top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), topk)
-
-
 def quantile_thresholds(
     logits_TE: Tensor, thresholds_E: Tensor, topk: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:

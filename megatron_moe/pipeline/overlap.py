@@ -48,10 +48,6 @@ class Slot:
     layer: int | None = None
     """Index of the layer in the chunk, MTP layers last; None for embedding and head."""
 
-    @property
-    def stream(self) -> Stream:
-        return stream_of(self.node)
-
     def __str__(self) -> str:
         at = "" if self.layer is None else str(self.layer)
         return f"{'W' if self.direction == 'weight' else self.direction[0].upper()}{at}.{self.node}"

@@ -161,9 +161,10 @@ class _Run:
 
     def _compute(self, rank: int, entry: Action | OverlappedPair) -> None:
         for action in parts(entry):
-            absent = [task for task in needs(self._stages, rank, action) if task not in self._has[rank]]
-            if absent:
-                self.problems.append(f"rank {rank} computes {entry} without {_task(absent[0])}")
+            for direction, microbatch, stage in needs(self._stages, rank, action):
+                if (direction, microbatch, stage) not in self._has[rank]:
+                    missing = f"the {direction} of microbatch {microbatch} through stage {stage}"
+                    self.problems.append(f"rank {rank} computes {entry} without {missing}")
         start = self._clock[rank]
         self._clock[rank] += self._durations.of(entry, self._stages, rank)
         self.spans[rank].append(TimelineSpan(entry, start, self._clock[rank]))
@@ -203,7 +204,7 @@ class _Run:
             if end.receives:
                 self._has[rank].add(end.message)
                 if self._depth:
-                    awake.append(_peer(end.action))  # its queue has room again
+                    awake.append(_peer(end.action))  # its channel has space again
         self._open[rank] = waiting
         return not waiting
 
@@ -259,11 +260,6 @@ def _exchanges(entries: Iterable[Entry]) -> list[Entry | list[Action]]:
 def _peer(action: Action) -> int:
     assert action.peer is not None, f"{action} is not a transfer"
     return action.peer
-
-
-def _task(task: Task) -> str:
-    direction, microbatch, stage = task
-    return f"the {direction} of microbatch {microbatch} through stage {stage}"
 
 
 def _missing(stages: StageMap, schedule: Sequence[Sequence[Entry]]) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_moe.pipeline.layout import StageLayout
-from megatron_moe.pipeline.overlap import Slot, pair_slots
+from megatron_moe.pipeline.overlap import Slot, pair_slots, stream_of
 
 MIDDLE = StageLayout(layers=(4, 5))
 ORDER = {
@@ -86,6 +86,8 @@ def test_communication_of_one_direction_stands_before_computation_of_the_other()
     """What hides an exchange is launched right behind it, or beside it."""
     slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
     for at, slot in enumerate(slots[:-1]):
-        if slot.stream == "communication":
+        if stream_of(slot.node) == "communication":
             behind = slots[at + 1 : at + 3]
-            assert any(s.stream == "compute" and s.direction[0] != slot.direction[0] for s in behind), str(slot)
+            assert any(stream_of(s.node) == "compute" and s.direction[0] != slot.direction[0] for s in behind), str(
+                slot
+            )

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.moe.token_dispatcher.base import (
-    CombineHandle,
-    DispatchedTokens,
-    ExpertComm,
-    Routing,
-    first_rows,
-    index_rows,
-    sorted_rows,
-)
+from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.exchange import AllGather, PendingExchange, ReduceScatter
 
@@ -54,17 +46,16 @@ class AllGatherDispatcher:
         choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
         assert choices is not None, "a routing is sparse or dense"
         # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
-        started = (exchange.start(everyone, each) for each in (tokens_TH, choices, routing.probs))
-        return PendingAllGather(*started, routing)
+        tokens, ids = exchange.start(everyone, tokens_TH), exchange.start(everyone, choices)
+        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs), routing)
 
     def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies all ranks' tokens to the rows of this rank's experts; rows that hold nothing are zeros."""
         tokens_TH, choices, probs = pending.tokens.finish(), pending.choices.finish(), pending.probs.finish()
-        index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels)
-        if pending.routing.capacity is None:
-            bound = len(tokens_TH) * min(choices.shape[1], self.num_local)
-            index, probs_R = first_rows(index, bound), probs_R[:bound]
-        return sorted_rows(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
+        # at most min(K, local experts) rows per token
+        bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
+        index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels, bound)
+        return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[PendingExchange, torch.dtype]:
         """Sums this rank's rows per token and starts the reduce-scatter to the tokens' ranks."""

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import (
-    DispatchedTokens,
-    ExpertComm,
-    Routing,
-    first_rows,
-    index_rows,
-    sorted_rows,
-)
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllGather, AllToAll, PendingExchange
@@ -101,7 +94,7 @@ class AllToAllDispatcher:
         handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
         if order is not None:
             probs_R = self.kernels.gather_probs(probs_R[:, None], order)
-            return sorted_rows(data_RH, order, probs_R, self.kernels), handle
+            return DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels), handle
         offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle
 

@@ -61,6 +61,12 @@ class DispatchedTokens:
     """bool scalar on the device: the routing needs more rows than `bound`, and the step must not be applied. None: no
     routing exceeds `bound`."""
 
+    @classmethod
+    def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
+        """Copies tokens to the rows of `index`; the bound is the number of its rows."""
+        data_RH = kernels.permute(tokens_TH, index)
+        return cls(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
+
 
 @dataclass(frozen=True)
 class CombineHandle:
@@ -135,7 +141,7 @@ class ExpertComm:
         return all_reduce_(self.overflow.float(), self.ctx.group("world"), "max") > 0
 
 
-def index_rows(routing: Routing, kernels: Kernels) -> tuple[RowIndex, Tensor]:
+def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:
     """Rows of a routing, sorted by expert and then by token, and the probability of each [R].
 
     R is known to the host: T * K (T * E in the dense form), or E * capacity when experts are padded to their capacity.
@@ -145,13 +151,8 @@ def index_rows(routing: Routing, kernels: Kernels) -> tuple[RowIndex, Tensor]:
     else:
         assert routing.ids_TK is not None, "a routing is sparse or dense"
         index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
-    return index, kernels.gather_probs(routing.probs, index)
-
-
-def sorted_rows(tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> DispatchedTokens:
-    """Rows of the experts in sorted order, with all rows of the index as the bound."""
-    data_RH = kernels.permute(tokens_TH, index)
-    return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
+    probs_R = kernels.gather_probs(routing.probs, index)
+    return (index, probs_R) if max_rows is None else (first_rows(index, max_rows), probs_R[:max_rows])
 
 
 def first_rows(index: RowIndex, num_rows: int) -> RowIndex:

@@ -2,14 +2,7 @@
 
 from torch import Tensor
 
-from megatron_moe.moe.token_dispatcher.base import (
-    CombineHandle,
-    DispatchedTokens,
-    ExpertComm,
-    Routing,
-    index_rows,
-    sorted_rows,
-)
+from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
 
 
 class LocalDispatcher:
@@ -29,7 +22,7 @@ class LocalDispatcher:
         """Copies every token to the rows of its experts; rows that hold nothing are zeros."""
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels)
-        return sorted_rows(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
+        return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:
         return rows, handle
