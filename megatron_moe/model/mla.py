@@ -23,7 +23,7 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 class MLA(Mixer):
     """Multi-latent self-attention.
 
-    Every tensor-parallel rank computes the latents (under sequence parallelism, those of its own positions) and q, k
+    Every tensor-parallel rank computes the latents (under sequence parallelism, for its local positions) and q, k
     and v of its N heads.
     """
 

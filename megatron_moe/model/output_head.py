@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _slices(num_tokens: int, chunk: int) -> Iterator[slice]:
-    """Yields the token range of each chunk, an empty one if there are no tokens."""
+    """Yields the token range of each chunk; for zero tokens, one empty range."""
     for start in range(0, max(num_tokens, 1), chunk):
         yield slice(start, min(start + chunk, num_tokens))
 
@@ -157,10 +157,7 @@ class _Gradients:
 
     def __init__(self, ctx: Any, grad_T: Tensor) -> None:
         self._hidden_TH, self._labels_T, self._bias_V = ctx.saved_tensors
-        self._weight_VH: Tensor = ctx.weight
-        self._kernels: Kernels = ctx.kernels
-        self._group: ProcessGroup = ctx.group
-        self._chunk: int = ctx.chunk
+        self._weight_VH, self._kernels, self._group, self._chunk = ctx.weight, ctx.kernels, ctx.group, ctx.chunk
         self._grad_T = grad_T
         self.grad_hidden_TH: Tensor | None = None
         self.grad_bias_V: Tensor | None = None

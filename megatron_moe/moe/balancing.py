@@ -12,8 +12,8 @@ Choices and scores are those of plain top-k, without groups, bias or dropping; t
 Padding is not counted.
 
 Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each rank has the global f and
-the global number of tokens but only the scores of its own tokens: it computes its part of the loss, the loss is the sum
-over ranks, and the gradient of a rank is that of its own tokens.
+number of tokens but only the scores of its local tokens. It computes a part of the loss and the gradient of its local
+tokens; the loss is the sum over ranks.
 """
 
 from collections.abc import Sequence
