@@ -208,3 +208,16 @@ def test_specs_that_contradict_themselves_are_refused() -> None:
         make(replace(good, experts=replace(good.experts, num_experts=5)))
     with pytest.raises(AssertionError, match="need k = 1"):
         make(replace(good, experts=replace(good.experts, probs_on_input=True)))
+
+
+def test_shared_experts_are_attention_parameters() -> None:
+    shared = make(spec_of(shared=SHARED)).shared_experts
+    metas = {name: p.meta for name, p in shared.named_parameters()}
+    assert all(meta.grid == "attention" and meta.num_experts is None for meta in metas.values())
+    assert metas["gate_weight"].role == "gate" and metas["linear_fc1.weight"].splits == (3, 3)
+    assert metas["linear_fc2.weight"].init == "output"
+
+
+def test_biases_of_shared_experts_are_rejected() -> None:
+    with pytest.raises(AssertionError, match="no biases"):
+        make(spec_of(shared=replace(SHARED, mlp=replace(SHARED.mlp, bias=True))))
