@@ -13,7 +13,7 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import PositionSpan
-from megatron_moe.kernels.reference_blocks import merge_, visible_between
+from megatron_moe.kernels.reference_blocks import visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places
@@ -21,7 +21,7 @@ from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
 from tests.helpers.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
 from tests.helpers.tiny_models import make_mb, randn
-from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
+from tests.helpers.tolerances import FP32_MODEL, FP64_REF
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {
@@ -84,15 +84,6 @@ def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(AssertionError, match="3 heads do not divide among 2 ranks"):
         split(Case(heads=3, groups=1), ParallelConfig(world_size=2, cp=2), "a2a")
-
-
-def test_a_query_that_has_seen_nothing_yet_takes_the_first_part_as_it_is() -> None:
-    out, lse = torch.zeros(3, 1, 2, 4).double(), torch.full((3, 1, 2), -torch.inf).double()
-    part, part_lse = randn(3, 1, 2, 4), randn(3, 1, 2, seed=5)
-    part_lse[0], part[0] = -torch.inf, 0
-    merge_(out, lse, part, part_lse)
-    EXACT.check(out, part)
-    assert torch.equal(lse, part_lse)
 
 
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (2, 4)])

@@ -16,7 +16,6 @@ from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers.tiny_models import (
     VOCAB,
@@ -236,21 +235,6 @@ def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
             EXACT.check(actual[number], wanted[number], f"depth {depth}, tensor {number}")
 
 
-def test_packed_documents_equal_separate_sequences():
-    model, lengths = build(model_config(layer_config(), layer_config(mla_config()))), (4, 1, 3)
-    batch = microbatch(1, 8)
-    positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
-    segments_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    packed = replace(batch, context=make_mb(1, 8, positions_BS=positions_BS, segments_BS=segments_BS))
-    apart, start = [], 0
-    for n in lengths:
-        part = slice(start, start + n)
-        tokens_BS, labels_BS = batch.tokens_BS[:, part], batch.labels_BS[:, part]
-        apart.append(model(replace(batch, tokens_BS=tokens_BS, labels_BS=labels_BS, context=make_mb(1, n))).loss_BS)
-        start += n
-    FP64_REF.check(model(packed).loss_BS, torch.cat(apart, dim=1), "losses")
-
-
 def test_packed_boundaries_without_segments_are_refused():
     model, batch = build(model_config()), microbatch(1, 8)
     mb = make_mb(1, 8, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
@@ -274,22 +258,6 @@ def test_the_default_objective_is_the_mean_over_tokens_and_per_token_is_the_sum(
         scalar, sums = objective(output, batch, mtp=None, per_token=per_token)
         FP64_REF.check(scalar, expected, "objective")
         FP64_REF.check(torch.stack(sums["lm loss"]), torch.stack([total, tokens]), "reported sums")
-
-
-def test_dropout_follows_the_key_of_the_microbatch_and_is_off_in_evaluation():
-    dropping = replace(attention_config(), core=replace(attention_config().core, dropout=0.1))
-    layer = layer_config(dropping, hidden_dropout=0.1)
-    model = build(model_config(layer, layer, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)))
-    plain = build(model_config(layer_config(), layer_config(), mtp=MTPConfig(num_layers=1)))
-
-    def loss(**fields) -> Tensor:
-        return loss_of(model, microbatch(**fields))
-
-    EXACT.check(loss(rng=RNGKey(1, 5, 0)), loss(rng=RNGKey(1, 5, 0)), "same key")
-    assert loss(rng=RNGKey(1, 5, 0)) != loss(rng=RNGKey(1, 5, 1))
-    EXACT.check(loss(), loss_of(plain, microbatch()), "no key")
-    evaluated = loss(rng=RNGKey(1, 5, 0), training=False)
-    EXACT.check(evaluated, loss_of(plain, microbatch(training=False)), "evaluation")
 
 
 def test_nothing_is_read_by_the_host():
@@ -326,14 +294,3 @@ def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(config):
     assert output.loss_BS.dtype == torch.float32
     objective(output, batch, mtp=config.mtp, per_token=False)[0].backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_layers_follow_their_pattern():
-    kinds = [type(block.mlp).__name__ for block in build(MIXED).decoder.layers.values()]
-    assert kinds == ["MLP", "MoELayer", "MLP", "MoELayer", "MLP"]
-
-
-def test_loading_is_by_name_whatever_the_order_of_construction():
-    first, second = build(DENSE, seed=1), build(DENSE, seed=2)
-    second.load_state_dict(dict(reversed(first.state_dict().items())))
-    EXACT.check(loss_of(second, microbatch()), loss_of(first, microbatch()), "loss")

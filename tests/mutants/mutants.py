@@ -108,10 +108,7 @@ def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
     return lambda self, *args: original(self, *args) / self.ctx.group("dp").size
 
 
-@mutant(
-    "moe.router:Router._count",
-    "tests/moe/test_balancing.py::test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches",
-)
+@mutant("moe.router:Router._count", "tests/moe/test_balancing.py::test_bias_is_updated_once_per_global_batch")
 def expert_bias_sees_the_last_microbatch(original: Any) -> Any:
     """The bias follows noise."""
 
