@@ -1,4 +1,4 @@
-"""The MoE layer as a whole: its chain of nodes, latent space, replay, kernels; see test_against_loop for the maths."""
+"""MoE layer: nodes, latent projections, replay, kernels; test_against_loop checks the mathematics."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ def test_nodes_as_separate_graph_segments_give_the_gradients_of_the_whole() -> N
 
 
 @pytest.mark.parametrize("shared", [None, SHARED])
-def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_experts_the_full_width(shared) -> None:
+def test_experts_get_the_latent_projection_and_router_and_shared_experts_the_full_width(shared) -> None:
     layer, hidden = make(spec_of(latent=LATENT, shared=shared)), draw(STEPS, BATCH, HIDDEN)
     routing = layer.router(hidden, make_mb(hidden))
     narrow = (hidden @ layer.fc1_latent_proj.weight.T).flatten(0, 1)
@@ -104,7 +104,7 @@ def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_expe
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
-def test_looped_and_grouped_experts_give_the_same_layer(capacity) -> None:
+def test_sequential_experts_equal_grouped_experts(capacity) -> None:
     runs = [
         results(make(spec_of(**EVERYTHING, capacity=capacity, grouped=grouped)), draw(STEPS, BATCH, HIDDEN))
         for grouped in (False, True)
@@ -113,7 +113,7 @@ def test_looped_and_grouped_experts_give_the_same_layer(capacity) -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
-def test_fast_kernels_give_the_layer_of_the_reference(capacity) -> None:
+def test_native_kernels_equal_the_reference(capacity) -> None:
     config, native = (
         spec_of(**EVERYTHING, capacity=capacity),
         select_kernels(KernelConfig(), torch.device("cpu"), torch.float32),
@@ -123,7 +123,7 @@ def test_fast_kernels_give_the_layer_of_the_reference(capacity) -> None:
     FP32_MODEL.check_all(fast, results(make(config), hidden))
 
 
-def test_padding_to_capacity_changes_rows_and_not_results() -> None:
+def test_padding_to_capacity_keeps_the_results() -> None:
     runs = [
         results(make(spec_of(**EVERYTHING, capacity=CapacityConfig(factor=0.75, pad=pad))), draw(STEPS, BATCH, HIDDEN))
         for pad in (False, True)
@@ -131,7 +131,7 @@ def test_padding_to_capacity_changes_rows_and_not_results() -> None:
     FP64_REF.check_all(runs[0], runs[1])
 
 
-def test_a_routing_can_be_replayed_with_other_weights_of_the_router() -> None:
+def test_routing_can_be_replayed_with_other_router_weights() -> None:
     layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
     routing = layer.router(hidden, make_mb(hidden))
     EXACT.check(layer(hidden, make_mb(hidden), routing.chosen_TK), layer(hidden, make_mb(hidden)), "same weights")
@@ -142,7 +142,7 @@ def test_a_routing_can_be_replayed_with_other_weights_of_the_router() -> None:
     assert (layer.router(hidden, make_mb(hidden)).ids_TK != routing.ids_TK).any()
 
 
-def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> None:
+def test_probabilities_on_the_input_with_one_expert_per_token() -> None:
     router = {"topk": 1, "score_function": "sigmoid"}
     layer, hidden = make(spec_of(router=router, probs_on_input=True)), draw(STEPS, BATCH, HIDDEN)
     routing = layer.router(hidden, make_mb(hidden))
@@ -155,7 +155,7 @@ def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> Non
     FP64_REF.check(layer(hidden, make_mb(hidden)), expected.view_as(hidden))
 
 
-def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> None:
+def test_padding_tokens_have_zero_output_and_no_gradient() -> None:
     layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
     valid = torch.arange(STEPS).expand(BATCH, STEPS) < 3
     run = results(layer, hidden, valid_BS=valid)
@@ -170,7 +170,7 @@ def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)])
-def test_one_token_and_a_microbatch_of_padding_alone_run_forward_and_backward(capacity, grouped) -> None:
+def test_single_token_and_microbatch_of_padding_have_finite_gradients(capacity, grouped) -> None:
     for fields in ({}, {"valid_BS": torch.zeros(1, 1, dtype=torch.bool)}):
         layer = make(spec_of(**EVERYTHING, capacity=capacity, grouped=grouped))
         run = results(layer, draw(1, 1, HIDDEN), **fields)
@@ -200,7 +200,7 @@ def test_parameter_names_are_those_of_the_checkpoint() -> None:
     }
 
 
-def test_specs_that_contradict_themselves_are_refused() -> None:
+def test_contradictory_configs_are_rejected() -> None:
     good = spec_of()
     with pytest.raises(AssertionError, match="experts of width 8, tokens of 4"):
         make(replace(good, latent_size=4))
