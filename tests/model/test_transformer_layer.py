@@ -1,4 +1,4 @@
-"""One layer: two residual connections around normed sub-layers, with dropout on what is added."""
+"""Transformer layer: residual connections, dropout, nodes and schedule steps."""
 
 import pytest
 import torch
@@ -55,12 +55,12 @@ def by_hand(layer: TransformerLayer, x: Tensor, mb: MicrobatchContext, dropout: 
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
-def test_a_layer_adds_its_normed_sub_layers_to_the_residual_stream(config):
+def test_layer_equals_the_residual_formula(config):
     layer, x = make(config), randn(5, 2, HIDDEN)
     EXACT.check(layer(x, mb_of(layer)), by_hand(layer, x, mb_of(layer)), "output")
 
 
-def test_both_residual_connections_have_dropout_with_keys_of_their_own():
+def test_residual_connections_have_separate_dropout_keys():
     layer, x = make(layer_config(hidden_dropout=0.3)), randn(5, 2, HIDDEN)
     mb = mb_of(layer, rng=RNGKey(1, 2, 3))
     out = layer(x, mb)
@@ -100,7 +100,7 @@ def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(config, names, slot
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
-def test_nodes_name_every_parameter_of_the_layer_once(config):
+def test_nodes_list_every_parameter_once(config):
     layer = make(config)
     named = [parameter for node in layer.nodes for parameter in node.parameters]
     assert len(named) == len(set(named)) and set(named) == set(layer.parameters())

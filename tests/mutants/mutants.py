@@ -197,7 +197,7 @@ def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
     return split
 
 
-@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_one_place_to_the_left")
+@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_left_by_one_position")
 def mtp_predicts_across_documents(original: Any) -> Any:
     """Packed documents predict each other."""
     return lambda x_BS, segments_BS, fill=0: original(x_BS, None, fill)
