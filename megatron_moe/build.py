@@ -1,4 +1,4 @@
-"""The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
+"""Assembly of a run: makes its objects from a RunPlan, each from its own narrow config."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -55,24 +55,23 @@ from megatron_moe.train.trainer import Trainer
 
 
 def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
-    launch = plan.launch
-    seconds, run_dir = dict(plan.resilience.watchdog), plan.logging.run_dir
-    watchdog = Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
+    rank, world_size = plan.launch.rank, plan.launch.world_size
+    watchdog = Watchdog(dict(plan.resilience.watchdog), plan.logging.run_dir, rank=rank, world_size=world_size)
     watchdog.reports_to(status)
     return watchdog
 
 
 def set_algorithms(plan: RunPlan) -> None:
-    """What torch computes with in the whole process."""
-    if plan.precision.deterministic_mode:
+    """Sets torch's process-wide options for deterministic algorithms."""
+    if plan.precision.deterministic:
         torch.use_deterministic_algorithms(True)
-        # Nothing is read before it is written.
+        # no memory is read before it is written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
 def build_context(plan: RunPlan) -> ParallelContext:
-    """Meets the other ranks; sets what the whole process computes with."""
+    """Connects to the other ranks and sets process-wide options."""
     set_algorithms(plan)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     return ParallelContext.start(
@@ -132,9 +131,9 @@ def build_model(
     initial: bool = True,
     host_copies: HostCopies | None = None,
 ) -> GPT:
-    """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
-    `initial` is False. `host_copies`: of offloaded activations; None: those of the device."""
-    saved_tensors = build_saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
+    """This rank's part of the model, with initial weights unless `initial` is False; they do not depend on the layout.
+    `host_copies`: for offloaded activations; None: those of the device."""
+    saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with room_asked_for(plan, context, 0):
         model = GPT(
             plan.model,
@@ -142,31 +141,28 @@ def build_model(
             kernels,
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
-            expert_comm=build_expert_comm(plan, context, kernels),
+            expert_comm=_expert_comm(plan, context, kernels),
         )
         if initial:
             init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
-def build_expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
+def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
     """Shared resources of all token dispatchers; None for a model without MoE layers."""
     kinds = {layer.feed_forward.dispatcher for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}
     assert len(kinds) <= 1, f"token dispatchers {sorted(kinds)} in one model"
     return new_expert_comm(kinds.pop(), context, kernels) if kinds else None
 
 
-def build_saved_tensor_policy(
+def _saved_tensor_policy(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, host_copies: HostCopies
 ) -> SavedTensorPolicy:
-    """What waits for the backward in another form, or elsewhere."""
-    config, offload = plan.memory.offload, None
-    if config.offload_modules:
-        stay = config.delta_offload_bytes_across_pp_ranks * context.group("pp").rank
-        offload = ActivationOffload(config, host_copies, stay_bytes=stay)
-    stash = None
-    if plan.memory.paged_stash is not None:
-        stash = PagedStash(plan.memory.paged_stash, pages_of_rank(plan, context.group("pp").rank), kernels)
+    config, pp_rank, offload, stash = plan.memory.offload, context.group("pp").rank, None, None
+    if config.modules:
+        offload = ActivationOffload(config, host_copies, stay_bytes=config.stay_bytes_per_stage * pp_rank)
+    if plan.memory.stash is not None:
+        stash = PagedStash(plan.memory.stash, pages_of_rank(plan, pp_rank), kernels)
     return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 
@@ -179,9 +175,9 @@ def build_trainer(
     *,
     has_peers: bool = True,
 ) -> Trainer:
-    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers.
+    """Gradient buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
-    `has_peers`: False for one rank of a world without the others, whose counts cannot be compared.
+    `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
     """
     parallel, rule = plan.data_parallel, AdamW(plan.optimizer, plan.precision)
     with room_asked_for(plan, context, 0):
@@ -226,10 +222,9 @@ def build_trainer(
 
 
 def record_steps(trainer: Trainer, recorder: Recorder, config: CudaGraphConfig, interval: int = 1) -> None:
-    """Makes the trainer capture and replay what `config` selects. `interval`:
-    `--moe-expert-wgrad-interval`."""
-    rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
-    assert interval == 1 or not rows, f"rows of {interval} microbatches wait where replays of {sorted(rows)} write"
+    """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
+    rows = {"moe", "moe_preprocess"} & set(config.modules)
+    assert interval == 1 or not rows, f"replays of {sorted(rows)} overwrite the rows of {interval} microbatches"
     if config.full_iteration:
         trainer.full_iteration = FullIterationGraph(
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
@@ -276,15 +271,14 @@ def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datase
 
 
 def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
-    """One loader per validation set, and "test" when there is one; by name."""
-    named = dict(datasets.valid)
+    """One loader per validation set, by name, and "test" if there is a test set."""
+    eval_iters = None if plan.data.full_validation else plan.loop.eval_iters
+    named = {each.name: (each.samples, eval_iters) for each in datasets.valid}
     if datasets.test is not None:
-        named["test"] = datasets.test
-    wholly = plan.data.full_validation
-    eval_iters = {name: None if wholly and name != "test" else plan.loop.eval_iters for name in named}
+        named["test"] = (datasets.test, plan.loop.eval_iters)
     return {
-        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=eval_iters[name])
-        for name, samples in named.items()
+        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=number)
+        for name, (samples, number) in named.items()
     }
 
 
@@ -296,7 +290,7 @@ def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, repo
 def introduce(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, model: GPT, datasets: Datasets, reporter: Reporter
 ) -> None:
-    """Reports what a run is, before its first step."""
+    """Reports the set-up of a run before its first step."""
     for line in introduction(plan, context, model, datasets):
         reporter.note(line)
     where = "see log.txt" if plan.logging.run_dir else "--run-dir D lists them in D/log.txt"
@@ -308,8 +302,8 @@ def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: 
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
-    if context.device.type == "cpu" and (plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules):
-        yield "--cuda-graph-impl: nothing is recorded on a CPU, every step is computed"
+    if context.device.type == "cpu" and (plan.graphs.full_iteration or plan.graphs.modules):
+        yield "--cuda-graph-impl: no CUDA graphs are captured on a CPU"
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"

@@ -9,8 +9,7 @@ from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.pipeline.actions import parts
 from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
-from megatron_moe.pipeline.schedule import ScheduleConfig, computations, num_warmup
-from megatron_moe.pipeline.transfers import Task, gives, needs
+from megatron_moe.pipeline.schedule import ScheduleConfig, Task, computations, gives, needs, num_warmup
 
 MANY_GROUPS = 6
 """Groups of microbatches after which the steady phase is periodic."""

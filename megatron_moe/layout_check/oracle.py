@@ -27,9 +27,7 @@ from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.layout_check.record import BeforeStep, RankRecord, record_run
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.moe.balancing import BatchTokens
-from megatron_moe.moe.router import Router
-from megatron_moe.moe.routing_methods import ExpertSelection
+from megatron_moe.moe.router import ExpertSelection, Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import split_places
@@ -147,17 +145,20 @@ class _SelectionByRank(ExpertSelection):
         self._selects_by_rank = _chooses_by_rank(router)
 
     def by_token(
-        self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *state: Tensor | None, **options: Any
+        self,
+        logits_TE: Tensor,
+        valid_T: Tensor | None,
+        given_ids_TK: Tensor | None,
+        *state: Tensor | None,
+        **options: Any,
     ) -> RoutedTokens:
         """See `ExpertSelection`."""
         if not self._selects_by_rank:
-            return super().by_token(logits_TE, tokens, given_ids_TK, *state, **options)
+            return super().by_token(logits_TE, valid_T, given_ids_TK, *state, **options)
         chosen = []
         for part in self._partition.parts:
-            valid_T = None if tokens.valid_T is None else tokens.valid_T[part]
-            of_part = BatchTokens(valid_T, len(part), tokens.batch_size, tokens.group)
-            given = None if given_ids_TK is None else given_ids_TK[part]
-            chosen.append(super().by_token(logits_TE[part], of_part, given, *state, **options))
+            valid, given = (None if each is None else each[part] for each in (valid_T, given_ids_TK))
+            chosen.append(super().by_token(logits_TE[part], valid, given, *state, **options))
         z_sums = [each.z_sum for each in chosen if each.z_sum is not None]
         return RoutedTokens(
             ids_TK=_whole([each.ids_TK for each in chosen], self._partition),

@@ -17,9 +17,10 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, expert_rows, layer_tensors, stage_tensors
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.model.gpt import GPT, LossOutput, whole_model
+from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
+from megatron_moe.pipeline.layout import even_layout
 from tests.helpers.tiny_models import attention_config, layer_config, microbatch, mla_config, mlp_config, model_config
 from tests.helpers.tolerances import SAVED_BYTES
 
@@ -113,7 +114,7 @@ def saved_bytes(config: ModelConfig) -> int:
 
 
 def listed(config: ModelConfig) -> list[SavedTensor]:
-    (stage,) = whole_model(config)
+    (stage,) = even_layout(len(config.layers), num_mtp=config.num_mtp).stages
     layers = [each for one in config.layers for each in layer_tensors(one, ALONE, SIZES)]
     return layers + stage_tensors(config, stage, ALONE, SIZES)
 

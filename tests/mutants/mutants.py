@@ -108,10 +108,7 @@ def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
     return lambda self, *args: original(self, *args) / self.ctx.group("dp").size
 
 
-@mutant(
-    "moe.router:Router._count",
-    "tests/moe/test_balancing.py::test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches",
-)
+@mutant("moe.router:Router._count", "tests/moe/test_balancing.py::test_bias_is_updated_once_per_global_batch")
 def expert_bias_sees_the_last_microbatch(original: Any) -> Any:
     """The bias follows noise."""
 
@@ -200,7 +197,7 @@ def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
     return split
 
 
-@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_one_place_to_the_left")
+@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_left_by_one_position")
 def mtp_predicts_across_documents(original: Any) -> Any:
     """Packed documents predict each other."""
     return lambda x_BS, segments_BS, fill=0: original(x_BS, None, fill)
