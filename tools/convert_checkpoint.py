@@ -21,6 +21,7 @@ from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
 from arguments.flags import Registry  # noqa: E402
 from arguments.huggingface import published_flags  # noqa: E402
 from arguments.read import read_plan  # noqa: E402
+from megatron_moe.build import build_train_state_config  # noqa: E402
 from megatron_moe.checkpoint.directory import as_checkpoint  # noqa: E402
 from megatron_moe.checkpoint.huggingface.compare_logits import compare_logits  # noqa: E402
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf  # noqa: E402
@@ -98,7 +99,8 @@ def _from_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Out
     folder, save = Path(options.load.removeprefix(HUGGING_FACE)), Path(options.save)
     plan = read_plan([*_flags_of_folder(folder), *flags], {}, vocab_size_of=vocab_size_of)
     texts = {"run.yaml": plan.resolved_yaml}
-    report = from_hf(folder, save, skeleton(plan, folder), plan.model, TrainState().to_json(plan), texts)
+    train_state = TrainState().to_json(build_train_state_config(plan))
+    report = from_hf(folder, save, skeleton(plan, folder), plan.model, train_state, texts)
     return Outcome(report, save, folder, report.target, plan)
 
 

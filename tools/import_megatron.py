@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # started as a script, from any folder
 
 from arguments.errors import Finished, FlagErrors  # noqa: E402
+from megatron_moe.build import build_train_state_config  # noqa: E402
 from megatron_moe.checkpoint.directory import TRACKER, iteration_folder, list_checkpoints, read_tracker  # noqa: E402
 from megatron_moe.checkpoint.megatron.source import import_model, open_megatron  # noqa: E402
 from megatron_moe.checkpoint.save import CheckpointSaver  # noqa: E402
@@ -73,7 +74,8 @@ def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) 
         state.consumed_tokens = state.consumed_samples * plan.data.seq_length
     saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1)
     try:
-        path = saver.save(state.iteration, source.tensors, state.to_json(plan), texts={"run.yaml": plan.resolved_yaml})
+        train_state = state.to_json(build_train_state_config(plan))
+        path = saver.save(state.iteration, source.tensors, train_state, texts={"run.yaml": plan.resolved_yaml})
     finally:
         saver.close()
     notes = "".join(f"\n{note}" for note in source.notes)

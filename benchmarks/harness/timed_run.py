@@ -116,7 +116,7 @@ class Run:
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)
         self.num_samples = outcome.num_samples
-        self.state.advance(outcome.num_samples, self.plan)
+        self.state.advance(outcome.num_samples, build.build_train_state_config(self.plan))
         return outcome
 
     def take_loads(self) -> tuple[float, ...]:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import (
+    build_checkpointing,
+    build_data,
+    build_model,
+    build_train_loader,
+    build_train_state_config,
+    build_trainer,
+)
 from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.manifest import CorruptCheckpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -26,7 +33,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train import checkpointing as checkpoints_module
-from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLog, RunPosition, saved_tensors
+from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLog, saved_tensors
 from megatron_moe.train.train_state import TrainState, check_train_state
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
@@ -60,8 +67,9 @@ class Run:
     status: RunStatus
 
     def train(self, steps: int) -> None:
+        config = build_train_state_config(tiny.plan())
         for _ in range(steps):
-            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).num_samples, tiny.plan())
+            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).num_samples, config)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
@@ -75,7 +83,7 @@ def start(plan: RunPlan) -> Run:
     saver = CheckpointSaver(plan.checkpoint.save, context, say=lambda line: None) if plan.checkpoint.save else None
     said = Notes()
     status = RunStatus(None)
-    checkpoints = Checkpointing(plan, context, trainer, saver, said, status)
+    checkpoints = build_checkpointing(plan, trainer, saver, said, status)
     try:
         state = checkpoints.restore(loader)
     finally:
@@ -334,8 +342,8 @@ def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_aga
 def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> None:
     for start in (0, 10):
         log = ProgressLog(tmp_path, 2, {"SLURM_JOB_ID": "77"})
-        log.begin(RunPosition(start, 0.0, 0))
-        log.saving(RunPosition(start + 10, 4e12, 3_000_000_000))
+        log.begin(TrainState(iteration=start))
+        log.saving(TrainState(iteration=start + 10, flops=4e12, consumed_tokens=3_000_000_000))
         log.saved(start + 10)
     fields = [line.split("\t")[1:] for line in (tmp_path / PROGRESS).read_text().splitlines()]
     assert [each[2:4] for each in fields[:2]] == [
@@ -349,6 +357,5 @@ def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> Non
 def test_nothing_is_written_where_nobody_asked_or_nobody_can(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "missing"):
         log = ProgressLog(folder, 1)
-        log.begin(RunPosition(0, 0.0, 0))
-        log.saved(10)
+        log.begin(TrainState())
     assert list(tmp_path.iterdir()) == []

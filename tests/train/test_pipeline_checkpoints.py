@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.manifest import decode
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -77,7 +78,8 @@ def start_and_save(plan, folder):
         state = TrainState()
         run_steps(plan, trainer, state, 1)
         saver = CheckpointSaver(folder, context, say=lambda line: None)
-        assert saver.save(1, saved_tensors(trainer, optimizer=True), state.to_json(plan)) is not None
+        train_state = state.to_json(build_train_state_config(plan))
+        assert saver.save(1, saved_tensors(trainer, optimizer=True), train_state) is not None
         saver.close()
         return {}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES, SavedTensor, fill
@@ -57,7 +58,7 @@ def plan(model: str, layout: str) -> RunPlan:
 def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
     saver = CheckpointSaver(folder, context, say=lambda line: None)
     tensors = saved_tensors(trainer, optimizer=True)
-    assert saver.save(state.iteration, tensors, state.to_json(plan)) is not None
+    assert saver.save(state.iteration, tensors, state.to_json(build_train_state_config(plan))) is not None
     saver.close()
 
 

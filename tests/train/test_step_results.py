@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.kernels import reference
 from megatron_moe.logs import timers
@@ -70,7 +70,7 @@ def run(steps, plan, timers=None):
     loader, state, outcomes = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)), TrainState(), []
     for _ in range(steps):
         outcomes.append(trainer.step(loader.next_step(), state))
-        state.advance(outcomes[-1].num_samples, plan)
+        state.advance(outcomes[-1].num_samples, build_train_state_config(plan))
     return trainer, outcomes, state
 
 

@@ -1,0 +1,27 @@
+"""Run settings that a checkpoint records in addition to tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_moe.config.model import ModelConfig
+from megatron_moe.config.training import BatchConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStateConfig:
+    """Settings that train_state.json records, and that convert samples to iterations, tokens and FLOPs."""
+
+    model: ModelConfig
+    batch: BatchConfig
+    train_iters: int
+    """See `LoopConfig`."""
+    train_samples: int | None
+    """See `LoopConfig`."""
+    seq_length: int
+    seed: int
+    data_seed: int
+    training: Mapping[str, Any]
+    """Other training settings, by flag; a resumed run reports changed ones."""
+    run_yaml: str
+    """Text of run.yaml."""
