@@ -21,8 +21,9 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome, Trainer
+from megatron_moe.train.trainer import Trainer
 
 EVERY_MS = 100
 """Interval of board readings."""

@@ -104,7 +104,7 @@ class Evaluation:
             ValidationReport(
                 iteration=state.iteration,
                 consumed_samples=state.consumed_samples,
-                losses={"lm loss": loss},
+                loss=loss,
                 where=where,
                 data_set=data_set if split != TEST else "",
                 split=split,

@@ -14,10 +14,10 @@ import torch
 
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
+from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.resilience.numerics_guard import Finding, FirstBadModule, bad_gradient, bad_weights
 from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, judge
-from megatron_moe.train.step_results import StepResult
 from megatron_moe.train.trainer import RetainedStep, Trainer
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
@@ -47,14 +47,14 @@ class RankReport:
     """Values with which an earlier start stopped at this iteration, if any; on the first rank."""
 
 
-def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
+def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
     """Reports of all ranks about a rejected step. Collective.
 
     Args:
         repeat: repeats the step to locate modules, parameters and experts. Requires the weights from before the step
             and overwrites the gradient buffers.
     """
-    kept = next(step for step in trainer.recent if step.iteration == reading.iteration)
+    kept = next(step for step in trainer.recent if step.iteration == result.iteration)
     context, order = trainer.context, loader.samples_at(kept.consumed_samples)
     stash = trainer.model.saved_tensors.stash
     no_room = stash is not None and stash.overflowed()
@@ -63,7 +63,7 @@ def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repe
         report = _repeated(trainer, kept, report)
     run_dir = trainer.logging.run_dir
     if run_dir is not None and context.is_first:
-        report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=reading.iteration)))
+        report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=result.iteration)))
     # world: some kilobytes per rank, once
     return gather_objects(report, context.group("world"))
 
@@ -82,15 +82,15 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     return gather_objects(report, context.group("world"))
 
 
-def verdict(reading: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
+def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
     """Conclusion about the hardware from the repetition, identical on every rank."""
     ranks = [report.twice for report in reports if report.twice is not None]
-    return judge(numbers(reading), reports[0].again, ranks, reports[0].earlier)
+    return judge(numbers(result), reports[0].again, ranks, reports[0].earlier)
 
 
-def numbers(reading: StepResult) -> dict[str, float]:
+def numbers(result: StepResult) -> dict[str, float]:
     """Loss and gradient norms of a step, by name."""
-    return {"loss": reading.loss, **{f"norm {name}": value for name, value in reading.norms.items()}}
+    return {"loss": result.loss, **{f"norm {name}": value for name, value in result.norms.items()}}
 
 
 def sentence(reports: Sequence[RankReport]) -> str:
@@ -113,12 +113,12 @@ def sentence(reports: Sequence[RankReport]) -> str:
     return "; " + ", ".join(parts) if parts else ""
 
 
-def write_report(run_dir: Path, reading: StepResult, reports: Sequence[RankReport]) -> Path | None:
+def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport]) -> Path | None:
     """Writes the reports as JSON to the run folder's crash/; returns the path, or None if that failed."""
-    path = run_dir / REPORT.format(iteration=reading.iteration)
+    path = run_dir / REPORT.format(iteration=result.iteration)
     content = {
-        "iteration": reading.iteration,
-        "numbers": {name: repr(value) for name, value in numbers(reading).items()},
+        "iteration": result.iteration,
+        "numbers": {name: repr(value) for name, value in numbers(result).items()},
         "ranks": [asdict(report) for report in reports],
     }
     try:

@@ -35,30 +35,8 @@ from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
 from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Results of one step, on the device."""
-
-    loss: Tensor
-    """Mean loss per token of this step over all ranks."""
-    norms: dict[str, Tensor]
-    """L2 norms of the gradient before clipping: "all" and its parts."""
-    figures: dict[str, Tensor]
-    """"num_zeros" and "params_norm", which cost a pass over all parameters, only when the log needs them; "overflow" of
-    expert rows, only for token dispatchers that can overflow."""
-    proceed: Tensor
-    """bool: the update was applied."""
-    sound: Tensor
-    """bool: no earlier update stored a weight or moment that is not finite, on any rank."""
-    num_samples: int
-    learning_rate: float
-    """After this step's samples, which is what Megatron-LM logs."""
-    applied_learning_rate: float
-    """In this step's update."""
-    iteration: int
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _REPORTER + "test_a_closed_terminal_does_not_stop_training",
         ),
         58: (
-            _METRICS + "test_a_torn_last_line_is_skipped",
-            _METRICS + "test_a_resumed_run_drops_later_records_and_the_torn_line",
+            _METRICS + "test_incomplete_last_line_is_skipped",
+            _METRICS + "test_resumed_run_drops_later_records_and_the_incomplete_line",
         ),
     }
 )

@@ -47,10 +47,7 @@ class Notes(list):
     def observe(self, reading: object) -> None:
         pass
 
-    def summary(self, metrics: object, **figures: object) -> None:
-        pass
-
-    def step(self, report: object) -> None:
+    def step(self, metrics: object) -> None:
         pass
 
 

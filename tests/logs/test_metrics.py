@@ -91,9 +91,9 @@ def test_a_mean_over_nothing_is_not_a_number():
 def test_changing_the_reduction_or_the_shape_of_a_metric_is_a_bug():
     metrics = MetricAccumulator()
     metrics.record("loss", scalar(0.0))
-    with pytest.raises(AssertionError, match="recorded as mean, now as max"):
+    with pytest.raises(AssertionError, match="recorded as .'mean'.*now as .'max'"):
         metrics.record("loss", scalar(0.0), reduction="max")
-    with pytest.raises(AssertionError, match="shape"):
+    with pytest.raises(AssertionError, match="now as"):
         metrics.record("loss", torch.zeros(2))
 
 

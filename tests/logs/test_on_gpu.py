@@ -1,5 +1,7 @@
 """What only a GPU can show: timers that do not wait, the allocator's figures, the share of the peak."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megatron_moe.logs.reporter import MB, memory_line, memory_tags
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
-from tests.logs.reports import Reading
+from tests.logs.reports import step_result
 
 pytestmark = pytest.mark.gpu1
 
@@ -62,7 +64,8 @@ def test_memory_is_that_of_the_allocator(context):
 
 
 def test_the_share_of_the_peak_is_reported(context):
-    reporter = build_reporter(tiny.plan(), context, sinks=[])
-    reporter.observe(Reading(1))
-    utilization = reporter.summary({}).model_flops_utilization
-    assert utilization is not None and utilization > 0
+    sink = Mock(rest_seconds=0.0)
+    reporter = build_reporter(tiny.plan(), context, sinks=[sink])
+    reporter.observe(step_result(1))
+    reporter.step({})
+    assert sink.log.call_args.args[0].record["mfu"] > 0

@@ -22,7 +22,7 @@ from megatron_moe.logs.writers import Entry
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
 from tests.helpers.ranks import REPOSITORY, on_threads
-from tests.logs.reports import METRICS, Reading
+from tests.logs.reports import METRICS, step_result
 
 
 class Listener:
@@ -62,9 +62,9 @@ def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> Non
     """What the training loop does with a reporter."""
     reporter.begin(iteration=iterations.start - 1, last_iteration=100, consumed_samples=consumed_samples)
     for iteration in iterations:
-        reporter.observe(Reading(iteration, loss=1.0 / iteration))
+        reporter.observe(step_result(iteration, loss=1.0 / iteration))
         if reporter.due(iteration):
-            reporter.step(reporter.summary(METRICS))
+            reporter.step(METRICS)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_run_leaves_its_folder(tmp_path, context):
     reporter = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
     reporter.note("hello")
     run(reporter, range(1, 5))
-    reporter.validation(ValidationReport(iteration=4, consumed_samples=32, losses={"lm loss": 2.0}))
+    reporter.validation(ValidationReport(iteration=4, consumed_samples=32, loss=2.0))
     reporter.close()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock",
@@ -177,10 +177,10 @@ def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, ca
 def test_a_closed_terminal_does_not_stop_training():
     program = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from megatron_moe.logs.writers import PlainConsole\n"
+        "from megatron_moe.logs.writers import Console\n"
         "from megatron_moe.logs.writers import Guard\n"
         "from functools import partial\n"
-        "guard, console = Guard(lambda text: print(text, file=sys.stderr)), PlainConsole()\n"
+        "guard, console = Guard(lambda text: print(text, file=sys.stderr)), Console()\n"
         "sys.stdin.readline()\n"
         "for _ in range(3): guard.run('console', partial(console.write, 'line'))\n"
         "print('went on', file=sys.stderr)\n"
@@ -302,9 +302,11 @@ def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context)
 
 def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
     config = plan(LoggingConfig())
-    reporter = build_reporter(config, context, sinks=[])
-    reporter.observe(Reading(1, num_samples=6))
-    assert reporter.summary({}).flops_per_step == flops_per_step(config.model, 6, tiny.SEQ)
+    listener = Listener()
+    reporter = build_reporter(config, context, sinks=[listener])
+    reporter.observe(step_result(1, num_samples=6))
+    reporter.step({})
+    assert listener.entries[-1].record["throughput"] == flops_per_step(config.model, 6, tiny.SEQ) / 0.5e12
 
 
 def test_the_first_rank_notes_and_the_last_reports(tmp_path):
@@ -317,8 +319,8 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         with reporter.timers.span("forward-backward", level=1):
             pass
-        reporter.observe(Reading(1))
-        reporter.step(reporter.summary(METRICS))
+        reporter.observe(step_result(1))
+        reporter.step(METRICS)
         reporter.close()
         return len(listener.entries)
 
@@ -329,14 +331,6 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
     assert sum(line.startswith("[Rank 0] (after 1 iterations) memory") for line in lines) == 1
     assert lines.count("(min, max) time across ranks (ms):") == 1
     assert any(line.startswith("    forward-backward ....") for line in lines)
-
-
-def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, context):
-    config = plan(LoggingConfig(run_dir=tmp_path), resolved_yaml="moe:\n  num-experts: 8\nlr: 0.1\n")
-    reporter = build_reporter(config, context)
-    reporter.arguments()
-    lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == ["lr", "num_experts"]
 
 
 def test_training_does_not_wait_for_a_report(context):
@@ -365,8 +359,8 @@ def test_memory_lines_come_as_often_as_asked_for(tmp_path):
         reporter = build_reporter(config, context, sinks=[])
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         for iteration in (1, 2, 3, 4):
-            reporter.observe(Reading(iteration))
-        reporter.step(reporter.summary(METRICS))
+            reporter.observe(step_result(iteration))
+        reporter.step(METRICS)
         reporter.close()
 
     on_threads(ParallelConfig(world_size=2), rank)

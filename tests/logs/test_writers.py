@@ -15,17 +15,17 @@ from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.metrics_file import read_metrics
 from megatron_moe.logs.writers import (
     HOUR,
+    Console,
     Entry,
     Guard,
     JsonLines,
     LiveConsole,
     LogFile,
-    PlainConsole,
     TensorBoard,
     WandB,
     has_live_line,
 )
-from tests.logs.reports import Reading
+from tests.logs.reports import step_result
 
 
 def entry(iteration: int, **tags: float) -> Entry:
@@ -227,10 +227,10 @@ def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_file_or_pipe_gets_plain_lines(capsys):
     assert not has_live_line()
-    console = PlainConsole()
+    console = Console()
     console.start(0, 10)
     console.write(" iteration 1 | [not markup] |")
-    console.progress(Reading(1))
+    console.progress(step_result(1))
     console.close()
     assert capsys.readouterr().out == " iteration 1 | [not markup] |\n"
 
@@ -250,7 +250,7 @@ def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(mon
     line = " [2026] iteration 3 | [bold]not markup | " + "x" * 200
     console.write(line)
     for iteration, seconds in ((3, 60.0), (4, 0.5), (5, 0.5)):  # the first step compiles
-        console.progress(Reading(iteration, loss=2.5, num_samples=8, seconds=seconds))
+        console.progress(step_result(iteration, loss=2.5, num_samples=8, seconds=seconds))
     console.close()
     shown = terminal.getvalue()
     assert shown.startswith("before the start\n")

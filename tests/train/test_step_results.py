@@ -11,9 +11,8 @@ from megatron_moe.kernels import reference
 from megatron_moe.logs import timers
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.train.step_results import StepResultReader
+from megatron_moe.train.step_results import StepOutcome, StepResultReader
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome
 from tests.helpers import tiny
 from tests.helpers.tolerances import EXACT, FP64_REF
 
