@@ -61,9 +61,7 @@ from megatron_moe.train.trainer import Trainer
 def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
     launch = plan.launch
     seconds, run_dir = dict(plan.resilience.watchdog), plan.logging.run_dir
-    watchdog = Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
-    watchdog.reports_to(status)
-    return watchdog
+    return Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size, status=status)
 
 
 def set_algorithms(plan: RunPlan) -> None:

@@ -6,6 +6,7 @@ telemetry must not stop training.
 
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,8 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
-
-import threading
 
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.log_line import StepResult

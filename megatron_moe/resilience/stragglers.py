@@ -92,24 +92,14 @@ def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> lis
                 f"    {name + ' ':.<10} min {values[least]:.2f} (rank {least}), median {median(values.values()):.2f}, "
                 f"max {values[most]:.2f} (rank {most})"
             )
-    for name in ("forward", "data"):
-        slowest = _slowest(ranks, name)[:num_named]
-        if slowest:
-            named = ", ".join(f"rank {rank} ({ratio:.2f} x the median)" for rank, ratio in slowest)
+        if values and name in ("forward", "data"):
+            ratios = {rank: value / median(values.values()) for rank, value in values.items()}
+            slowest = sorted(ratios, key=lambda rank: -ratios[rank])[:num_named]
+            named = ", ".join(f"rank {rank} ({ratios[rank]:.2f} x the median)" for rank in slowest)
             lines.append(f"    slowest by {name}: {named}")
     return lines
 
 
-def _slowest(ranks: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, float]]:
-    """(rank, time over the median) of every rank, slowest first."""
-    values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
-    middle = median(values.values()) if values else 0.0
-    return sorted(((rank, value / middle) for rank, value in values.items() if middle), key=lambda pair: -pair[1])
-
-
 def _first_mixer(model: nn.Module) -> nn.Module | None:
     """Attention module of this rank's first layer."""
-    for name, module in model.named_modules():
-        if name.endswith(".self_attention"):
-            return module
-    return None
+    return next((module for name, module in model.named_modules() if name.endswith(".self_attention")), None)

@@ -32,6 +32,7 @@ class Watchdog:
     Args:
         seconds: time limit by phase; other phases are unlimited.
         run_dir: folder for `crash/stacks_NNNNN.txt`; None prints stacks to stderr.
+        status: status file that reports a timeout.
         exit_process: ends the process with an exit code.
     """
 
@@ -42,6 +43,7 @@ class Watchdog:
         *,
         rank: int = 0,
         world_size: int = 1,
+        status: RunStatus | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._seconds = seconds
@@ -49,7 +51,7 @@ class Watchdog:
         self._rank = rank
         self._world_size = world_size
         self._exit_process = exit_process
-        self._status: RunStatus | None = None
+        self._status = status
         self._main = threading.get_ident()
         self._started = time.monotonic()
         self._change = threading.Condition()
@@ -74,10 +76,6 @@ class Watchdog:
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()
             self._thread.join(_JOIN_S)
-
-    def reports_to(self, status: RunStatus) -> None:
-        """Sets the status file that reports a timeout."""
-        self._status = status
 
     def enter(self, phase: str, iteration: int = 0) -> None:
         """Begins a phase and restarts its time limit."""
@@ -162,15 +160,12 @@ def waiting_in(frame: FrameType) -> str:
         elif module.startswith("megatron_moe"):
             found = each.f_locals.get("group")
             if isinstance(found, ProcessGroup) and not group:
-                group = f" over {found.name} (ranks {', '.join(map(str, found.ranks[:8]))}{_more(found)})"
+                more = f", ... {found.size} in all" if found.size > 8 else ""
+                group = f" over {found.name} (ranks {', '.join(map(str, found.ranks[:8]))}{more})"
             if module != "megatron_moe.parallel.collectives":
                 what = f"in {collective}{group}, called " if collective else "in code "
                 return f", waiting {what}from {module}.{each.f_code.co_name}, line {each.f_lineno}"
     return f", waiting in {collective}{group}" if collective else ""
-
-
-def _more(group: ProcessGroup) -> str:
-    return f", ... {group.size} in all" if group.size > 8 else ""
 
 
 def _callers(frame: FrameType | None) -> Iterable[FrameType]:

@@ -66,7 +66,7 @@ def test_versions_are_compared_with_the_tested_set_without_their_build(site):
 
 
 def test_a_missing_package_is_missing_and_not_told_at_the_start():
-    absent = Package(name="no-such-thing", module="no_such_thing", install="")
+    absent = Package("no-such-thing", "no_such_thing", "")
     found = find(absent, {})
     assert found.verdict == "missing" and summary([found]) == ["packages: "]
 

@@ -11,20 +11,21 @@ from tests.helpers.run_dirs import make_run
 
 def test_speeds_are_medians_without_the_first_report(tmp_path):
     row = summarize(make_run(tmp_path / "a", (9.0, 1.0, 3.0, 2.0)), "a")
-    assert (row.seconds_per_step, row.tflops_per_gpu) == (2.0, 5.0)
-    assert (row.iterations, row.ranks, row.loss, row.validation_loss, row.state) == (4, 2, 1.0, 2.5, "finished")
-    assert summarize(tmp_path / "a", "a", skip=0).seconds_per_step == 2.5
-    assert summarize(tmp_path / "a", "a", skip=9).seconds_per_step == 2.5, "a short run is still a run"
+    assert (row["seconds_per_step"], row["tflops_per_gpu"]) == (2.0, 5.0)
+    assert (row["iterations"], row["ranks"], row["state"]) == (4, 2, "finished")
+    assert (row["loss"], row["validation_loss"]) == (1.0, 2.5)
+    assert summarize(tmp_path / "a", "a", skip=0)["seconds_per_step"] == 2.5
+    assert summarize(tmp_path / "a", "a", skip=9)["seconds_per_step"] == 2.5, "a short run is still a run"
 
 
 def test_memory_is_the_largest_and_in_gib(tmp_path):
     row = summarize(make_run(tmp_path / "a", (1.0,), **{"mem-max-allocated-bytes": 3 * 2**30}), "a")
-    assert row.peak_memory_gib == 3.0
+    assert row["peak_memory_gib"] == 3.0
 
 
 def test_a_run_without_a_step_or_a_report_has_a_row(tmp_path):
     row = summarize(make_run(tmp_path / "a", (), state=None), "a")
-    assert (row.iterations, row.seconds_per_step, row.loss, row.state) == (0, None, None, "unknown")
+    assert (row["iterations"], row["seconds_per_step"], row["loss"], row["state"]) == (0, None, None, "unknown")
     full = summarize(make_run(tmp_path / "b", (1.0,)), "b")
     assert as_text([row, full]).splitlines()[1].split() == ["a", "unknown", "0", "-", "-", "-", "-", "2.5000"]
 
@@ -34,7 +35,7 @@ def test_a_loss_that_is_not_finite_does_not_count(tmp_path):
     with open(run / "metrics.jsonl", "a") as metrics:
         metrics.write('{"iteration": 3, "iteration-time": 1.0, "lm loss": null}\n')
     row = summarize(run, "a")
-    assert (row.loss, row.iterations) == (3.0, 3)
+    assert (row["loss"], row["iterations"]) == (3.0, 3)
 
 
 def test_runs_are_found_below_a_folder_once(tmp_path):

@@ -39,8 +39,7 @@ def test_a_timeout_writes_stacks_and_a_status(tmp_path: Path, capsys: pytest.Cap
         codes.append(code)
         expired.set()
 
-    with Watchdog({"step": 0.2}, tmp_path, exit_process=leave) as dog:
-        dog.reports_to(RunStatus(tmp_path))
+    with Watchdog({"step": 0.2}, tmp_path, status=RunStatus(tmp_path), exit_process=leave) as dog:
         dog.enter("step", 7)
         assert expired.wait(PATIENCE)
     assert codes == [ExitCode.HANG]
@@ -76,8 +75,8 @@ def test_a_timeout_with_a_closed_stderr_ends_the_run(tmp_path: Path, monkeypatch
     os.close(reader)
     with open(writer, "w", buffering=1) as broken:
         monkeypatch.setattr(sys, "stderr", broken)
-        with Watchdog({"step": 0.2}, tmp_path, exit_process=lambda code: expired.set()) as dog:
-            dog.reports_to(RunStatus(tmp_path))
+        status = RunStatus(tmp_path)
+        with Watchdog({"step": 0.2}, tmp_path, status=status, exit_process=lambda code: expired.set()) as dog:
             dog.enter("step", 7)
             assert expired.wait(PATIENCE)
         with suppress(BrokenPipeError):
