@@ -23,15 +23,15 @@ def draw_plots(run_folder: Path) -> list[Path]:
     """
     path = run_folder / "metrics.jsonl"
     records = read_metrics(path) if path.exists() else []
-    folder = run_folder / "plots"
-    drawn = []
+    plots = {}
     if any("lm loss" in record for record in records):
+        plots["loss.png"] = draw_loss
+    if any(map(_has_load, records)):
+        plots["expert_load.png"] = draw_expert_load
+    folder = run_folder / "plots"
+    if plots:
         folder.mkdir(exist_ok=True)
-        drawn.append(draw_loss(records, folder / "loss.png", run_folder.name))
-    if latest_loads(records):
-        folder.mkdir(exist_ok=True)
-        drawn.append(draw_expert_load(records, folder / "expert_load.png", run_folder.name))
-    return drawn
+    return [draw(records, folder / name, run_folder.name) for name, draw in plots.items()]
 
 
 def draw_loss(records: list[Record], path: Path, title: str) -> Path:
@@ -63,7 +63,7 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
     from matplotlib.colors import TwoSlopeNorm
 
     loads, iteration = latest_loads(records), max(r["iteration"] for r in records if _has_load(r))
-    relative = [[_relative(tokens, vector) for tokens in vector] for vector in loads.values()]
+    relative = [[tokens * len(load) / (sum(load) or 1.0) for tokens in load] for load in loads.values()]
     num_layers, num_experts = len(loads), len(relative[0])
     largest = max(map(max, relative))
     scale_end = min(max(2.0, largest), _END_OF_SCALE)
@@ -116,20 +116,12 @@ def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
 
 def latest_loads(records: list[Record]) -> dict[int, list[float]]:
     """Tokens per expert by layer, from the last record with expert loads."""
-    for record in reversed(records):
-        if _has_load(record):
-            found = [(int(match[1]), value) for key, value in record.items() if (match := _LAYER_LOAD.match(key))]
-            return dict(sorted(found))
-    return {}
+    last = next(filter(_has_load, reversed(records)), {})
+    return dict(sorted((int(match[1]), value) for key, value in last.items() if (match := _LAYER_LOAD.match(key))))
 
 
 def _has_load(record: Record) -> bool:
     return any(_LAYER_LOAD.match(key) for key in record)
-
-
-def _relative(tokens: float, vector: list[float]) -> float:
-    total = sum(vector)
-    return tokens * len(vector) / total if total else 0.0
 
 
 def _number(value: float | None) -> float:

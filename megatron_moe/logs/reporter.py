@@ -28,6 +28,7 @@ from megatron_moe.logs.log_line import (
 )
 from megatron_moe.logs.metrics import Metric
 from megatron_moe.logs.metrics_file import (
+    MEMORY_TAGS,
     layer_tags,
     step_record,
     step_tags,
@@ -307,12 +308,8 @@ def memory_tags(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
+    keys = ("reserved_bytes.all.current", "allocated_bytes.all.current", "allocated_bytes.all.peak")
+    return {tag: stats[key] for tag, key in zip(MEMORY_TAGS, (*keys, "allocation.all.current"), strict=True)}
 
 
 def _device_bytes(device: torch.device) -> dict[str, int]:
@@ -328,8 +325,7 @@ def _used_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    free, total = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
-    return (total - free) * resource.getpagesize()
+    return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * resource.getpagesize()
 
 
 def _host_bytes() -> dict[str, int]:

@@ -220,8 +220,7 @@ class TensorBoard:
 
     def log(self, entry: Entry) -> None:
         try:
-            if self._writer is None:
-                self._writer = self._start()
+            self._writer = self._writer or self._start()
             for tag, value in entry.tags.items():
                 self._writer.add_scalar(tag, value, entry.iteration)
                 if has_samples_variant(tag):

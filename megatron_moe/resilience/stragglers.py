@@ -86,16 +86,17 @@ def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> lis
     lines = [f"straggler report of {len(ranks)} ranks, in ms ({_WHAT}):"]
     for name in (*_TIMES, "TFLOP/s"):
         values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
-        if values:
-            least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-            lines.append(
-                f"    {name + ' ':.<10} min {values[least]:.2f} (rank {least}), median {median(values.values()):.2f}, "
-                f"max {values[most]:.2f} (rank {most})"
-            )
-        if values and name in ("forward", "data"):
-            ratios = {rank: value / median(values.values()) for rank, value in values.items()}
-            slowest = sorted(ratios, key=lambda rank: -ratios[rank])[:num_named]
-            named = ", ".join(f"rank {rank} ({ratios[rank]:.2f} x the median)" for rank in slowest)
+        if not values:
+            continue
+        least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+        middle = median(values.values())
+        lines.append(
+            f"    {name + ' ':.<10} min {values[least]:.2f} (rank {least}), median {middle:.2f}, "
+            f"max {values[most]:.2f} (rank {most})"
+        )
+        if middle and name in ("forward", "data"):
+            slowest = sorted(values, key=lambda rank: -values[rank])[:num_named]
+            named = ", ".join(f"rank {rank} ({values[rank] / middle:.2f} x the median)" for rank in slowest)
             lines.append(f"    slowest by {name}: {named}")
     return lines
 

@@ -295,10 +295,7 @@ class Checkpointing:
             for line in differences:
                 say(line)
         if loader is not None:
-            for line in [
-                *self._data_differences(loaded.train_state, loader),
-                *self._batch_differences(loaded.train_state),
-            ]:
+            for line in self._data_differences(loaded.train_state, loader):
                 say(line)
         return TrainState.from_json(loaded.train_state)
 
@@ -319,17 +316,6 @@ class Checkpointing:
         """True if the source is the dense model rather than a checkpoint of this run."""
         return self._config.upcycle and source.origin != "--save"
 
-    def _batch_differences(self, saved: dict) -> list[str]:
-        """Line about a changed batch size, if any."""
-        then, length = saved.get("global_batch_size"), self._run.seq_length
-        now = self._run.batch.size_at(saved["state"]["consumed_samples"])
-        if then is None or then == now:
-            return []
-        return [
-            f"the next step takes {now} sequences ({now * length:,} tokens), at the checkpoint it would have been "
-            f"{then} ({then * length:,} tokens); the learning rate continues by samples"
-        ]
-
     def _report_length(self, state: TrainState) -> None:
         """Reports the last iteration of --train-samples if Megatron-LM would end at another."""
         samples, last = self._run.train_samples, state.last_iteration(self._run)
@@ -340,15 +326,23 @@ class Checkpointing:
                 f"end at iteration {theirs}, computed from the current batch sizes alone"
             )
 
-    def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
-        """Lines about changed data. Raises CheckpointProblem for another sequence length."""
+    def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:
+        """Lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
         then, now = saved["seq_length"], self._run.seq_length
         if then != now:
             raise CheckpointProblem(
                 f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
                 f"of the samples would change; give --seq-length {then}, or --finetune to start from its weights"
             )
-        return [] if "data" not in saved else list(_differences(saved["data"], loader.state()))
+        if "data" in saved:
+            yield from _differences(saved["data"], loader.state())
+        size = self._run.batch.size_at(saved["state"]["consumed_samples"])
+        saved_size = saved.get("global_batch_size", size)
+        if size != saved_size:
+            yield (
+                f"the next step takes {size} sequences ({size * now:,} tokens), at the checkpoint it would have been "
+                f"{saved_size} ({saved_size * now:,} tokens); the learning rate continues by samples"
+            )
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -82,8 +82,7 @@ class Evaluation:
             return
         self._evaluate_all(state, self._num_until(state), where="on validation set")
         if self._test is not None:
-            loss = evaluate(self._pipeline, self._test.batches(), self._num_microbatches)
-            self._report(state, TEST, loss, "on test set", TEST)
+            self._evaluate(state, self._test.batches(), where="on test set", split=TEST)
 
     def _num_until(self, state: TrainState) -> int:
         """Number of evaluations due so far; depends on the iteration only, so restarts do not change it."""
@@ -93,20 +92,16 @@ class Evaluation:
         """Evaluates all validation sets on the data of evaluation `number`, counted from 0."""
         losses = []
         for name, loader in self._valid.items():
-            loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)
-            losses.append(loss)
-            self._report(state, name if len(self._valid) > 1 else "", loss, where, "validation")
+            data_set = name if len(self._valid) > 1 else ""
+            losses.append(self._evaluate(state, loader.batches(number), where=where, data_set=data_set))
         mean = sum(losses) / len(losses) if losses else math.nan
         state.validation_loss = mean if math.isfinite(mean) else None
 
-    def _report(self, state: TrainState, data_set: str, loss: float, where: str, split: str) -> None:
-        self._reporter.validation(
-            ValidationReport(
-                iteration=state.iteration,
-                consumed_samples=state.consumed_samples,
-                loss=loss,
-                where=where,
-                data_set=data_set if split != TEST else "",
-                split=split,
-            )
+    def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
+        """Reports and returns the loss on one data set. `fields`: others of `ValidationReport`."""
+        loss = evaluate(self._pipeline, batches, self._num_microbatches)
+        report = ValidationReport(
+            iteration=state.iteration, consumed_samples=state.consumed_samples, loss=loss, **fields
         )
+        self._reporter.validation(report)
+        return loss

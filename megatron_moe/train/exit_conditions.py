@@ -51,8 +51,7 @@ class ExitConditions:
     def now(self, iteration: int) -> bool:
         """True if the run ends after `iteration` steps."""
         reason = self._reason(iteration)
-        if reason is not None:
-            self.reason = reason
+        self.reason = reason or self.reason
         return reason is not None
 
     def _reason(self, iteration: int) -> str | None:

@@ -146,14 +146,12 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
     slots = list(trainer.buffers.slots)
     gradients = [found for slot in slots if (found := bad_gradient(slot.name, slot.parameter, slot.main_grad))]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
-    order = enumerate(report.samples)
     host, device = socket.gethostname(), str(trainer.context.device)
-    twice = RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item())
     return replace(
         report,
         findings=(*weights, *modules, *gradients),
-        bad_samples=tuple(sample for index, samples in order if index in bad_places for sample in samples),
-        twice=twice,
+        bad_samples=tuple(sample for index in sorted(bad_places) for sample in report.samples[index]),
+        twice=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
         again={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
     )
 
