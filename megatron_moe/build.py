@@ -127,10 +127,8 @@ def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
     return TrainStateConfig(
         model=plan.model,
         batch=plan.batch,
-        train_iters=plan.loop.train_iters,
-        train_samples=plan.loop.train_samples,
+        loop=plan.loop,
         seq_length=data.seq_length,
-        seed=plan.loop.seed,
         data_seed=data.seed,
         training={
             "--global-batch-size": plan.batch.global_size,
@@ -338,8 +336,9 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
 
 
 def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, reporter: Reporter) -> Evaluation:
-    loaders = build_eval_loaders(plan, pipeline.context, datasets)
-    return Evaluation(plan.loop, plan.batch, pipeline, loaders, reporter)
+    valid = build_eval_loaders(plan, pipeline.context, datasets)
+    test = valid.pop("test", None)
+    return Evaluation(plan.loop, plan.batch, pipeline, valid, test, reporter)
 
 
 def introduce(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.config.training import BatchConfig
+from megatron_moe.config.training import BatchConfig, LoopConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,12 +14,8 @@ class TrainStateConfig:
 
     model: ModelConfig
     batch: BatchConfig
-    train_iters: int
-    """See `LoopConfig`."""
-    train_samples: int | None
-    """See `LoopConfig`."""
+    loop: LoopConfig
     seq_length: int
-    seed: int
     data_seed: int
     training: Mapping[str, Any]
     """Other training settings, by flag; a resumed run reports changed ones."""

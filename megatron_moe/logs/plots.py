@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,11 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
     axes.set_yticks(range(0, num_layers, 1 + num_layers // 40), list(loads)[:: 1 + num_layers // 40])
     if labelled:
         axes.set_xticks(range(num_experts))
-        _write_cells(axes, relative, scale_end)
+        for row, column in product(range(num_layers), range(num_experts)):
+            value = relative[row][column]
+            dark = value < 0.35 or value > 1.0 + 0.65 * (scale_end - 1.0)
+            color = "white" if dark else _INK
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     axes.spines[:].set_visible(False)
     axes.set_title(f"{title}: expert load at iteration {iteration}", loc="left", fontweight="bold", color=_INK, pad=10)
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=24, extend="max" if largest > scale_end else "neither")
@@ -155,12 +160,3 @@ def _tokens_on_top(axes: Any, steps: list[Record]) -> None:
     top.set_xlabel("tokens", fontsize=9)
     top.tick_params(colors=_INK, labelsize=8)
     top.spines["top"].set_visible(False)
-
-
-def _write_cells(axes: Any, relative: list[list[float]], scale_end: float) -> None:
-    for row, values in enumerate(relative):
-        for column, value in enumerate(values):
-            strong = value < 0.35 or value > 1.0 + 0.65 * (scale_end - 1.0)
-            axes.text(
-                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if strong else _INK
-            )

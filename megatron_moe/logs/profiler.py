@@ -42,14 +42,9 @@ class StepProfile:
         on_gpu = context.device.type == "cuda"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         if not on_gpu and config.tool == "cuda":
-            raise EnvironmentProblem(
-                "--profile marks steps for an external GPU profiler, and this run is on a CPU; "
-                "use --use-pytorch-profiler, which writes a trace on a CPU as well"
-            )
+            raise EnvironmentProblem("--profile needs a GPU, and this run is on a CPU; use --use-pytorch-profiler")
         if not on_gpu and config.memory_snapshot:
-            raise EnvironmentProblem(
-                "--record-memory-history records the history of the CUDA allocator, and this run is on a CPU; remove it"
-            )
+            raise EnvironmentProblem("--record-memory-history needs a GPU, and this run is on a CPU; remove it")
         if config.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 

@@ -266,11 +266,9 @@ class Reporter:
         return tuple(sinks)
 
     def _refuse_missing_packages(self) -> None:
-        if not self.config.wandb_project:
-            return
-        if importlib.util.find_spec("wandb") is None:
+        if self.config.wandb_project and importlib.util.find_spec("wandb") is None:
             raise EnvironmentProblem("--wandb-project was given, but wandb is not installed; run: pip install wandb")
-        if not self.config.wandb_exp_name:
+        if self.config.wandb_project and not self.config.wandb_exp_name:
             raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
 
     def _report_failure(self, text: str) -> None:

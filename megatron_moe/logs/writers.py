@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -153,17 +154,16 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor: int | None = None
+        self._file: FileIO | None = None
 
     def write(self, line: str) -> None:
-        if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.write(self._descriptor, f"{line}\n".encode())
+        self._file = self._file or open(self._path, "ab", buffering=0)
+        self._file.write(f"{line}\n".encode())
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class JsonLines:

@@ -6,7 +6,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -108,21 +109,23 @@ def _layer(model: nn.Module) -> nn.Module:
 
 def _stop_process(kind: str) -> None:
     """Ends or blocks the process."""
-    signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
-    if kind in signals:
-        os.kill(os.getpid(), signals[kind])
-    elif kind == "exit":
-        os._exit(1)
-    elif kind == "abort":
-        os.abort()
-    elif kind == "segfault":
-        ctypes.string_at(0)
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
     elif kind == "exception":
         raise InjectedFault("exception requested by --inject")
     elif kind == "out-of-memory":
         raise torch.OutOfMemoryError("exception requested by --inject")
-    elif kind == "hang":
-        threading.Event().wait()
     else:
-        assert kind == "locked", f"fault {kind}"
-        ctypes.PyDLL(None).sleep(_SLEEP_S)
+        _ACTIONS[kind]()
+
+
+_SIGNALS = MappingProxyType({"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP})
+_ACTIONS: Mapping[str, Callable[[], object]] = MappingProxyType(
+    {
+        "exit": lambda: os._exit(1),
+        "abort": os.abort,
+        "segfault": lambda: ctypes.string_at(0),
+        "hang": lambda: threading.Event().wait(),
+        "locked": lambda: ctypes.PyDLL(None).sleep(_SLEEP_S),
+    }
+)

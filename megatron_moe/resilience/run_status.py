@@ -106,10 +106,8 @@ class RunStatus:
             self.finish("finished", ExitCode.OK, self.report.sentence)
         elif isinstance(error, Preempted):
             self.finish("preempted", error.code, str(error))
-        elif isinstance(error, OtherRankProblem):
-            self.fail(error.code, str(error), first=error.rank)
         elif isinstance(error, RunError):
-            self.fail(error.code, str(error))
+            self.fail(error.code, str(error), first=error.rank if isinstance(error, OtherRankProblem) else None)
         elif isinstance(error, KeyboardInterrupt):
             self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard")
         else:

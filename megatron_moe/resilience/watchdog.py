@@ -22,6 +22,7 @@ from megatron_moe.resilience.run_status import RunStatus
 _PEER_STACKS_S = 2.0
 """Time to wait for the stacks of other ranks before naming those without any."""
 _JOIN_S = 5.0
+_STACKS = "stacks_{:05d}.txt"
 _C_TIMER_DELAY_S = 10.0
 """Delay of the C timer after the thread's deadline."""
 
@@ -128,7 +129,7 @@ class Watchdog:
             if self._crash is None:
                 raise OSError("no run folder")
             self._crash.mkdir(parents=True, exist_ok=True)
-            path = self._crash / _stacks(self._rank)
+            path = self._crash / _STACKS.format(self._rank)
             with open(path, "w") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
             return str(path)
@@ -142,10 +143,10 @@ class Watchdog:
         if self._crash is None or self._world_size == 1:
             return ""
         time.sleep(_PEER_STACKS_S)
-        own = _modified(self._crash / _stacks(self._rank))
+        own = _modified(self._crash / _STACKS.format(self._rank))
         # File times have one clock, the file server's; the clocks of hosts differ and may be adjusted.
         begun = own - (time.monotonic() - self._started)
-        missing = [rank for rank in range(self._world_size) if _modified(self._crash / _stacks(rank)) < begun]
+        missing = [rank for rank in range(self._world_size) if _modified(self._crash / _STACKS.format(rank)) < begun]
         return ", ".join(f"rank {rank}" for rank in missing)
 
 
@@ -180,7 +181,3 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _stacks(rank: int) -> str:
-    return f"stacks_{rank:05d}.txt"

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -82,54 +83,43 @@ class ProgressLog:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{self._prefix}\t{text}\n")
 
 
+@dataclass
 class Checkpointing:
     """Restores a run at its start and saves its checkpoints."""
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        run: TrainStateConfig,
-        trainer: Trainer,
-        saver: CheckpointSaver | None,
-        reporter: Reporter,
-        status: RunStatus,
-        *,
-        log_progress: bool = False,
-        launcher: str | None = None,
-    ) -> None:
-        """
-        Args:
-            saver: None for a run without checkpoints.
-            log_progress: `--log-progress`.
-            launcher: launcher that ends the run some time after a signal; None if signals do not trigger a save.
-        """
-        self._config = config
-        self._run = run
-        context = self._context = trainer.context
-        self._trainer = trainer
-        self._saver = saver
-        self._reporter = reporter
-        self._status = status
-        self._launcher = launcher
+    config: CheckpointConfig
+    run: TrainStateConfig
+    trainer: Trainer
+    saver: CheckpointSaver | None
+    """None for a run without checkpoints."""
+    reporter: Reporter
+    status: RunStatus
+    log_progress: InitVar[bool] = False
+    """`--log-progress`."""
+    launcher: str | None = None
+    """Launcher that ends the run some time after a signal; None if signals do not trigger a save."""
+
+    def __post_init__(self, log_progress: bool) -> None:
+        context = self._context = self.trainer.context
         self._last_saved: int | None = None
-        self._exports = HuggingFaceExport.of(config, run.model, context, reporter)
-        writes = log_progress and context.is_first and saver is not None
-        self._progress = ProgressLog(config.save if writes else None, context.group("world").size)
+        self._exports = HuggingFaceExport.of(self.config, self.run.model, context, self.reporter)
+        writes = log_progress and context.is_first and self.saver is not None
+        self._progress = ProgressLog(self.config.save if writes else None, context.group("world").size)
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
         """Loads the checkpoint selected by `--save`, `--load`, ... and positions the data loader.
 
         Raises CheckpointProblem if the checkpoint is missing, damaged or incompatible.
         """
-        source = find(self._config, self._context, say=self._reporter.note)
+        source = find(self.config, self._context, say=self.reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
-        number = self._config.override_iteration
+        number = self.config.override_iteration
         if number is not None and source is not None and source.origin != "--save":
-            self._reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
+            self.reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
             state.iteration = number
         self._progress.begin(state)
         resumed = source is not None and source.origin == "--save"
-        self._status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
+        self.status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
             loader.restore(state.consumed_samples)
             self._report_length(state)
@@ -141,11 +131,11 @@ class Checkpointing:
 
     def due(self, iteration: int) -> bool:
         """True if a checkpoint or an export follows this iteration."""
-        intervals = (self._config.save_interval, self._config.hf_interval)
-        return bool(self._saver) and any(_divides(interval, iteration) for interval in intervals)
+        intervals = (self.config.save_interval, self.config.hf_interval)
+        return bool(self.saver) and any(_divides(interval, iteration) for interval in intervals)
 
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
-        config = self._config
+        config = self.config
         if _divides(config.save_interval, state.iteration):
             self.save(state, loader, in_background=config.in_background)
         if _divides(config.hf_interval, state.iteration):
@@ -153,16 +143,16 @@ class Checkpointing:
 
     def commit_if_written(self) -> None:
         """Completes an asynchronous save whose files are written; called after every step."""
-        if self._saver is not None and self._saver.pending is not None:
-            self._record_saved(self._saver.poll())
+        if self.saver is not None and self.saver.pending is not None:
+            self._record_saved(self.saver.poll())
 
     def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
         """Writes the export and the checkpoint at the end of the run. Raises SaveProblem if the save failed."""
         self._export(state)
         self.save(state, loader)
-        if self._saver is not None and self._last_saved != state.iteration:
+        if self.saver is not None and self._last_saved != state.iteration:
             raise SaveProblem(
-                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; "
+                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self.saver.folder}; "
                 f"{self._newest()}; fix the error reported above and start the run again"
             )
 
@@ -175,19 +165,19 @@ class Checkpointing:
             trouble = f"; {problem}"
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
-        where = "no --save folder" if self._saver is None else self._newest()
+        where = "no --save folder" if self.saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
 
     def close(self) -> None:
         """Closes the saver of a run that ends for any reason; a commit in progress is completed."""
-        iteration = self._saver.close() if self._saver is not None else None
+        iteration = self.saver.close() if self.saver is not None else None
         if iteration is not None:
-            self._status.update(last_checkpoint=iteration)
-            self._reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
+            self.status.update(last_checkpoint=iteration)
+            self.reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
 
     def _newest(self) -> str:
         """Clause about the newest checkpoint of the --save folder."""
-        newest = self._status.report.last_checkpoint
+        newest = self.status.report.last_checkpoint
         return "there is none yet" if newest is None else f"the newest checkpoint there is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
@@ -195,30 +185,30 @@ class Checkpointing:
 
         With `in_background` it returns once the state is copied, and `commit_if_written` completes the save.
         """
-        if self._saver is None:
+        if self.saver is None:
             return
-        self._wait_for_pending(self._saver)
+        self._wait_for_pending(self.saver)
         if self._last_saved == state.iteration:
             return
-        train_state = state.to_json(self._run) | {"learning_rate": self._trainer.schedule.to_json()}
+        train_state = state.to_json(self.run) | {"learning_rate": self.trainer.schedule.to_json()}
         if loader is not None:
             train_state["data"] = loader.state()
         self._progress.saving(state)
-        self._status.update(state="saving")
-        self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {self._config.save}")
-        tensors = saved_tensors(self._trainer, optimizer=self._config.save_optim)
+        self.status.update(state="saving")
+        self.reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {self.config.save}")
+        tensors = saved_tensors(self.trainer, optimizer=self.config.save_optim)
         self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
-        texts = {"run.yaml": self._run.run_yaml}
+        texts = {"run.yaml": self.run.run_yaml}
         if in_background:
-            self._record_saved(self._saver.start(state.iteration, tensors, train_state, texts=texts))
-        elif self._saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
-            self._record_saved(self._saver.last)
-        self._status.update(state="running")
+            self._record_saved(self.saver.start(state.iteration, tensors, train_state, texts=texts))
+        elif self.saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
+            self._record_saved(self.saver.last)
+        self.status.update(state="running")
 
     def _wait_for_pending(self, saver: CheckpointSaver) -> None:
         """Completes an asynchronous save before the next one."""
         if saver.pending is not None:
-            self._reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
+            self.reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
             self._record_saved(saver.wait())
 
     def _record_saved(self, saved: SavedCheckpoint | None) -> None:
@@ -227,8 +217,8 @@ class Checkpointing:
             return
         self._last_saved = saved.iteration
         self._progress.saved(saved.iteration)
-        self._status.update(last_checkpoint=saved.iteration)
-        self._reporter.note(
+        self.status.update(last_checkpoint=saved.iteration)
+        self.reporter.note(
             f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
             f"in {saved.seconds:.1f} s: {saved.num_bytes / 1e9:.2f} GB, written at "
             f"{saved.num_bytes / 1e9 / max(saved.write_seconds, 1e-9):.2f} GB/s; "
@@ -238,18 +228,18 @@ class Checkpointing:
 
     def _warn_of_grace(self, seconds: float) -> None:
         """Warns once if a save takes longer than launchers wait between a signal and SIGKILL."""
-        if self._launcher is None or seconds < _GRACE_SECONDS:
+        if self.launcher is None or seconds < _GRACE_SECONDS:
             return
-        remedy = _LONGER_GRACE.get(self._launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
-        self._launcher = None
-        self._reporter.note(
+        remedy = _LONGER_GRACE.get(self.launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
+        self.launcher = None
+        self.reporter.note(
             f"  a checkpoint after a signal takes {seconds:.0f} s, but launchers kill the run {_GRACE_SECONDS:.0f} s "
             f"after the signal: {remedy}"
         )
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:
-            tensors = saved_tensors(self._trainer, optimizer=False)
+            tensors = saved_tensors(self.trainer, optimizer=False)
             self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
             self._exports.save(state.iteration, tensors)
 
@@ -267,30 +257,30 @@ class Checkpointing:
             )
 
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
-        trainer, say = self._trainer, self._reporter.note
+        trainer, say = self.trainer, self.reporter.note
         if self._upcycles(source):
-            granularity = self._config.upcycle_granularity
+            granularity = self.config.upcycle_granularity
             load_upcycled(source, granularity, trainer.model, self._context, say=say)
             trainer.restored(with_optimizer=False)
             return TrainState()
         if source.is_hugging_face:
             folder = Path(source.location.removeprefix(HUGGING_FACE))
-            for note in load_hf(folder, trainer.model, self._run.model, self._context.group("pp")):
+            for note in load_hf(folder, trainer.model, self.run.model, self._context.group("pp")):
                 say(note)
             trainer.restored(with_optimizer=False)
             say(f"loaded the weights of {folder}; training starts at iteration 0")
             return TrainState()
         tensors = saved_tensors(trainer, optimizer=True)
         loaded = load(source, tensors, self._context, say=say, check_state=check_train_state)
-        if self._saver is not None:
-            self._saver.loaded_from = loaded.path
+        if self.saver is not None:
+            self.saver.loaded_from = loaded.path
         trainer.restored(with_optimizer=source.optimizer)
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
         self._compare_config(loaded, source)
         if not source.train_state:
             return TrainState()
         if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
-            sizes = self._run.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            sizes = self.run.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
             trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
                 say(line)
@@ -302,7 +292,7 @@ class Checkpointing:
     def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
         """Reports changed training settings. Raises CheckpointProblem if the model differs, which --finetune only
         reports."""
-        model, training = config_differences(loaded.train_state, self._run)
+        model, training = config_differences(loaded.train_state, self.run)
         if model and source.train_state:
             raise CheckpointProblem(
                 f"the model flags describe another model than the weights in {loaded.path}; give the checkpoint's "
@@ -310,25 +300,25 @@ class Checkpointing:
             )
         resumed = source.train_state and loaded.iteration > 0
         for line in [*model, *(training if resumed else ())]:
-            self._reporter.note(f"differs from the checkpoint: {line}")
+            self.reporter.note(f"differs from the checkpoint: {line}")
 
     def _upcycles(self, source: CheckpointSource) -> bool:
         """True if the source is the dense model rather than a checkpoint of this run."""
-        return self._config.upcycle and source.origin != "--save"
+        return self.config.upcycle and source.origin != "--save"
 
     def _report_length(self, state: TrainState) -> None:
         """Reports the last iteration of --train-samples if Megatron-LM would end at another."""
-        samples, last = self._run.train_samples, state.last_iteration(self._run)
-        theirs = last if samples is None else self._run.batch.megatron_steps_for(samples)
+        samples, last = self.run.loop.train_samples, state.last_iteration(self.run)
+        theirs = last if samples is None else self.run.batch.megatron_steps_for(samples)
         if theirs != last:
-            self._reporter.note(
+            self.reporter.note(
                 f"the run ends at iteration {last}, with the last full batch of {samples} samples; Megatron-LM would "
                 f"end at iteration {theirs}, computed from the current batch sizes alone"
             )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:
         """Lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
-        then, now = saved["seq_length"], self._run.seq_length
+        then, now = saved["seq_length"], self.run.seq_length
         if then != now:
             raise CheckpointProblem(
                 f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
@@ -336,7 +326,7 @@ class Checkpointing:
             )
         if "data" in saved:
             yield from _differences(saved["data"], loader.state())
-        size = self._run.batch.size_at(saved["state"]["consumed_samples"])
+        size = self.run.batch.size_at(saved["state"]["consumed_samples"])
         saved_size = saved.get("global_batch_size", size)
         if size != saved_size:
             yield (

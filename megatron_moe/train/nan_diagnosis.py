@@ -95,15 +95,14 @@ def numbers(result: StepResult) -> dict[str, float]:
 
 def sentence(reports: Sequence[RankReport]) -> str:
     """Clause about the cause, as far as it is known; starts with "; "."""
-    found = [(finding, report) for report in reports for finding in report.findings]
     parts = []
-    without_room = [str(report.rank) for report in reports if report.no_room]
-    if without_room:
-        ranks = "rank" if len(without_room) == 1 else "ranks"
-        parts.append(
-            f"rows of experts found no free page on {ranks} {', '.join(without_room[:16])}: raise "
-            f"--moe-paged-stash-buffer-size-factor-cuda"
-        )
+    full = [report.rank for report in reports if report.no_room]
+    if full:
+        flag = "--moe-paged-stash-buffer-size-factor-cuda"
+        flag = "--moe-paged-stash-buffer-size-factor-cuda"
+        ranks = f"rank{'s' if len(full) > 1 else ''} {', '.join(map(str, full[:16]))}"
+        parts.append(f"rows of experts found no free page on {ranks}: raise {flag}")
+    found = [(finding, report) for report in reports for finding in report.findings]
     if found:
         first, report = min(found, key=lambda pair: (_RANKING.index(pair[0].kind), _depth(*pair)))
         parts.append(f"first not finite: {first}, on rank {report.rank}")

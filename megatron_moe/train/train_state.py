@@ -48,9 +48,9 @@ class TrainState:
     def last_iteration(self, config: TrainStateConfig) -> int:
         """Iteration after which training ends; `--train-samples` count from `consumed_samples`, so that the batch size
         may change between starts."""
-        if config.train_samples is None:
-            return config.train_iters
-        return self.iteration + config.batch.steps_for(config.train_samples, self.consumed_samples)
+        if config.loop.train_samples is None:
+            return config.loop.train_iters
+        return self.iteration + config.batch.steps_for(config.loop.train_samples, self.consumed_samples)
 
     @property
     def trained_samples(self) -> int:
@@ -61,7 +61,7 @@ class TrainState:
         """The content of train_state.json."""
         return {
             "state": asdict(self),
-            "seed": config.seed,
+            "seed": config.loop.seed,
             "data_seed": config.data_seed,
             "seq_length": config.seq_length,
             "global_batch_size": config.batch.size_at(self.consumed_samples),

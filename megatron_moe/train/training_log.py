@@ -91,7 +91,10 @@ class TrainingLog:
             self._raise_bad_state()
         if result.proceed:
             self._applied, self._skipped = result, 0
-            self._note_spikes(result)
+            for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
+                line = spikes.check(value, result.iteration) if spikes else None
+                if line:
+                    self._reporter.note(line)
         else:
             self._handle_rejected(result)
 
@@ -144,12 +147,6 @@ class TrainingLog:
         run_dir = self._trainer.logging.run_dir
         path = write_report(run_dir, result, reports) if run_dir and self._trainer.context.is_first else None
         return f"; details in {path}" if path else ""
-
-    def _note_spikes(self, result: StepResult) -> None:
-        for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
-            line = spikes.check(value, result.iteration) if spikes else None
-            if line:
-                self._reporter.note(line)
 
     def _report(self) -> None:
         trainer = self._trainer

@@ -160,7 +160,7 @@ def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader, in_background=True)
-    saver = run.checkpoints._saver
+    saver = run.checkpoints.saver
     assert saver is not None
     while saver._pending is not None and saver._pending.committing is None:
         saver.poll()

@@ -95,7 +95,7 @@ def test_every_evaluation_reads_the_stretch_after_that_of_the_one_before():
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
     pipeline, data = Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
     for iterations in (range(1, 4), range(4, 7)):  # two starts
-        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, Silent())
+        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Silent())
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))
