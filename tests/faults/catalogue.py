@@ -94,7 +94,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/checkpoint/test_manifest.py::test_a_hostile_manifest_with_a_valid_seal_is_refused",
             _LOAD + "test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocated",
         ),
-        23: ("tests/train/test_pipeline_checkpoints.py::test_what_any_layout_writes_every_layout_goes_on_from",),
+        23: ("tests/train/test_resharding.py::test_p4_checkpoint_resumes_on_another_layout",),
         24: (
             _RESUME + "test_another_sequence_length_is_refused_with_both_numbers",
             _RESUME + "test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on",

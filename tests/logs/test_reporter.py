@@ -1,6 +1,5 @@
 """The Reporter tells the right listeners the right things, and none of them can stop training."""
 
-import fcntl
 import os
 import re
 import subprocess
@@ -200,12 +199,6 @@ def test_a_closed_terminal_does_not_stop_training():
     assert "went on" in err
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused_before_training(tmp_path, context):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentProblem, match=r"run folder .*file/run cannot be written: .*--run-dir"):
-        build_reporter(plan(LoggingConfig(run_dir=tmp_path / "file" / "run")), context)
-
-
 def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, plots=False)
     first = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="first"), context)
@@ -254,17 +247,6 @@ def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
     assert on_threads(ParallelConfig(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
 
 
-def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch, capsys):
-    def unknown(file: object, operation: int) -> None:
-        raise OSError("no locks")
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
-    reporter = build_reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
-    reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
-    reporter.close()
-    assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
-
-
 def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
     with pytest.raises(EnvironmentProblem, match="--wandb-exp-name"):
         build_reporter(plan(LoggingConfig(wandb_project="moe")), context)
@@ -286,18 +268,6 @@ def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, contex
     assert [record["samples"] for record in records] == [8, 16, 24, 32, 40, 48]
     commands = (tmp_path / "command.txt").read_text().splitlines()
     assert [line for line in commands if not line.startswith("#")] == ["first", "second"]
-
-
-def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context):
-    def losses(*parts: range) -> list:
-        listener = Listener()
-        for part in parts:
-            reporter = build_reporter(plan(LoggingConfig(log_interval=3)), context, sinks=[listener])
-            run(reporter, part, consumed_samples=8 * (part.start - 1))
-        records = [each.record for each in listener.entries if each.record is not None]
-        return [(record["iteration"], record["samples"], record["lm loss"]) for record in records]
-
-    assert losses(range(1, 13)) == losses(range(1, 7), range(7, 13))
 
 
 def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
@@ -333,14 +303,6 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
     assert any(line.startswith("    forward-backward ....") for line in lines)
 
 
-def test_training_does_not_wait_for_a_report(context):
-    """What is observed must be host numbers already: a tensor would make the reporter wait for the device."""
-    reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[listener := Listener()])
-    run(reporter, range(1, 2))
-    values = [value for each in listener.entries for value in each.tags.values()]
-    assert values and not any(isinstance(value, torch.Tensor) for value in values)
-
-
 def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
     program = (
         "from megatron_moe.logs.writers import Entry, TensorBoard\n"
@@ -372,27 +334,14 @@ def test_memory_lines_come_as_often_as_asked_for(tmp_path):
 CPU = torch.device("cpu")
 
 
-def test_the_line_names_rank_iteration_and_megabytes():
-    line = memory_line(3, 10, CPU)
-    assert re.fullmatch(
-        r"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| resident: \d+\.\d\d \| max resident: \d+\.\d\d", line
+def test_memory_line_of_a_cpu():
+    line = memory_line(3, 10, torch.device("cpu"), whole_device=True)
+    size = r"(\d+\.\d\d)"
+    match = re.fullmatch(
+        rf"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| resident: {size} \| max resident: {size} \| "
+        rf"used on the device: {size}",
+        line,
     )
-
-
-def test_resident_memory_grows_with_what_is_held():
-    def resident() -> float:
-        return float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
-
-    before = resident()
-    held = torch.ones(16 * 2**20)
-    assert 60 < resident() - before < 80, held.shape
-
-
-def test_a_cpu_has_no_allocator_to_report():
-    assert memory_tags(CPU) == {}
-
-
-def test_what_all_processes_occupy_is_told_on_request():
-    used = float(memory_line(0, 0, CPU, whole_device=True).split("used on the device: ")[1])
-    resident = float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
-    assert used > resident
+    resident, _, used = map(float, match.groups())
+    assert 10 < resident < used
+    assert memory_tags(torch.device("cpu")) == {}

@@ -98,14 +98,8 @@ def test_records_are_on_disk_at_once(tmp_path):
     sink.log(entry(1, loss=2.0))
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "loss": 2}
     sink.log(Entry(iteration=2, samples=0, tags={"loss": 1.0}))
-    sink.log(entry(3, loss=1.0))
+    JsonLines(tmp_path / "metrics.jsonl").log(entry(3, loss=1.0))  # a resumed run
     assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
-
-
-def test_records_append_to_those_of_an_earlier_start(tmp_path):
-    JsonLines(tmp_path / "metrics.jsonl").log(entry(1))
-    JsonLines(tmp_path / "metrics.jsonl").log(entry(2))
-    assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line(tmp_path):

@@ -38,23 +38,21 @@ def package(name: str) -> Package:
     return next(each for each in PACKAGES if each.name == name)
 
 
-def test_the_indexs_apex_is_not_nvidias(site):
-    install(site, "apex", "apex", "0.9.10.dev0", "lib", "ext")
-    found = find(package("apex"), {})
-    assert found.verdict == "wrong" and "an unrelated package of that name" in found.trouble
-    assert any(line.startswith("warning: the installed apex") for line in summary([found]))
-
-
-def test_nvidias_apex_is_right(site):
-    install(site, "apex", "apex", "0.1", "multi_tensor_apply", "optimizers")
-    assert find(package("apex"), {}).verdict == "untested"
-
-
-@pytest.mark.parametrize(("version", "verdict"), [("1.0.0", "wrong"), ("1.2.1+9af0e0d", "untested")])
-def test_the_indexs_deep_ep_is_too_old(site, version, verdict):
-    install(site, "deep-ep", "deep_ep", version)
-    found = find(package("deep-ep"), {})
-    assert found.verdict == verdict and found.version == version
+@pytest.mark.parametrize(
+    ("name", "module", "version", "inside", "trouble"),
+    [
+        ("apex", "apex", "0.9.10.dev0", ("lib", "ext"), "an unrelated package of that name"),
+        ("apex", "apex", "0.1", ("multi_tensor_apply", "optimizers"), ""),
+        ("deep-ep", "deep_ep", "1.0.0", (), "an obsolete release from the package index"),
+        ("deep-ep", "deep_ep", "1.2.1+9af0e0d", (), ""),
+    ],
+)
+def test_unrelated_and_obsolete_packages_of_the_index_are_detected(site, name, module, version, inside, trouble):
+    install(site, name, module, version, *inside)
+    found = find(package(name), {})
+    assert (found.verdict, found.version) == ("wrong" if trouble else "untested", version)
+    assert trouble in found.trouble
+    assert any(line.startswith(f"warning: the installed {name}") for line in summary([found])) == bool(trouble)
 
 
 def test_versions_are_compared_with_the_tested_set_without_their_build(site):

@@ -77,16 +77,14 @@ def test_three_ends_at_one_checkpoint_are_enough():
     assert not decision.restart
     assert "end number 3 in a row without a new checkpoint, the last at iteration 37" in decision.reason
     assert decide(report, 1, (ending(30), ending(30)), patience=4).restart
+    unsaved = StatusReport(state="running", iteration=3)
+    assert not decide(unsaved, 1, (ending(None), ending(None))).restart
 
 
 def test_a_new_checkpoint_or_a_person_restores_patience():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
     assert decide(report, 1, (ending(20), ending(20), ending(30))).restart
     assert decide(report, 1, (ending(30), ending(30), ending(30, restart=False))).restart
-
-
-def test_three_starts_that_never_saved_are_enough():
-    assert not decide(StatusReport(state="running", iteration=3), 1, (ending(None), ending(None))).restart
 
 
 def test_an_old_report_says_nothing_about_this_start(tmp_path):

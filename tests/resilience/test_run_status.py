@@ -25,13 +25,6 @@ def read(run_dir: Path) -> dict:
     return json.loads((run_dir / "status.json").read_text())
 
 
-def test_a_run_is_starting_until_it_says_otherwise(tmp_path: Path) -> None:
-    status = RunStatus(tmp_path / "run", clock=Clock())
-    assert read(tmp_path / "run")["state"] == "starting"
-    status.update(state="running", iteration=1)
-    assert (read(tmp_path / "run")["state"], read(tmp_path / "run")["iteration"]) == ("running", 1)
-
-
 def test_it_is_written_on_every_change_of_state_and_else_every_five_seconds(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, clock=(clock := Clock()), timer=clock)
     status.update(state="running", iteration=1)

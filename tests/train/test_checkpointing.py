@@ -224,30 +224,28 @@ def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path
     assert "the data or its sample order" not in said
 
 
-def put(*place: str, value: Any) -> Callable[[dict], None]:
-    """Sets one value of a table of tables."""
+MISSING = object()
+
+
+def put(*place: str, value: Any = MISSING) -> Callable[[dict], None]:
+    """Function that sets or, without `value`, deletes one entry of nested tables."""
 
     def change(content: dict) -> None:
-        for key in place[:-1]:
-            content = content[key]
-        content[place[-1]] = value
-
-    return change
-
-
-def drop(*place: str) -> Callable[[dict], None]:
-    def change(content: dict) -> None:
-        for key in place[:-1]:
-            content = content[key]
-        del content[place[-1]]
+        *outer, key = place
+        for name in outer:
+            content = content[name]
+        if value is MISSING:
+            del content[key]
+        else:
+            content[key] = value
 
     return change
 
 
 DAMAGED_STATES = {
-    "no state": (drop("state"), r"lacks the keys \['state'\]"),
-    "no counter": (drop("state", "consumed_samples"), r"state lacks the keys \['consumed_samples'\]"),
-    "no length": (drop("seq_length"), r"lacks the keys \['seq_length'\]"),
+    "no state": (put("state"), r"lacks the keys \['state'\]"),
+    "no counter": (put("state", "consumed_samples"), r"state lacks the keys \['consumed_samples'\]"),
+    "no length": (put("seq_length"), r"lacks the keys \['seq_length'\]"),
     "unknown key": (put("other", value=1), r"the file has the unknown keys \['other'\]"),
     "unknown counter": (put("state", "other", value=1), r"state has the unknown keys \['other'\]"),
     "unknown curve": (put("learning_rate", "other", value=1), r"learning_rate has the unknown keys \['other'\]"),
@@ -259,7 +257,7 @@ DAMAGED_STATES = {
     "text": (put("seed", value="1"), "'seed' of the file is '1', a value of"),
     "a list": (put("state", value=[1]), "'state' of the file is \\[1\\], a value of"),
     "a style": (put("learning_rate", "style", value="steep"), "'style' of learning_rate is 'steep', a value of"),
-    "no order": (drop("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
+    "no order": (put("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
 }
 
 

@@ -1,5 +1,4 @@
-"""An overlapped schedule trains the same weights as the plain one, bit for bit: its nodes are the same, their order and
-the boundaries between them differ."""
+"""Overlapped and split schedules train the same weights as the plain one, bit for bit."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,6 +28,7 @@ from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),
+    "split backward": PipelineConfig(split_backward=True),
     "weight gradients later": PipelineConfig(overlap=True, split_backward=True),
     "attention early": PipelineConfig(overlap=True, split_backward=True, early_attention_backward=True),
 }
@@ -162,6 +162,7 @@ def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = Fa
         ("experts over two ranks", "pairs"),
         ("two chunks on each of two stages", "pairs"),
         ("experts over two ranks", "attention early"),
+        ("experts over two ranks", "split backward"),
         *thinned((case, "weight gradients later") for case in CASES),
     ],
 )

@@ -1,11 +1,11 @@
-"""A pipeline of any shape gives the numbers of one rank: losses, metrics, gradients, norms, weights."""
+"""Pipeline parallelism gives the losses, metrics, gradients, norms and weights of one rank."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_eval_loaders, build_train_loader
+from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader, introduction
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig
@@ -14,7 +14,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
-from tests.helpers.pipelines import laid_out, make_trainer, train, train_on_ranks
+from tests.helpers.pipelines import KERNELS, laid_out, make_trainer, train, train_on_ranks
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 
@@ -115,3 +115,15 @@ def test_a_bad_number_on_one_stage_stops_the_update_on_all():
         return bool(outcome.proceed), all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
 
     assert on_threads(ranks_plan.parallel, main) == [(False, True), (False, True)]
+
+
+def test_log_starts_with_the_pipeline_layout():
+    ranks_plan = laid_out(tiny.plan(), "Ett|tL", 2)
+
+    def notes(context: ParallelContext) -> str:
+        model = build_model(ranks_plan, context, KERNELS)
+        return "\n".join(introduction(ranks_plan, context, model, build_data(ranks_plan, context)))
+
+    for text in on_threads(ranks_plan.parallel, notes):
+        assert "pipeline layout Ett|tL, cost in operations:" in text
+        assert "    1    1     0  layer 2, final norm, loss" in text
