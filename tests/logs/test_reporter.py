@@ -1,10 +1,12 @@
 """The Reporter tells the right listeners the right things, and none of them can stop training."""
 
+import fcntl
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def context():
     return ParallelContext.single()
 
 
-def test_a_run_leaves_its_folder(tmp_path, context):
+def test_contents_of_the_run_folder(tmp_path, context):
     folder = tmp_path / "runs" / "one"
     config = LoggingConfig(run_dir=folder, log_interval=2, style="short")
     reporter = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
@@ -103,7 +105,7 @@ def test_a_run_leaves_its_folder(tmp_path, context):
     assert lines[-1] == "4 on validation set: lm loss 2.0000 (ppl 7.39)"
 
 
-def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch, capsys):
+def test_nothing_is_written_without_a_run_folder(tmp_path, context, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context)
     run(reporter, range(1, 3))
@@ -112,12 +114,12 @@ def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch,
     assert "iteration        2/     100 | consumed samples:           16 |" in capsys.readouterr().out
 
 
-def test_reports_are_due_every_interval_and_at_both_ends_of_a_run(context):
+def test_reports_are_due_every_interval_and_after_first_and_last_iteration(context):
     reporter = build_reporter(plan(LoggingConfig(log_interval=30)), context)
     assert [iteration for iteration in range(1, 101) if reporter.due(iteration)] == [1, 30, 60, 90, 100]
 
 
-def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
+def test_dashboards_get_steps_and_records_get_averages(context):
     listener = Listener()
     reporter = build_reporter(plan(LoggingConfig(log_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
@@ -131,7 +133,7 @@ def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
     assert listener.closed
 
 
-def test_dashboards_are_thinned_by_their_interval(context):
+def test_tensorboard_interval(context):
     listener = Listener()
     reporter = build_reporter(plan(LoggingConfig(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
@@ -140,7 +142,7 @@ def test_dashboards_are_thinned_by_their_interval(context):
     assert "lm loss" in third.tags, "no single step was drawn at iteration 3, so the average is"
 
 
-def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
+def test_per_layer_tags(context):
     for wanted in (False, True):
         listener = Listener()
         reporter = build_reporter(plan(LoggingConfig(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
@@ -151,7 +153,7 @@ def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
         assert report.record["moe/tokens_per_expert_layer_1"] == [2.0, 6.0]
 
 
-def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsys):
+def test_failing_sink_is_reported_once_and_does_not_stop_training(context, capsys):
     listener = Listener()
     reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[Broken(), listener])
     run(reporter, range(1, 6))
@@ -160,7 +162,7 @@ def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsy
     assert listener.closed and [each.iteration for each in listener.entries if each.record] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, capsys):
+def test_removed_run_folder_does_not_stop_training(tmp_path, context, capsys):
     folder = tmp_path / "run"
     reporter = build_reporter(plan(LoggingConfig(run_dir=folder, log_interval=1)), context)
     for path in folder.iterdir():
@@ -173,7 +175,7 @@ def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, ca
     assert all(f"telemetry: {name} failed" in err for name in ("metrics.jsonl", "TensorBoard", "log.txt"))
 
 
-def test_a_closed_terminal_does_not_stop_training():
+def test_closed_terminal_does_not_stop_training():
     program = (
         "import sys; sys.path.insert(0, '.')\n"
         "from megatron_moe.logs.writers import Console\n"
@@ -199,7 +201,7 @@ def test_a_closed_terminal_does_not_stop_training():
     assert "went on" in err
 
 
-def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is(tmp_path, context):
+def test_run_folder_of_another_job_is_rejected_on_every_rank(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, plots=False)
     first = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="first"), context)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -229,7 +231,7 @@ class WithoutWandB(Reporter):
             raise EnvironmentProblem("wandb is not installed")
 
 
-def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
+def test_missing_package_on_one_rank_is_raised_on_every_rank(tmp_path):
     """Or the others would wait for one that has left, and end with a traceback."""
 
     def main(context: ParallelContext) -> str:
@@ -247,7 +249,15 @@ def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
     assert on_threads(ParallelConfig(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
 
 
-def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
+def test_file_system_without_locks_is_reported(tmp_path, context, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
+    reporter = build_reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
+    reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
+    reporter.close()
+    assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
+
+
+def test_wandb_without_run_name_or_package_is_rejected(context, monkeypatch):
     with pytest.raises(EnvironmentProblem, match="--wandb-exp-name"):
         build_reporter(plan(LoggingConfig(wandb_project="moe")), context)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -255,7 +265,7 @@ def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_train
         build_reporter(plan(LoggingConfig(wandb_project="moe", wandb_exp_name="one")), context)
 
 
-def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, context):
+def test_resumed_run_drops_later_records_and_appends_its_command(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, log_interval=1, plots=False)
     first = build_reporter(plan(config, command_line="first"), context)
     run(first, range(1, 6))
@@ -270,7 +280,7 @@ def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, contex
     assert [line for line in commands if not line.startswith("#")] == ["first", "second"]
 
 
-def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
+def test_throughput_counts_the_flops_of_model_and_batch(context):
     config = plan(LoggingConfig())
     listener = Listener()
     reporter = build_reporter(config, context, sinks=[listener])
@@ -279,7 +289,7 @@ def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
     assert listener.entries[-1].record["throughput"] == flops_per_step(config.model, 6, tiny.SEQ) / 0.5e12
 
 
-def test_the_first_rank_notes_and_the_last_reports(tmp_path):
+def test_first_rank_writes_notes_and_last_rank_reports(tmp_path):
     config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
 
     def rank(context: ParallelContext) -> int:
@@ -303,7 +313,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
     assert any(line.startswith("    forward-backward ....") for line in lines)
 
 
-def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
+def test_telemetry_threads_do_not_keep_the_process_alive(tmp_path):
     program = (
         "from megatron_moe.logs.writers import Entry, TensorBoard\n"
         "from pathlib import Path\n"
@@ -314,7 +324,7 @@ def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
     assert done.returncode == 0
 
 
-def test_memory_lines_come_as_often_as_asked_for(tmp_path):
+def test_memory_interval(tmp_path):
     config = plan(LoggingConfig(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
 
     def rank(context: ParallelContext) -> None:

@@ -28,7 +28,7 @@ def clock(monkeypatch):
     monkeypatch.setattr("time.perf_counter", Clock())
 
 
-def test_spans_add_up_and_are_divided_by_the_steps(clock):
+def test_spans_are_summed_and_divided_by_steps(clock):
     timers = Timers(1, CPU)
     for _ in range(4):
         with timers.span("forward-backward", level=1):
@@ -37,21 +37,21 @@ def test_spans_add_up_and_are_divided_by_the_steps(clock):
     assert timers.take(ParallelContext.single(), num_steps=2) == {}
 
 
-def test_spans_above_the_level_of_the_run_are_not_timed(clock):
+def test_spans_above_the_timing_level_are_not_measured(clock):
     timers = Timers(1, CPU)
     with timers.span("forward-compute", level=2), timers.span("forward-backward", level=1):
         pass
     assert timers.take(ParallelContext.single(), num_steps=1) == {"forward-backward": [1.0]}
 
 
-def test_a_span_that_fails_is_timed_and_fails(clock):
+def test_failing_span_is_timed(clock):
     timers = Timers(1, CPU)
     with pytest.raises(ValueError), timers.span("optimizer", level=1):
         raise ValueError
     assert timers.take(ParallelContext.single(), num_steps=1) == {"optimizer": [1.0]}
 
 
-def test_every_rank_learns_the_times_of_all_and_a_missing_span_is_zero(clock):
+def test_times_are_gathered_and_missing_spans_are_zero(clock):
     def rank(context: ParallelContext) -> dict:
         timers = Timers(2, CPU)
         if context.rank == 1:
@@ -63,7 +63,7 @@ def test_every_rank_learns_the_times_of_all_and_a_missing_span_is_zero(clock):
     assert all(list(result) == ["send"] and result["send"][0] == 0.0 < result["send"][1] for result in results)
 
 
-def test_lines_are_megatrons():
+def test_timer_lines():
     assert timer_lines(TIMINGS, "minmax") == [
         "(min, max) time across ranks (ms):",
         "    forward-backward ...............................: (100.00, 300.00)",
@@ -81,5 +81,5 @@ def test_lines_are_megatrons():
     ]
 
 
-def test_without_timings_there_are_no_lines():
+def test_no_timer_lines_without_timings():
     assert timer_lines({}, "minmax") == []

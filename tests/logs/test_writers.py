@@ -54,7 +54,7 @@ def fail() -> None:
     raise OSError("no space left")
 
 
-def test_a_failure_is_told_once_per_hour_and_per_sink():
+def test_failures_are_reported_once_per_hour_and_sink():
     told, clock = [], Clock()
     guard = Guard(told.append, clock)
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_a_failure_is_told_once_per_hour_and_per_sink():
     assert len(told) == 3
 
 
-def test_a_sink_that_costs_time_rests_after_a_failure():
+def test_expensive_sink_pauses_after_a_failure():
     attempts, clock = [], Clock()
     guard = Guard(lambda text: None, clock)
 
@@ -85,7 +85,7 @@ def test_a_sink_that_costs_time_rests_after_a_failure():
     assert attempts == [0.0, 60.0]
 
 
-def test_the_interrupt_of_the_user_is_no_failure_of_telemetry():
+def test_keyboard_interrupt_propagates():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -93,7 +93,7 @@ def test_the_interrupt_of_the_user_is_no_failure_of_telemetry():
         Guard(print).run("console", interrupt)
 
 
-def test_records_are_on_disk_at_once(tmp_path):
+def test_records_are_written_immediately_and_appended(tmp_path):
     sink = JsonLines(tmp_path / "metrics.jsonl")
     sink.log(entry(1, loss=2.0))
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "loss": 2}
@@ -102,7 +102,7 @@ def test_records_are_on_disk_at_once(tmp_path):
     assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
-def test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line(tmp_path):
+def test_failed_records_are_retried_without_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path)
     sink.log(entry(1, loss=1.5))
@@ -122,7 +122,7 @@ def test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line(t
     assert [record["iteration"] for record in read_metrics(path)] == [1, 2, 3]
 
 
-def test_the_log_file_keeps_earlier_lines_and_is_shared(tmp_path):
+def test_log_file_is_appended_by_several_ranks(tmp_path):
     (tmp_path / "log.txt").write_text("before\n")
     first, second = LogFile(tmp_path / "log.txt"), LogFile(tmp_path / "log.txt")
     first.write("one")
@@ -133,7 +133,7 @@ def test_the_log_file_keeps_earlier_lines_and_is_shared(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "before\none\ntwo\nthree\n"
 
 
-def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tmp_path, monkeypatch, capfd):
+def test_tensorboard_recovers_from_a_full_disk(tmp_path, monkeypatch, capfd):
     """Fault 15: the writer's thread prints no traceback, and its end is not the end of the curves."""
     said, clock = [], [0.0]
     guard, sink = Guard(said.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
@@ -160,7 +160,7 @@ def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tm
     assert len(list(tmp_path.glob("events.*"))) == 2
 
 
-def test_tensorboard_gets_scalars_by_iteration_and_by_samples(tmp_path):
+def test_tensorboard_scalars_over_iterations_and_samples(tmp_path):
     sink = TensorBoard(tmp_path, resumed_iteration=0)
     sink.log(entry(1, **{"lm loss": 2.0, "moe/max_violation": 0.5}))
     sink.log(entry(2, **{"lm loss": 1.5, "moe/max_violation": 0.25}))
@@ -172,7 +172,7 @@ def test_tensorboard_gets_scalars_by_iteration_and_by_samples(tmp_path):
     }
 
 
-def test_a_resumed_run_replaces_what_the_interrupted_one_drew_beyond(tmp_path):
+def test_tensorboard_of_a_resumed_run_replaces_later_points(tmp_path):
     first = TensorBoard(tmp_path, resumed_iteration=0)
     for iteration in (1, 2, 3):
         first.log(entry(iteration, mfu=float(iteration)))
@@ -183,7 +183,7 @@ def test_a_resumed_run_replaces_what_the_interrupted_one_drew_beyond(tmp_path):
     assert read_scalars(tmp_path) == {"mfu": [(1, 1.0), (2, 20.0)]}
 
 
-def test_wandb_works_offline_and_continues_a_given_run(tmp_path, monkeypatch):
+def test_wandb_offline_with_a_given_run_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # that process may be slow to start
@@ -219,7 +219,7 @@ def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return screen
 
 
-def test_a_file_or_pipe_gets_plain_lines(capsys):
+def test_plain_console(capsys):
     assert not has_live_line()
     console = Console()
     console.start(0, 10)
@@ -230,13 +230,13 @@ def test_a_file_or_pipe_gets_plain_lines(capsys):
 
 
 @pytest.mark.parametrize(("kind", "redrawn"), [("xterm", True), ("dumb", False), ("unknown", False)])
-def test_only_terminals_that_can_redraw_a_line_have_a_live_one(kind, redrawn, monkeypatch):
+def test_live_line_requires_a_capable_terminal(kind, redrawn, monkeypatch):
     sit_at_terminal(monkeypatch)
     monkeypatch.setenv("TERM", kind)
     assert has_live_line() is redrawn
 
 
-def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(monkeypatch):
+def test_live_console(monkeypatch):
     terminal = sit_at_terminal(monkeypatch)
     console = LiveConsole(seq_length=32)
     console.write("before the start")
@@ -253,7 +253,7 @@ def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(mon
     assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
 
 
-def test_closing_twice_or_before_the_start_is_fine(monkeypatch):
+def test_live_console_can_be_closed_twice_and_before_start(monkeypatch):
     sit_at_terminal(monkeypatch)
     console = LiveConsole(seq_length=32)
     console.close()

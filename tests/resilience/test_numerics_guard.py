@@ -29,13 +29,13 @@ def test_nonfinite_values_do_not_enter_the_maximum() -> None:
     assert spikes.check(11.0, 100) is not None
 
 
-def test_findings_read_well() -> None:
+def test_text_of_findings() -> None:
     assert str(Finding(kind="gradient", name="a.weight", experts=(3,))) == "the gradient of a.weight (expert 3)"
     assert str(Finding(kind="gradient", name="a.weight", experts=tuple(range(10)))).endswith("6, 7 and 2 more)")
     assert str(Finding(kind="activation", name="a")) == "the output of a"
 
 
-def test_a_limit_on_the_device_judges_as_the_host_does() -> None:
+def test_device_spike_limit_equals_the_host_rule() -> None:
     """Fault 41."""
     values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
     limit = SpikeLimit(torch.device("cpu"), window=3)

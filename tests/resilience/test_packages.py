@@ -55,7 +55,7 @@ def test_unrelated_and_obsolete_packages_of_the_index_are_detected(site, name, m
     assert any(line.startswith(f"warning: the installed {name}") for line in summary([found])) == bool(trouble)
 
 
-def test_versions_are_compared_with_the_tested_set_without_their_build(site):
+def test_versions_are_compared_without_local_part(site):
     install(site, "fla-core", "fla", "0.4.0+cu130")
     assert find(package("fla-core"), {"fla-core": "0.4.0"}).verdict == "tested"
     other = find(package("fla-core"), {"fla-core": "0.5.0"})
@@ -63,23 +63,23 @@ def test_versions_are_compared_with_the_tested_set_without_their_build(site):
     assert summary([other])[-1] == "other versions than the tested ones (in brackets): fla-core 0.4.0+cu130 (0.5.0)"
 
 
-def test_a_missing_package_is_missing_and_not_told_at_the_start():
+def test_missing_package_is_not_in_the_summary():
     absent = Package("no-such-thing", "no_such_thing", "")
     found = find(absent, {})
     assert found.verdict == "missing" and summary([found]) == ["packages: "]
 
 
-def test_the_tested_set_is_read_and_every_required_package_is_in_it():
+def test_required_packages_are_pinned():
     pins = pinned_versions(CONSTRAINTS)
     assert {each.name for each in PACKAGES if each.required} <= pins.keys()
     assert pinned_versions(Path("no/such/file")) == {}
 
 
-def test_this_environment_has_what_is_required():
+def test_required_packages_are_installed():
     found = {each.package.name: each for each in find_all()}
     assert all(each.version for each in found.values() if each.package.required)
     assert summary(found.values())[0].startswith(f"packages: torch {found['torch'].version}")
 
 
-def test_what_the_index_does_not_hold_says_how_it_is_built():
+def test_packages_built_from_source_have_instructions():
     assert set(HOW_TO_BUILD) == {each.name for each in PACKAGES if each.install == "built from source"}

@@ -22,7 +22,7 @@ def flip_lowest_bit(weights: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_flipped_bit_in_one_replica_names_rank_and_parameter(ranks: int) -> None:
+def test_flipped_bit_names_rank_and_parameter(ranks: int) -> None:
     """P13, fault 42: with two copies both ranks are named, of three the odd one; exit code 12 on all of them."""
 
     def main(context: ParallelContext) -> str:
@@ -40,7 +40,7 @@ def test_a_flipped_bit_in_one_replica_names_rank_and_parameter(ranks: int) -> No
     assert len(set(said)) == 1 and said[0].startswith("iteration 5: ") and said[0].endswith(f"  {NORM}: {who}")
 
 
-def test_parts_of_experts_on_different_ranks_are_no_copies() -> None:
+def test_expert_shards_are_not_replicas() -> None:
     """P13."""
     plan = tiny.plan(model=tiny.model(moe_config=replace(tiny.moe(), dispatcher="alltoall")))
 

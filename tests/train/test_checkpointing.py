@@ -112,7 +112,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     "precision", [tiny.plan().precision, BF16, PrecisionConfig()], ids=lambda config: config.params
 )
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_the_expected_size_of_a_checkpoint_is_its_size(precision: PrecisionConfig, optimizer: bool) -> None:
+def test_expected_checkpoint_size_is_exact(precision: PrecisionConfig, optimizer: bool) -> None:
     plan = plan_of(precision=precision, flags={"save_optim": optimizer})
     tensors = saved_tensors(start(plan).trainer, optimizer=optimizer)
     without_buffers = {key: tensor for key, tensor in tensors.items() if "step_count" not in key}
@@ -123,7 +123,7 @@ def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:
     return replace(plan, **{room: replace(getattr(plan, room), **fields)})
 
 
-def test_a_run_goes_on_with_everything_and_says_nothing_of_differences(trained: tuple[Path, Run]) -> None:
+def test_resumed_run_has_equal_state_and_reports_no_differences(trained: tuple[Path, Run]) -> None:
     folder, run = trained
     again = start(plan_of(load=folder))
     assert (again.state, again.loader.consumed) == (run.state, 16)
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_everything_and_says_nothing_of_differences(trained: 
     assert "differs" not in again.said and "data" not in again.said
 
 
-def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path, Run]) -> None:
+def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Run]) -> None:
     """Also if it ends before its first step."""
     folder, _ = trained
     own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
@@ -139,7 +139,7 @@ def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path
     assert (other.iteration, other.last_checkpoint) == (2, None)
 
 
-def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
     """The flag of the update does not see numbers that something else has spoiled."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
@@ -155,7 +155,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
-def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path) -> None:
+def test_checkpoint_committed_at_exit_is_reported(tmp_path: Path) -> None:
     """Else a job script believes that this start has got nowhere."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path
     assert run.status.report.last_checkpoint == 1 and "was completed while the run ended" in run.notes[-1]
 
 
-def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(plan_of(save=tmp_path))
     run.train(1)
     monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
@@ -178,15 +178,13 @@ def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytes
         run.checkpoints.leave_preempted(run.state, run.loader, "why")
 
 
-def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Path, Run]) -> None:
+def test_changed_sequence_length_is_rejected(trained: tuple[Path, Run]) -> None:
     plan = changed(plan_of(load=trained[0]), "data", seq_length=16)
     with pytest.raises(CheckpointProblem, match="sequences of 32 tokens, this run has --seq-length 16"):
         start(plan)
 
 
-def test_a_save_that_takes_longer_than_launchers_wait_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_longer_than_the_grace_period_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P12."""
     monkeypatch.setattr(checkpoints_module, "_GRACE_SECONDS", 0.0)
     launched = changed(plan_of(save=tmp_path), "launch", launcher="torchrun")
@@ -200,7 +198,7 @@ def test_a_save_that_takes_longer_than_launchers_wait_is_told_once(
     assert [len(notes) for notes in told] == [0, 1]
 
 
-def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
+def test_changed_data_is_reported(trained: tuple[Path, Run]) -> None:
     run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
     assert "the data or its sample order is not that of the checkpoint" in run.said
     assert run.state.iteration == 2
@@ -262,7 +260,7 @@ DAMAGED_STATES = {
 
 
 @pytest.mark.parametrize("name", DAMAGED_STATES)
-def test_a_train_state_that_is_not_as_written_is_damage(name: str, trained: tuple[Path, Run]) -> None:
+def test_invalid_train_state_is_rejected(name: str, trained: tuple[Path, Run]) -> None:
     content = json.loads((trained[0] / "iter_0000002" / "train_state.json").read_text())
     check_train_state(content, 2)
     change, sentence = DAMAGED_STATES[name]
@@ -271,7 +269,7 @@ def test_a_train_state_that_is_not_as_written_is_damage(name: str, trained: tupl
         check_train_state(content, 2)
 
 
-def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
+def test_invalid_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
     run = start(plan_of(save=tmp_path))
     for _ in range(2):
         run.train(1)
@@ -285,7 +283,7 @@ def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path
     assert again.said.count("state lacks the keys ['consumed_samples']") == 1
 
 
-def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(trained: tuple[Path, Run]) -> None:
+def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tuple[Path, Run]) -> None:
     other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
     with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
         start(other)
@@ -295,9 +293,7 @@ def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(traine
         EXACT.check_all(run.weights(), trained[1].weights())
 
 
-def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_training_data(
-    trained: tuple[Path, Run],
-) -> None:
+def test_evaluation_casts_weights_and_ignores_training_data(trained: tuple[Path, Run]) -> None:
     plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
     plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
     run = start(plan)
@@ -306,9 +302,7 @@ def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_trainin
     EXACT.check(run.weights()[weight], trained[1].weights()[weight].bfloat16(), weight)
 
 
-def test_finetuning_in_bf16_trains_from_the_loaded_weights_and_not_from_random_masters(
-    trained: tuple[Path, Run],
-) -> None:
+def test_bf16_finetuning_starts_from_the_loaded_weights(trained: tuple[Path, Run]) -> None:
     plan = plan_of(load=trained[0], flags={"finetune": True}, precision=BF16)
     run = start(changed(plan, "loop", seed=99))
     loaded = run.weights()
@@ -320,7 +314,7 @@ def test_finetuning_in_bf16_trains_from_the_loaded_weights_and_not_from_random_m
     assert any((run.weights()[name] != loaded[name]).any() for name in loaded)
 
 
-def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_again(tmp_path: Path) -> None:
+def test_upcycled_model_is_saved_at_start_and_resumed(tmp_path: Path) -> None:
     config = tiny.model()
     dense = start(plan_of(save=tmp_path / "dense", model=dense_ancestor(config, 1)))
     dense.train(1)
@@ -337,7 +331,7 @@ def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_aga
     EXACT.check_all(again.weights(), converted.weights())
 
 
-def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> None:
+def test_progress_log_has_starts_and_checkpoints(tmp_path: Path) -> None:
     for start in (0, 10):
         log = ProgressLog(tmp_path, 2, {"SLURM_JOB_ID": "77"})
         log.begin(TrainState(iteration=start))
@@ -352,7 +346,7 @@ def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> Non
     assert [each[3] for each in fields[2:]] == ["Iteration: 10", "Iteration: 20"]
 
 
-def test_nothing_is_written_where_nobody_asked_or_nobody_can(tmp_path: Path) -> None:
+def test_progress_log_without_a_folder(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "missing"):
         log = ProgressLog(folder, 1)
         log.begin(TrainState())

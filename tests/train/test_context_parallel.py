@@ -84,23 +84,25 @@ def packed(plan: RunPlan) -> RunPlan:
         ("a2a+p2p", "gqa", LEVELS),
     ],
 )
-def test_three_steps_are_those_of_one_rank(plan: RunPlan, exchange: str, mixer: str, parallel: ParallelConfig) -> None:
+def test_context_parallel_steps_equal_one_rank(
+    plan: RunPlan, exchange: str, mixer: str, parallel: ParallelConfig
+) -> None:
     check(replace(plan, model=model(MIXERS[mixer], exchange)), parallel)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_packed_documents_train_alike(plan: RunPlan, loop: LoopConfig) -> None:
+def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
     """Microbatches weigh the same, or tokens do; parts of a sequence weigh by their tokens."""
     check(replace(packed(plan), loop=loop), CP2)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopConfig) -> None:
+def test_multi_token_prediction_equals_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
     config = model(tiny.attention(), "p2p", mtp=MTPConfig(num_layers=2))
     check(replace(packed(plan), model=config, loop=loop), CP2)
 
 
-def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
+def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
     """Documents differ in length, and so do the degrees of the microbatches."""
     dynamic, plan = replace(CP2, max_seqlen_per_rank=24), packed(plan)
 
@@ -112,19 +114,19 @@ def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
     check(plan, dynamic)
 
 
-def test_data_parallel_ranks_beside_context_parallel_ones(plan: RunPlan) -> None:
+def test_context_and_data_parallel_equal_one_rank(plan: RunPlan) -> None:
     check(plan, ParallelConfig(world_size=4, cp=2))
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_experts_over_context_parallel_ranks(plan: RunPlan, loop: LoopConfig) -> None:
+def test_expert_parallel_over_context_parallel_ranks_equals_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
     """The ranks that split the sequence share the experts, so weights of experts are not those of one rank in shape."""
     config = model(tiny.attention(), "allgather", moe_config=tiny.moe(dispatcher="alltoall"))
     figures = ("loss", "norm", "load_balancing_loss")
     check(replace(plan, model=config, loop=loop), ParallelConfig(world_size=2, cp=2, ep=2), only=figures)
 
 
-def test_an_evaluation_is_that_of_one_rank(plan: RunPlan) -> None:
+def test_context_parallel_evaluation_equals_one_rank(plan: RunPlan) -> None:
     plan = replace(packed(plan), loop=replace(plan.loop, eval_iters=2))
 
     def loss(context: ParallelContext) -> float:

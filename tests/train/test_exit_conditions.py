@@ -21,13 +21,13 @@ def exit_conditions(iteration=0, begun=None, clock=time.monotonic, **changes):
     return ExitConditions(loop, CONTEXT, iteration=iteration, last_iteration=20, begun=begun, clock=clock)
 
 
-def test_a_run_ends_after_its_last_iteration():
+def test_run_ends_after_the_last_iteration():
     assert not exit_conditions().now(19)
     conditions = exit_conditions()
     assert conditions.now(20) and conditions.reason == "finished after 20 iterations"
 
 
-def test_the_exit_interval_counts_from_zero_but_not_at_the_start():
+def test_exit_interval():
     assert [exit_conditions(exit_interval=6).now(i) for i in (0, 5, 6, 7)] == [False, False, True, False]
     # a run resumed at iteration 6 trains to 12
     assert [exit_conditions(6, exit_interval=6).now(i) for i in (6, 11, 12)] == [False, False, True]
@@ -41,7 +41,7 @@ def test_exit_duration_counts_minutes_from_the_start_of_the_process(begun):
     assert conditions.now(1) and conditions.reason == "exiting program after 2.0 minutes"
 
 
-def test_a_signal_to_one_rank_takes_all_ranks_out_after_the_same_iteration():
+def test_signal_to_one_rank_ends_all_ranks_after_the_same_iteration():
     """Fault 28."""
 
     def exit_of(context):
@@ -58,7 +58,7 @@ def test_a_signal_to_one_rank_takes_all_ranks_out_after_the_same_iteration():
     assert on_threads(ParallelConfig(world_size=3), exit_of) == [expected] * 3
 
 
-def test_the_clock_of_the_slowest_rank_counts():
+def test_exit_duration_uses_the_latest_clock_of_all_ranks():
     """Fault 12."""
 
     def exit_of(context):

@@ -37,7 +37,7 @@ def dense_checkpoint(config, folder):
 
 
 @pytest.mark.parametrize("granularity", [1, 2])
-def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
+def test_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     config = tiny.model(moe_config=tiny.moe(tiny.router(topk=2)))
     dense = dense_checkpoint(dense_ancestor(config, granularity), tmp_path)
     sparse = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
@@ -54,7 +54,7 @@ def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     assert not any("warning" in line for line in lines), lines
 
 
-def test_an_inexact_conversion_says_why(tmp_path):
+def test_inexact_conversion_is_reported_with_its_reason(tmp_path):
     config = tiny.model(moe_config=tiny.moe(tiny.router(pre_softmax=True)))
     dense_checkpoint(dense_ancestor(config, 1), tmp_path)
     lines = []
@@ -63,7 +63,7 @@ def test_an_inexact_conversion_says_why(tmp_path):
     assert any("softmax before top-k" in line for line in lines), lines
 
 
-def test_another_dense_model_is_refused(tmp_path):
+def test_mismatching_dense_model_is_rejected(tmp_path):
     config = tiny.model()
     dense_checkpoint(dense_ancestor(config, 2), tmp_path)
     source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
@@ -81,7 +81,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("granularity", [1, 2])
-def test_every_layout_gets_its_part_of_the_upcycled_model(tmp_path, granularity, layout):
+def test_every_layout_gets_its_shards_of_the_upcycled_model(tmp_path, granularity, layout):
     config = tiny.model(num_layers=4, moe_config=tiny.moe(tiny.router(topk=2), dispatcher="alltoall"))
     dense_checkpoint(dense_ancestor(config, granularity), tmp_path)
 

@@ -166,12 +166,12 @@ def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = Fa
         *thinned((case, "weight gradients later") for case in CASES),
     ],
 )
-def test_pairs_train_the_same_weights(case, order):
+def test_schedule_orders_train_the_same_weights(case, order):
     check(ranks_of(in_order(case, order)), case)
 
 
 @pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
-def test_pairs_over_processes_train_the_same_weights(case):
+def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
     # gloo adds the squares of four ranks in another order than the in-memory group of threads
     check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
 
@@ -187,7 +187,7 @@ def test_pairs_over_processes_train_the_same_weights(case):
         ("weights gathered late", "pairs", ("attn", "mlp")),
     ],
 )
-def test_pairs_replay_captured_modules(case, order, modules):
+def test_overlapped_schedule_replays_captured_modules(case, order, modules):
     each = in_order(case, order)
     pipeline = replace(each.pipeline, split_backward=False)
     check(

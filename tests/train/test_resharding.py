@@ -131,7 +131,7 @@ def test_p4_checkpoint_resumes_on_another_layout(model: str, writer: str, reader
 
 
 @pytest.mark.slow
-def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_p3_resume_on_the_same_layout_is_bitwise_equal(tmp_path: Path) -> None:
     same = plan("bias, mtp", PAIRS[0][2])
     train_and_save(same, tmp_path / "a")
     resume(same, tmp_path / "a", tmp_path / "b")
@@ -139,7 +139,7 @@ def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> None:
+def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
     """From shards of two ranks to one rank, and back. Checkpoints store moments in fp32."""
     precision = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
     sharded, single = (replace(plan("bias, mtp", name), precision=precision) for name in ("dp=2 zero=on", "plain"))

@@ -41,9 +41,7 @@ def gone_on(plan: RunPlan) -> Run:
     return run
 
 
-def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on_at_once(
-    trained: tuple[Path, Run], tmp_path: Path
-) -> None:
+def test_asynchronous_checkpoint_resumes_bitwise(trained: tuple[Path, Run], tmp_path: Path) -> None:
     """Row "nothing" with --async-save; P3."""
     run = start(plan_of(save=tmp_path / "a", flags={"in_background": True, "save_interval": 2}))
     run.train(2)
@@ -58,7 +56,7 @@ def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on
     EXACT.check_all(from_two.weights(), trained[1].weights(), "one step after the one in the background")
 
 
-def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained: tuple[Path, Run]) -> None:
+def test_changed_micro_batch_size_keeps_samples_and_weights(trained: tuple[Path, Run]) -> None:
     plain = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     first = start(plan_of(load=trained[0], model=plain))
     other = start(plan_of(load=trained[0], model=plain, batch=BatchConfig(micro=4, global_size=8)))
@@ -69,7 +67,7 @@ def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained:
 
 
 @pytest.mark.parametrize("override", [False, True], ids=["continues by samples", "the command line wins"])
-def test_another_global_batch_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
+def test_changed_global_batch_size_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
     """100 iterations of 8 sequences become 100 of 4: the command line's lengths are half of the checkpoint's."""
     plan = plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4))
     halved = replace(plan, lr=replace(plan.lr, decay_samples=400, override=override))
@@ -108,7 +106,7 @@ def model_functions() -> dict[str, tuple[ModelConfig, str]]:
 
 
 @pytest.mark.parametrize("what", model_functions())
-def test_another_function_of_the_same_tensors_is_refused(trained: tuple[Path, Run], what: str) -> None:
+def test_changed_model_function_is_rejected(trained: tuple[Path, Run], what: str) -> None:
     model, said = model_functions()[what]
     with pytest.raises(
         CheckpointProblem, match="another model than the weights .* run.yaml.*, or --finetune"
@@ -120,7 +118,7 @@ def test_another_function_of_the_same_tensors_is_refused(trained: tuple[Path, Ru
     assert run.state.iteration == 0
 
 
-def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -> None:
+def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> None:
     model = tiny.model(moe_config=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
     model = replace(model, layers=tuple(replace(layer, hidden_dropout=0.25) for layer in model.layers))
     plan = plan_of(load=trained[0], model=model)
@@ -134,7 +132,7 @@ def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -
     ]
 
 
-def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(trained: tuple[Path, Run]) -> None:
+def test_changed_global_batch_size_is_reported(trained: tuple[Path, Run]) -> None:
     run = start(plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4)))
     assert (
         "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)" in run.said
@@ -156,13 +154,13 @@ def other_models() -> dict[str, ModelConfig]:
 
 
 @pytest.mark.parametrize("what", other_models())
-def test_another_model_is_refused_with_every_tensor_and_a_way_on(trained: tuple[Path, Run], what: str) -> None:
+def test_changed_model_shape_is_rejected(trained: tuple[Path, Run], what: str) -> None:
     """Rows "number of experts, layers" and "tokenizer", whose vocabulary sizes the embedding."""
     with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors; .* --moe-use-upcycling"):
         start(plan_of(load=trained[0], model=other_models()[what]))
 
 
-def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimizer(trained: tuple[Path, Run]) -> None:
+def test_changed_dtype_is_rejected_with_optimizer_state(trained: tuple[Path, Run]) -> None:
     """Row "precision"."""
     bf16 = PrecisionConfig(params="bf16", grads="fp32")
     with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors"):
@@ -171,9 +169,7 @@ def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimize
     assert run.state.iteration == 2
 
 
-def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabulary_told(
-    trained: tuple[Path, Run],
-) -> None:
+def test_changed_end_of_document_id_is_rejected_and_changed_vocabulary_reported(trained: tuple[Path, Run]) -> None:
     """Row "tokenizer", where the tensors have the same sizes."""
 
     def with_tokenizer(**fields: int) -> RunPlan:
@@ -188,7 +184,7 @@ def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabu
 
 
 @pytest.mark.parametrize("kept", ["fp16", "fp8"])
-def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_path: Path) -> None:
+def test_low_precision_moments_resume_bitwise_and_convert_to_fp32(kept: StateName, tmp_path: Path) -> None:
     """Row "moments kept in another type"."""
     narrow = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg=kept, exp_avg_sq=kept)
     run = start(plan_of(save=tmp_path, precision=narrow))
@@ -203,9 +199,7 @@ def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_
 
 
 @pytest.mark.parametrize("host_steps", [True, False], ids=["stepped there", "parked there"])
-def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
-    host_steps: bool, trained: tuple[Path, Run], tmp_path: Path
-) -> None:
+def test_partially_offloaded_state_resumes_bitwise(host_steps: bool, trained: tuple[Path, Run], tmp_path: Path) -> None:
     """The part ends inside of a parameter, whose moments are then kept in two places."""
     split = OptimizerOffloadConfig(fraction=0.5, host_steps=host_steps)
     optimizer = replace(plan_of().optimizer, offload=split)
@@ -219,7 +213,7 @@ def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
     EXACT.check_all(gone_on(plan_of(load=tmp_path)).weights(), run.weights(), "saved in two parts")
 
 
-def test_kernels_and_loops_over_experts_are_no_part_of_the_state(trained: tuple[Path, Run]) -> None:
+def test_expert_kernel_choice_is_not_saved(trained: tuple[Path, Run]) -> None:
     """Row "kernels, loops over experts": silently."""
     grouped = tiny.moe()
     sequential = replace(grouped, experts=replace(grouped.experts, grouped=False))

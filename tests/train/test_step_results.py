@@ -35,7 +35,7 @@ def outcome(iteration):
     )
 
 
-def test_a_step_is_read_when_the_next_one_is_there():
+def test_step_is_read_after_the_next_one_starts():
     late = StepResultReader(CPU)
     assert late.push(outcome(1)) is None
     first = late.push(outcome(2))
@@ -44,7 +44,7 @@ def test_a_step_is_read_when_the_next_one_is_there():
     assert late.flush() is None
 
 
-def test_each_step_has_its_own_time(monkeypatch):
+def test_step_times_exclude_evaluations(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(timers.time, "perf_counter", lambda: clock[0])
     late, readings = StepResultReader(CPU), []
@@ -73,7 +73,7 @@ def run(steps, plan, timers=None):
     return trainer, outcomes, state
 
 
-def test_norm_of_the_parameters_and_zeros_of_the_gradient_are_those_of_their_step():
+def test_params_norm_and_num_zeros_belong_to_their_step():
     plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros=True))
     one, (first,), _ = run(1, plan)
     _, (earlier, later), _ = run(2, plan)
@@ -85,7 +85,7 @@ def test_norm_of_the_parameters_and_zeros_of_the_gradient_are_those_of_their_ste
     assert 0 < int(first.figures["num_zeros"]) < flat.numel()
 
 
-def test_the_step_times_its_parts():
+def test_step_times_its_parts():
     timers = Timers(1, CPU)
     run(2, tiny.plan(), timers)
     taken = timers.take(CONTEXT, 2)
@@ -93,13 +93,13 @@ def test_the_step_times_its_parts():
     assert all(seconds > 0 for (seconds,) in taken.values())
 
 
-def test_the_state_counts_samples_and_tokens():
+def test_state_counts_samples_and_tokens():
     _, _, state = run(2, tiny.plan())
     assert (state.iteration, state.consumed_samples, state.consumed_tokens) == (2, 16, 16 * tiny.SEQ)
     assert state.flops > 0
 
 
-def test_schedules_are_read_at_the_samples_trained_on_before_the_step_and_logged_after_it():
+def test_schedules_count_trained_samples():
     """Schedules of Megatron-LM do not advance over skipped iterations; it logs the rate after its scheduler's step."""
     ramp = replace(
         tiny.plan().lr, warmup_samples=80, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_style="linear"
@@ -115,7 +115,7 @@ def test_schedules_are_read_at_the_samples_trained_on_before_the_step_and_logged
     assert seen == [(pytest.approx(1e-2 * 24 / 80), pytest.approx(0.4 * 24 / 800))]
 
 
-def test_a_step_moves_the_expert_bias_once_by_the_rate():
+def test_expert_bias_changes_once_per_step():
     rate = 0.125
     config = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=rate)
     plan = tiny.plan(model=tiny.model(moe_config=tiny.moe(config)))
