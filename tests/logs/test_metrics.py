@@ -1,4 +1,4 @@
-"""Metrics are reduced over microbatches, ranks and layers as their kind says."""
+"""Reduction of metrics over microbatches, ranks and layers."""
 
 import math
 

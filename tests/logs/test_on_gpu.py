@@ -1,4 +1,4 @@
-"""What only a GPU can show: timers that do not wait, the allocator's figures, the share of the peak."""
+"""Timers, memory statistics and MFU on a GPU."""
 
 from unittest.mock import Mock
 

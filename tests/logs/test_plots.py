@@ -1,4 +1,4 @@
-"""Plots are drawn from the metrics alone."""
+"""Plots from metrics.jsonl."""
 
 import math
 import struct

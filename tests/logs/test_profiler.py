@@ -1,4 +1,4 @@
-"""Profiles: the steps that were asked for, on the ranks that were asked for, and names for the parts of the model."""
+"""Profiler traces of selected steps and ranks, and module ranges."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from tests.helpers import tiny_models
 
 
 def run(tmp_path, config, num_steps=5):
-    """Every step computes a power of its own number, so that a trace shows which steps it saw."""
+    """Step function whose kernel shapes identify the step in a trace."""
     profile = StepProfile(config, ParallelContext.single(), tmp_path, log_interval=2)
     for number in range(1, num_steps + 1):
         profile.enter("step", number)

@@ -1,4 +1,4 @@
-"""The Reporter tells the right listeners the right things, and none of them can stop training."""
+"""Contents and destinations of reports, and failures of telemetry."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ from tests.logs.reports import METRICS, step_result
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Sink that keeps its entries."""
 
     name = "listener"
     rest_seconds = 0.0
@@ -44,7 +44,7 @@ class Listener:
 
 
 class Broken(Listener):
-    """Fails whatever it is asked."""
+    """Sink that always fails."""
 
     name = "broken"
 
@@ -60,7 +60,7 @@ def plan(logging: LoggingConfig, **changes):
 
 
 def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> None:
-    """What the training loop does with a reporter."""
+    """Calls the reporter as the training loop does."""
     reporter.begin(iteration=iterations.start - 1, last_iteration=100, consumed_samples=consumed_samples)
     for iteration in iterations:
         reporter.observe(step_result(iteration, loss=1.0 / iteration))
@@ -224,7 +224,7 @@ def test_run_folder_of_another_job_is_rejected_on_every_rank(tmp_path, context):
 
 
 class WithoutWandB(Reporter):
-    """On rank 1 of a run that wants it."""
+    """Reporter whose package check fails on rank 1."""
 
     def _refuse_missing_packages(self) -> None:
         if self.context.rank == 1:
@@ -232,7 +232,7 @@ class WithoutWandB(Reporter):
 
 
 def test_missing_package_on_one_rank_is_raised_on_every_rank(tmp_path):
-    """Or the others would wait for one that has left, and end with a traceback."""
+    """All ranks raise, instead of waiting for one that has ended."""
 
     def main(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as caught:

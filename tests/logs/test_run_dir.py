@@ -1,4 +1,4 @@
-"""What a run was started with is written down, and where it cannot be, the run does not start."""
+"""Run folder and provenance files."""
 
 import pytest
 import torch

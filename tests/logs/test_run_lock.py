@@ -1,4 +1,4 @@
-"""Jobs that want the same folder."""
+"""Locks of run and checkpoint folders."""
 
 import errno
 import fcntl
@@ -44,7 +44,7 @@ def test_lock_of_a_killed_job_is_released(tmp_path: Path) -> None:
 
 def test_release_with_a_file_descriptor_open_in_a_child(tmp_path: Path) -> None:
     held = lock(tmp_path)
-    copy = os.dup(held._file.fileno())  # as a fork would leave it
+    copy = os.dup(held._file.fileno())  # like a forked process
     held.release()
     assert held_by(tmp_path) is None
     os.close(copy)

@@ -1,4 +1,4 @@
-"""Timers measure what they are asked for, across ranks, in Megatron's words."""
+"""Timers over ranks, and Megatron's timer lines."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TIMINGS = {"forward-backward": [0.1, 0.3], "optimizer": [0.01, 0.02]}
 
 
 class Clock:
-    """Each reading is one second after the one before."""
+    """Clock that advances by one second per reading."""
 
     def __init__(self) -> None:
         self.now = 0.0

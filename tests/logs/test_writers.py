@@ -1,4 +1,4 @@
-"""Sinks write what they are told, and their failures stay theirs (promise P11)."""
+"""Destinations of logs, and isolation of their failures (P11)."""
 
 import errno
 import io
@@ -41,7 +41,7 @@ def read_scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Manually advanced clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -55,21 +55,21 @@ def fail() -> None:
 
 
 def test_failures_are_reported_once_per_hour_and_sink():
-    told, clock = [], Clock()
-    guard = Guard(told.append, clock)
+    reported, clock = [], Clock()
+    guard = Guard(reported.append, clock)
     for _ in range(3):
         guard.run("W&B", fail)
         guard.run("log.txt", fail)
-    assert told == [
+    assert reported == [
         "telemetry: W&B failed (OSError: no space left); training continues without it",
         "telemetry: log.txt failed (OSError: no space left); training continues without it",
     ]
     clock.now = HOUR - 1
     guard.run("W&B", fail)
-    assert len(told) == 2
+    assert len(reported) == 2
     clock.now = HOUR
     guard.run("W&B", fail)
-    assert len(told) == 3
+    assert len(reported) == 3
 
 
 def test_expensive_sink_pauses_after_a_failure():
@@ -109,7 +109,7 @@ def test_failed_records_are_retried_without_an_incomplete_line(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # The disk fills up in the middle of the second record.
+        # The disk becomes full within the second record.
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
         for iteration in (2, 3):
             with pytest.raises(OSError):
@@ -134,9 +134,9 @@ def test_log_file_is_appended_by_several_ranks(tmp_path):
 
 
 def test_tensorboard_recovers_from_a_full_disk(tmp_path, monkeypatch, capfd):
-    """Fault 15: the writer's thread prints no traceback, and its end is not the end of the curves."""
-    said, clock = [], [0.0]
-    guard, sink = Guard(said.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
+    """Fault 15: the writer thread prints no traceback, and a new writer continues the curves."""
+    reported, clock = [], [0.0]
+    guard, sink = Guard(reported.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
 
     def full(system, filename, content, binary_mode=False):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -149,10 +149,10 @@ def test_tensorboard_recovers_from_a_full_disk(tmp_path, monkeypatch, capfd):
         patch.setattr(gfile.LocalFileSystem, "append", full)
         patch.setattr(gfile.LocalFileSystem, "write", full)
         until = time.monotonic() + 60
-        while not said and time.monotonic() < until:
+        while not reported and time.monotonic() < until:
             log(2)
             time.sleep(0.01)
-    assert len(said) == 1 and "No space left on device" in said[0]
+    assert len(reported) == 1 and "No space left on device" in reported[0]
     clock[0] += 61
     log(3)
     sink.close()
@@ -186,7 +186,7 @@ def test_tensorboard_of_a_resumed_run_replaces_later_points(tmp_path):
 def test_wandb_offline_with_a_given_run_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # that process may be slow to start
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # its service process may start slowly
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
     config = LoggingConfig(wandb_project="moe", wandb_exp_name="first", wandb_save_dir=tmp_path / "there")
     sink = WandB(config, {"lr": 0.1})
@@ -196,7 +196,7 @@ def test_wandb_offline_with_a_given_run_id(tmp_path, monkeypatch):
     assert sink._run.settings.resume == "allow"
     sink.close()
     (stored,) = (tmp_path / "there" / "wandb").glob("offline-run-*-abc123/*.wandb")
-    # a process of its own writes the file, on a busy machine some time after `finish` has returned
+    # a separate process writes the file, possibly after `finish` has returned
     deadline = time.monotonic() + 300
     while b"samples vs steps" not in stored.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -204,14 +204,14 @@ def test_wandb_offline_with_a_given_run_id(tmp_path, monkeypatch):
 
 
 class Terminal(io.StringIO):
-    """A screen of 100 columns."""
+    """Terminal with 100 columns."""
 
     def isatty(self) -> bool:
         return True
 
 
 def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Replaced inside the test, because pytest gives every phase of a test its own output."""
+    """Replaces stdout within the test, because pytest replaces it for each phase."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""Faults on purpose are spelt out, and never happen by accident."""
+"""Parsing of `--inject`, which tests only may use."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_parse_fault() -> None:
 def test_invalid_fault_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="kind@rank|unknown|during a save"):
         parse_fault(text)
-    assert any("--inject" in said for said in texts_of(f"--inject {text}", environ={ALLOWED: "1"}))
+    assert any("--inject" in reported for reported in texts_of(f"--inject {text}", environ={ALLOWED: "1"}))
 
 
 def test_fault_of_a_missing_rank_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""Probes: what works is said to work, and what fails is told without ending the others."""
+"""Machine probes."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Spikes: what is far above what came before, and nothing else."""
+"""Spike detection and findings."""
 
 import math
 
@@ -40,5 +40,5 @@ def test_device_spike_limit_equals_the_host_rule() -> None:
     values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
     limit = SpikeLimit(torch.device("cpu"), window=3)
     usual = [bool(limit.usual(torch.tensor(value))) for value in values]
-    # what is ten times the largest of three; neither it nor what is not finite counts among the three
+    # above ten times the maximum of three finite values that are not spikes
     assert [value for value, fine in zip(values, usual, strict=True) if not fine] == [31.0, 300.0, 11.0]

@@ -1,4 +1,4 @@
-"""Installed packages, from planted installations."""
+"""Detection of installed packages."""
 
 import sys
 from pathlib import Path
@@ -19,13 +19,13 @@ from megatron_moe.resilience.packages import (
 
 @pytest.fixture
 def site(tmp_path, monkeypatch) -> Path:
-    """A folder for packages that the interpreter looks into first."""
+    """First folder of the module search path."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path
 
 
 def install(site: Path, name: str, module: str, version: str, *inside: str) -> None:
-    """A distribution as pip leaves it."""
+    """Creates an installed distribution, as pip does."""
     for folder in ("", *inside):
         (site / module / folder).mkdir(parents=True, exist_ok=True)
         (site / module / folder / "__init__.py").write_text("raise AssertionError('never imported')\n")

@@ -1,4 +1,4 @@
-"""Errors of broken connections, and whom they are blamed on."""
+"""Attribution of broken connections."""
 
 import json
 import os
@@ -18,12 +18,12 @@ BROKEN = RuntimeError(
 
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds may pass between the failure of a peer and the start of the rank that looks for it."""
+    """Allows seconds between the failure of a peer and the start of this rank."""
     monkeypatch.setattr("megatron_moe.resilience.run_status._START_SKEW_SECONDS", 50.0)
 
 
 def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_size: int = 3) -> BaseException:
-    """What leaves a rank whose connection broke."""
+    """Exception raised by a rank whose connection broke."""
     status = RunStatus(run_dir, rank=rank)
     with pytest.raises(BaseException) as raised, status:
         with PeerFailures(run_dir, status, rank=rank, world_size=world_size, seconds=0.1):
@@ -54,7 +54,7 @@ def test_reported_cause_of_a_peer_is_quoted(tmp_path: Path) -> None:
 
 
 def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
-    """Writes the report of a rank, dated `seconds` from now; its host's clock is years late."""
+    """Writes the report of a rank, modified `seconds` from now; its host's clock is years behind."""
     folder = run_dir / "crash"
     folder.mkdir(exist_ok=True)
     path = folder / f"rank_{rank:05d}.json"

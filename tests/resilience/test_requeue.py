@@ -1,4 +1,4 @@
-"""Which ends are started again, which are left to people, and when patience is over."""
+"""Restart decisions."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_signals_are_restarted_without_a_report(code, restart):
 
 
 def test_start_killed_before_its_first_report_is_restarted(tmp_path):
-    """torchrun turns the signal into code 1, as it does with the code of a refused command line."""
+    """torchrun converts the signal to exit code 1, like the code of a rejected command line."""
     since = time.time() - 5
     RunStatus(tmp_path, rank=1)
     assert judge(tmp_path, 1, since=since, now=time.time()).reason.startswith("it ended without a report")
@@ -121,7 +121,7 @@ def test_history_of_ends(tmp_path):
 
 
 def test_rejected_start_of_a_second_job_is_not_restarted(tmp_path):
-    """Its status.json is the other job's: no code yet, as if this start had died without a word."""
+    """status.json belongs to the other job and has no exit code yet."""
     lock = RunLock(tmp_path, does="writes into", option="--run-dir")
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running", iteration=4, time=5.0))))
     decision = judge(tmp_path, 1, since=-600.0, now=6.0)
@@ -132,7 +132,7 @@ def test_rejected_start_of_a_second_job_is_not_restarted(tmp_path):
 
 
 def test_unwritable_history_prevents_restart(tmp_path, capsys):
-    """Ends in vain could not be counted, and would have no end."""
+    """Restarts would be unlimited without a history."""
     (tmp_path / "run").write_text("a file where the folder should be")
     assert main(["--run-dir", str(tmp_path / "run"), "--exit-code", "137"]) == 1
     assert "leave it: the history of" in capsys.readouterr().out

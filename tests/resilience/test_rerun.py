@@ -1,4 +1,4 @@
-"""Verdicts over a step that was computed twice."""
+"""Verdicts about repeated steps."""
 
 import math
 

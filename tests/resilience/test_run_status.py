@@ -12,7 +12,7 @@ from megatron_moe.resilience.run_status import STARTED, RunStatus
 
 
 class Clock:
-    """Time that moves when told."""
+    """Manually advanced clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -76,7 +76,7 @@ def test_failed_state_is_final(tmp_path: Path) -> None:
 
 
 def test_first_independent_failure_is_named(tmp_path: Path) -> None:
-    """The clock of every host is an hour behind that of the one before."""
+    """Host clocks differ by an hour each."""
     clocks = [Clock() for _ in range(4)]
     for rank, clock in enumerate(clocks):
         clock.now -= 3600 * rank
@@ -89,7 +89,7 @@ def test_first_independent_failure_is_named(tmp_path: Path) -> None:
     )
     named = []
     for rank, code, sentence in failures:
-        time.sleep(0.02)  # as exactly as a file system tells the time
+        time.sleep(0.02)  # resolution of file times
         ranks[rank].fail(code, sentence, hint="look there")
         named.append(read(tmp_path)["rank"])
     assert named == [2, 3, 3, 3]
@@ -100,7 +100,7 @@ def test_first_independent_failure_is_named(tmp_path: Path) -> None:
 
 
 def test_newest_checkpoint_known_to_any_rank_is_written(tmp_path: Path) -> None:
-    """The first rank may complete it when the one that failed first has left."""
+    """The first rank may complete a checkpoint after another rank has failed."""
     first, other = RunStatus(tmp_path, rank=0), RunStatus(tmp_path, rank=1)
     other.update(last_checkpoint=2)
     other.fail(ExitCode.NUMERICS, "loss is nan")
@@ -110,7 +110,7 @@ def test_newest_checkpoint_known_to_any_rank_is_written(tmp_path: Path) -> None:
 
 
 def test_failures_of_an_earlier_start_and_invalid_files_are_ignored(tmp_path: Path) -> None:
-    """Nor when it came from a host whose clock is hours ahead."""
+    """Even if written by a host whose clock is hours ahead."""
     ahead = Clock()
     ahead.now = time.time() + 7200
     RunStatus(tmp_path, rank=5, clock=ahead).fail(ExitCode.DATA, "long ago")
@@ -168,11 +168,11 @@ def test_writes_are_atomic(tmp_path: Path) -> None:
 
 def test_unwritable_folder_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    said: list[str] = []
-    status = RunStatus(tmp_path / "file", say=said.append, clock=Clock())
+    reported: list[str] = []
+    status = RunStatus(tmp_path / "file", say=reported.append, clock=Clock())
     status.update(state="running")
     status.fail(ExitCode.BUG, "x")
-    assert len(said) == 1 and said[0].startswith("cannot write ") and "training continues" in said[0]
+    assert len(reported) == 1 and reported[0].startswith("cannot write ") and "training continues" in reported[0]
 
 
 def test_nothing_is_written_without_a_run_folder() -> None:

@@ -1,4 +1,4 @@
-"""Runs side by side: figures, names and tables."""
+"""Comparison table of runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Signals that ask to leave: noted first, obeyed at once the second time, and given back afterwards."""
+"""Signal handlers."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
     now = [10.0]
     signals = Signals(("SIGINT",), clock=lambda: now[0])
     signals.take(signal.SIGINT)
-    now[0] += 1.9  # the launcher passes on what the terminal sent to everybody
+    now[0] += 1.9  # the launcher forwards the signal that the terminal sent to all processes
     signals.take(signal.SIGINT)
     now[0] += 0.1
     with pytest.raises(KeyboardInterrupt, match="SIGTERM, the second signal"):
@@ -36,7 +36,7 @@ def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
 
 
 def test_ctrl_c_during_imports_writes_the_status(tmp_path: Path) -> None:
-    """KeyboardInterrupt would come out of an import as another error, or not at all."""
+    """Imports may replace or swallow a KeyboardInterrupt."""
     (tmp_path / "slow.py").write_text(
         "import os, signal\n"
         "class Sends:\n"

@@ -1,4 +1,4 @@
-"""Reports of slow ranks."""
+"""Straggler reports."""
 
 from torch import nn
 

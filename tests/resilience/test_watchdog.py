@@ -27,7 +27,7 @@ PATIENCE = 120.0
 
 @pytest.fixture(autouse=True)
 def no_c_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that stalls for seconds the C timer could fire before the thread and end all tests."""
+    """Delays the C timer, which would end the test process on a machine that stalls for seconds."""
     monkeypatch.setattr(watchdog, "_C_TIMER_DELAY_S", 3600.0)
 
 
@@ -116,19 +116,19 @@ def test_waiting_rank_names_the_collective_and_its_group() -> None:
 
     def main(context: ParallelContext) -> str:
         threads[context.rank] = threading.get_ident()
-        said = ""
-        while context.rank == 1 and "all_reduce" not in said:  # until the other rank waits
+        reported = ""
+        while context.rank == 1 and "all_reduce" not in reported:  # until the other rank waits
             frame = sys._current_frames().get(threads.get(0, 0))
-            said = waiting_in(frame) if frame else ""
+            reported = waiting_in(frame) if frame else ""
         barrier(context.group("dp"))
-        return said
+        return reported
 
-    _, said = on_threads(ParallelConfig(world_size=2), main)
-    assert said == ", waiting in all_reduce over dp (ranks 0, 1)"
+    _, reported = on_threads(ParallelConfig(world_size=2), main)
+    assert reported == ", waiting in all_reduce over dp (ranks 0, 1)"
 
 
 def test_c_timer_prints_stacks_while_the_interpreter_is_locked() -> None:
-    """Fault 30: C code that never gives the interpreter back."""
+    """Fault 30: C code that holds the interpreter lock."""
     code = """
 import ctypes, sys
 from megatron_moe.resilience import watchdog

@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint: what is enforced, what is told, what is taken over."""
+"""Saving and resuming runs."""
 
 import json
 from collections.abc import Callable
@@ -47,23 +47,23 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Notes(list):
-    """A reporter that keeps what it is told."""
+    """Reporter that keeps its notes."""
 
     note = list.append
 
 
 @dataclass
 class Run:
-    """A run up to the moment where training begins."""
+    """Run after restoring, before training."""
 
     trainer: Trainer
     loader: TrainLoader | None
     checkpoints: Checkpointing
     state: TrainState
-    said: str
-    """At the start."""
+    start_notes: str
+    """Notes while restoring, as one text."""
     notes: list[str]
-    """Since the start, too."""
+    """All notes."""
     status: RunStatus
 
     def train(self, steps: int) -> None:
@@ -81,26 +81,26 @@ def start(plan: RunPlan) -> Run:
     trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
     loader = None if plan.loop.skip_train else build_train_loader(plan, context, build_data(plan, context))
     saver = CheckpointSaver(plan.checkpoint.save, context, say=lambda line: None) if plan.checkpoint.save else None
-    said = Notes()
+    reported = Notes()
     status = RunStatus(None)
-    checkpoints = build_checkpointing(plan, trainer, saver, said, status)
+    checkpoints = build_checkpointing(plan, trainer, saver, reported, status)
     try:
         state = checkpoints.restore(loader)
     finally:
         if saver:
             saver.close()
-    return Run(trainer, loader, checkpoints, state, "\n".join(said), said, status)
+    return Run(trainer, loader, checkpoints, state, "\n".join(reported), reported, status)
 
 
 def plan_of(*, save: Path | None = None, load: Path | None = None, **changes: Any) -> RunPlan:
-    """A tiny plan; `flags` are more fields of its CheckpointConfig."""
+    """A tiny plan; `flags`: further fields of its CheckpointConfig."""
     flags = changes.pop("flags", {})
     return tiny.plan(checkpoint=CheckpointConfig(save=save, load=load and str(load), **flags), **changes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Two steps and their checkpoint."""
+    """Checkpoint folder of a run after two steps, and the run."""
     folder = tmp_path_factory.mktemp("trained")
     run = start(plan_of(save=folder))
     run.train(2)
@@ -128,11 +128,11 @@ def test_resumed_run_has_equal_state_and_reports_no_differences(trained: tuple[P
     again = start(plan_of(load=folder))
     assert (again.state, again.loader.consumed) == (run.state, 16)
     EXACT.check_all(again.weights(), run.weights())
-    assert "differs" not in again.said and "data" not in again.said
+    assert "differs" not in again.start_notes and "data" not in again.start_notes
 
 
 def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Run]) -> None:
-    """Also if it ends before its first step."""
+    """Before the first step."""
     folder, _ = trained
     own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
     assert (own.iteration, own.last_checkpoint) == (2, 2)
@@ -140,7 +140,7 @@ def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Ru
 
 
 def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
-    """The flag of the update does not see numbers that something else has spoiled."""
+    """The update mask does not detect weights modified otherwise."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader)
@@ -149,14 +149,16 @@ def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
     for save in (run.checkpoints.save, run.checkpoints.save_last, partial(run.checkpoints.save, in_background=True)):
         with pytest.raises(NumericsProblem) as problem:
             save(run.state, run.loader)
-        said = str(problem.value)
-        assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in said
-        assert "the newest checkpoint there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
+        reported = str(problem.value)
+        assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in reported
+        assert (
+            "the newest checkpoint there is of iteration 1" in reported and "decoder.final_layernorm.weight" in reported
+        )
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
 def test_checkpoint_committed_at_exit_is_reported(tmp_path: Path) -> None:
-    """Else a job script believes that this start has got nowhere."""
+    """Job scripts count starts without a new checkpoint."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader, in_background=True)
@@ -188,24 +190,24 @@ def test_save_longer_than_the_grace_period_is_reported_once(tmp_path: Path, monk
     """P12."""
     monkeypatch.setattr(checkpoints_module, "_GRACE_SECONDS", 0.0)
     launched = changed(plan_of(save=tmp_path), "launch", launcher="torchrun")
-    told = []
+    reported = []
     for plan in (launched, changed(launched, "resilience", exit_signals=("SIGTERM",))):
         run = start(plan)
         for _ in range(2):
             run.train(1)
             run.checkpoints.save(run.state, run.loader)
-        told.append([note for note in run.notes if "give torchrun --shutdown-timeout" in note])
-    assert [len(notes) for notes in told] == [0, 1]
+        reported.append([note for note in run.notes if "give torchrun --shutdown-timeout" in note])
+    assert [len(notes) for notes in reported] == [0, 1]
 
 
 def test_changed_data_is_reported(trained: tuple[Path, Run]) -> None:
     run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
-    assert "the data or its sample order is not that of the checkpoint" in run.said
+    assert "the data or its sample order is not that of the checkpoint" in run.start_notes
     assert run.state.iteration == 2
 
 
 def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path: Path) -> None:
-    """A file of the same size at the same place, with other tokens."""
+    """Same path and size, other tokens."""
 
     def begin() -> Run:
         data = {"mock": False, "train": (str(tmp_path / "a"),), "blend": ()}
@@ -215,11 +217,13 @@ def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path
     run = begin()
     run.train(1)
     run.checkpoints.save_last(run.state, run.loader)
-    assert "the content of" not in begin().said
+    assert "the content of" not in begin().start_notes
     write_tokens(tmp_path / "a", [[number % 80 for number in range(33 * 16)]] * 4)
-    said = begin().said
-    assert f"the content of {tmp_path / 'a'}.bin is not that of the checkpoint (then 4224 bytes, sampled crc32" in said
-    assert "the data or its sample order" not in said
+    reported = begin().start_notes
+    assert (
+        f"the content of {tmp_path / 'a'}.bin is not that of the checkpoint (then 4224 bytes, sampled crc32" in reported
+    )
+    assert "the data or its sample order" not in reported
 
 
 MISSING = object()
@@ -280,7 +284,7 @@ def test_invalid_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) 
     rewrite_text(path, "train_state.json", json.dumps(content).encode())
     again = start(plan_of(load=tmp_path))
     assert again.state.iteration == 1
-    assert again.said.count("state lacks the keys ['consumed_samples']") == 1
+    assert again.start_notes.count("state lacks the keys ['consumed_samples']") == 1
 
 
 def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tuple[Path, Run]) -> None:
@@ -326,8 +330,8 @@ def test_upcycled_model_is_saved_at_start_and_resumed(tmp_path: Path) -> None:
     assert candidate.iteration == converted.state.iteration == 0 and verify(candidate.path) == []
 
     again = start(plan)
-    assert "upcycled the dense" in converted.said and "upcycled the dense" not in again.said
-    assert "the data or its sample order" not in again.said
+    assert "upcycled the dense" in converted.start_notes and "upcycled the dense" not in again.start_notes
+    assert "the data or its sample order" not in again.start_notes
     EXACT.check_all(again.weights(), converted.weights())
 
 

@@ -1,4 +1,4 @@
-"""Training steps over a split sequence give the numbers of one rank that has the whole of it."""
+"""Context-parallel training steps equal those of one rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ def model(mixer: AttentionConfig | MLAConfig, exchange: Any, **changes: Any) -> 
 
 
 def check(plan: RunPlan, parallel: ParallelConfig, *, only: tuple[str, ...] = ("",)) -> None:
-    """Losses, norms, metrics and weights of three steps; `only` those whose names begin so."""
+    """Compares losses, norms, metrics and weights of three steps; `only`: prefixes of their names."""
 
     def figures(context: ParallelContext) -> dict[str, torch.Tensor]:
         return {name: value for name, value in train(plan, context).items() if name.startswith(only)}
@@ -56,7 +56,7 @@ def check(plan: RunPlan, parallel: ParallelConfig, *, only: tuple[str, ...] = ("
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
-    """Short documents of a small file."""
+    """Plan with short documents from a small file."""
     folder = tmp_path_factory.mktemp("corpus")
     data = replace(
         tiny.plan().data,
@@ -70,7 +70,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 
 def packed(plan: RunPlan) -> RunPlan:
-    """Positions and attention begin anew in each document, and its last token counts in no loss."""
+    """Plan with positions and attention reset at documents, and end-of-document tokens masked in the loss."""
     data = replace(plan.data, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     return replace(plan, data=data)
 
@@ -92,7 +92,7 @@ def test_context_parallel_steps_equal_one_rank(
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
 def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
-    """Microbatches weigh the same, or tokens do; parts of a sequence weigh by their tokens."""
+    """Equal weights of microbatches or of tokens; parts of a sequence are weighted by their tokens."""
     check(replace(packed(plan), loop=loop), CP2)
 
 
@@ -103,7 +103,7 @@ def test_multi_token_prediction_equals_one_rank(plan: RunPlan, loop: LoopConfig)
 
 
 def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
-    """Documents differ in length, and so do the degrees of the microbatches."""
+    """The degree of a microbatch depends on its document lengths."""
     dynamic, plan = replace(CP2, max_seqlen_per_rank=24), packed(plan)
 
     def degrees(context: ParallelContext) -> set[int]:
@@ -120,7 +120,7 @@ def test_context_and_data_parallel_equal_one_rank(plan: RunPlan) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
 def test_expert_parallel_over_context_parallel_ranks_equals_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
-    """The ranks that split the sequence share the experts, so weights of experts are not those of one rank in shape."""
+    """Experts are sharded over the context-parallel ranks, so only losses, norms and metrics are compared."""
     config = model(tiny.attention(), "allgather", moe_config=tiny.moe(dispatcher="alltoall"))
     figures = ("loss", "norm", "load_balancing_loss")
     check(replace(plan, model=config, loop=loop), ParallelConfig(world_size=2, cp=2, ep=2), only=figures)

@@ -1,4 +1,4 @@
-"""Validation is the loss of the model as it is: no dropout, no jitter, no counting."""
+"""Evaluation without dropout, jitter and token counts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_evaluation_disables_dropout_and_jitter():
     noisy, calm = (build_model(tiny.plan(model=config), CONTEXT, KERNELS) for config in (noisy_model(), tiny.model()))
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
-    # even when the batches come with the keys of training
+    # batches with the RNG keys of training
     keyed = [replace(batch, context=replace(batch.context, rng=RNGKey(1, 2, 3))) for batch in batches]
     FP64_REF.check(evaluated(noisy, keyed), evaluated(calm, batches), "validation loss")
 
@@ -75,7 +75,7 @@ def test_each_split_has_its_own_loader():
 
 
 class Stretches:
-    """Instead of a loader: remembers which stretches of the data were read."""
+    """Loader that records the numbers of the evaluations."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -87,11 +87,11 @@ class Stretches:
 
 class Silent:
     def validation(self, report: Any) -> None:
-        """Takes what is reported."""
+        """Ignores the report."""
 
 
 def test_evaluations_read_consecutive_data_across_restarts():
-    """The first one from the beginning of the data, the last one behind all others, whoever continues the run."""
+    """The first evaluation reads the beginning of the data, the final one follows all others."""
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
     pipeline, data = Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
     for iterations in (range(1, 4), range(4, 7)):  # two starts

@@ -1,4 +1,4 @@
-"""Weight gradients of experts that are computed once for several microbatches are those of one at a time."""
+"""Expert weight gradients over several microbatches (`--moe-expert-wgrad-interval`)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -104,7 +104,7 @@ def every(interval: int, each: RunPlan) -> RunPlan:
 
 
 def counting(calls: Counter[int]) -> KernelSet:
-    """Plain torch, which notes how many parts the weight gradients of experts have."""
+    """Reference kernels that count calls by the number of microbatches per expert weight gradient."""
     plain = reference.bundle()
 
     def grouped_weight_grad(parts: Any, out: Tensor, accumulate: bool) -> None:
@@ -150,7 +150,7 @@ def test_batched_weight_gradients_reject_captured_expert_modules(module: str) ->
     "number, interval, sizes", [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])]
 )
 def test_one_product_covers_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
-    """Of two layers with two stacks each. Evaluations in between bring none."""
+    """Counts products of two layers with two weight stacks each; evaluations add none."""
     calls: Counter[int] = Counter()
     each = every(interval, plan(number))
     context = ParallelContext.single(dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_one_product_covers_several_microbatches(number: int, interval: int, siz
 
 
 def test_repeated_step_uses_the_same_groups() -> None:
-    """Also where a layer that is used twice brings more gradients than there are microbatches."""
+    """Includes a layer that runs twice per microbatch."""
     calls: Counter[int] = Counter()
     each = every(2, CASES["latent, prediction by a repeated layer"])
     context = ParallelContext.single(dtype=torch.float64)

@@ -27,7 +27,7 @@ CONTEXT = ParallelContext.single(dtype=torch.float64)
 
 
 def dense_checkpoint(config, folder):
-    """Saves the dense ancestor of `spec` with random weights; returns it."""
+    """Saves a dense model with random weights and returns it."""
     dense = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
     saver = CheckpointSaver(folder, CONTEXT, say=lambda line: None)
     tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in dense.state_dict().items()}

@@ -58,7 +58,7 @@ def latent():
 
 
 def plan(config: ModelConfig, layout: str = "", *, pp: int = 2, micro: int = 1, samples: int = 8, **sizes) -> RunPlan:
-    """A step of few short samples; `layout` in Megatron's language for `pp` ranks."""
+    """Plan with a few short samples; `layout`: Megatron's layout string for `pp` ranks."""
     parallel = ParallelConfig(ep=2, **{"world_size": 2, **sizes})
     placed = None
     if layout:
@@ -113,7 +113,7 @@ def ranks_of(each: RunPlan, *, processes: bool = False):
 
 
 def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tensor]:
-    """Everything that two steps leave on a rank, by name."""
+    """Results of two steps on a rank, by name."""
     datasets = random_datasets(each, num_steps=2)
     trainers: list[Trainer] = []
 
@@ -140,13 +140,13 @@ def plain(case: str):
 
 
 def in_order(case: str, order: str) -> RunPlan:
-    """The case's plan in another order."""
+    """Plan of the case with another schedule order."""
     each = CASES[case]
     return replace(each, pipeline=replace(ORDERS[order], layout=each.pipeline.layout))
 
 
 def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = False) -> None:
-    """`captured`: without the tokens per expert, which hooks of the routers count and replays do not run."""
+    """`captured`: skips tokens per expert, which router hooks count and graph replays do not."""
     for rank, (actual, expected) in enumerate(zip(found, plain(case), strict=True)):
         if captured:
             actual, expected = (
@@ -172,7 +172,7 @@ def test_schedule_orders_train_the_same_weights(case, order):
 
 @pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
 def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
-    # gloo adds the squares of four ranks in another order than the in-memory group of threads
+    # gloo sums four ranks in another order than the in-memory group of threads
     check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
 
 

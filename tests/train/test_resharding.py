@@ -63,7 +63,7 @@ def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, conte
 
 
 def train_and_save(plan: RunPlan, folder: Path) -> None:
-    """Checkpoints after one step and after two."""
+    """Saves checkpoints after steps 1 and 2."""
 
     def main(context: ParallelContext) -> None:
         trainer, state = make_trainer(plan, context), TrainState()

@@ -1,4 +1,4 @@
-"""Steps read one behind: figures and times belong to the step they are shown with."""
+"""Step results, read one iteration late."""
 
 from dataclasses import replace
 
@@ -81,7 +81,7 @@ def test_params_norm_and_num_zeros_belong_to_their_step():
     flat = torch.cat([parameter.detach().flatten() for parameter in one.model.parameters()])
     FP64_REF.check(first.figures["params_norm"], flat.norm(), "params norm")
     assert later.figures["params_norm"] != earlier.figures["params_norm"]
-    # tokens that do not occur leave rows of the embedding's gradient at zero
+    # embedding gradients of unused tokens are zero
     assert 0 < int(first.figures["num_zeros"]) < flat.numel()
 
 
@@ -100,7 +100,7 @@ def test_state_counts_samples_and_tokens():
 
 
 def test_schedules_count_trained_samples():
-    """Schedules of Megatron-LM do not advance over skipped iterations; it logs the rate after its scheduler's step."""
+    """Schedules do not count skipped iterations; the logged rate follows the scheduler step, as in Megatron-LM."""
     ramp = replace(
         tiny.plan().lr, warmup_samples=80, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_style="linear"
     )
@@ -125,5 +125,5 @@ def test_expert_bias_changes_once_per_step():
     assert before
     for name, bias in before.items():
         moves = ((after[name] - bias) / rate).abs()
-        # over four microbatches, yet only one step of the rate
+        # one update over four microbatches
         assert moves.max() == 1.0 and set(moves.round(decimals=4).tolist()) <= {0.0, 1.0}, (name, moves)

@@ -1,4 +1,4 @@
-"""The training step: what it computes, on one rank and on several."""
+"""Training steps on one and several ranks."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(case):
-    # one rank is given the partition of the tokens that the two ranks have: the same microbatches
+    # one rank with the microbatches of both ranks
     plan = tiny.plan(**CASES[case])
     single = train(plan, ParallelContext.single(dtype=torch.float64))
     results = on_threads(ParallelConfig(world_size=2), lambda context: train(plan, context))
@@ -76,7 +76,7 @@ BALANCING_LOSSES = {
 
 @pytest.mark.parametrize("loss", BALANCING_LOSSES)
 def test_balancing_losses_of_per_token_loss_count_routed_tokens(loss):
-    """As in Megatron-Core: tokens that `--eod-mask-loss` masks are routed and count, padding does not."""
+    """Megatron-Core semantics: tokens masked by `--eod-mask-loss` are routed and count, padding does not."""
     batch, context = BatchConfig(micro=8, global_size=8), ParallelContext.single(dtype=torch.float64)
     datasets = random_datasets(tiny.plan(batch=batch), num_steps=1)
     (microbatch,) = build_train_loader(tiny.plan(batch=batch), context, datasets).next_step()
@@ -118,7 +118,7 @@ def test_step_lowers_the_loss_on_its_batch():
 
 
 def test_microbatches_equal_the_whole_batch():
-    # without balancing losses, whose definition is per microbatch
+    # no balancing losses, which are defined per microbatch
     model = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     context = ParallelContext.single(dtype=torch.float64)
     whole = train(tiny.plan(model=model, batch=BatchConfig(micro=8, global_size=8)), context)
@@ -133,7 +133,7 @@ def test_gradients_are_clipped_by_the_global_norm():
     batches = build_train_loader(plan, context, build_data(plan, context)).next_step()
     norm, clip = trainer.step(batches, TrainState()).norms["all"], plan.optimizer.clip_grad
     assert norm > clip
-    # the first moment after one step is this share of what the optimizer was given
+    # first moment after one step, relative to the unclipped gradient
     share = (1 - plan.optimizer.beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
         FP64_LAYOUT.check(

@@ -1,4 +1,4 @@
-"""Kernel warm-up: every kind of layer at the sizes of a rank, without peers, compiled by one rank per node."""
+"""Kernel warm-up."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ def test_reduced_plan_has_every_kind_of_layer_at_unchanged_sizes():
 
 
 def test_reduced_plan_covers_incomplete_weight_gradient_groups():
-    """Of 4 microbatches of a step 3 are one product, and 1 is left."""
+    """Steps of 4 microbatches with interval 3 leave an incomplete group of 1."""
     plan = replace(tiny.plan(), memory=MemoryConfig(expert_wgrad_interval=3))
     assert warmed_up(plan).batch.global_size == (3 + 3 + 1) * plan.batch.micro
 
@@ -49,7 +49,7 @@ def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel):
 def test_warm_up_frees_its_memory(tmp_path):
     plan = replace(tiny.plan(), data_parallel=DataParallelConfig(overlap_grad_reduce=True))
     gc.collect()
-    before = parameters_alive()  # held here, so that no new one takes the place of one that goes meanwhile
+    before = parameters_alive()  # kept alive, so that ids stay unique
     assert not attempt(plan, torch.device("cpu"), tmp_path)
     known = set(map(id, before))
     assert [each.shape for each in parameters_alive() if id(each) not in known] == []
