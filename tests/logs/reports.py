@@ -44,3 +44,13 @@ def step_report(*steps: StepResult, **changes: Any) -> StepReport:
         flops_per_step=1e12,
     )
     return replace(report, **changes)
+
+
+class Clock:
+    """Manually advanced clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

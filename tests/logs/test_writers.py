@@ -25,7 +25,7 @@ from megatron_moe.logs.writers import (
     WandB,
     has_live_line,
 )
-from tests.logs.reports import step_result
+from tests.logs.reports import Clock, step_result
 
 
 def entry(iteration: int, **tags: float) -> Entry:
@@ -38,16 +38,6 @@ def read_scalars(folder) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-class Clock:
-    """Manually advanced clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def fail() -> None:
@@ -64,10 +54,10 @@ def test_failures_are_reported_once_per_hour_and_sink():
         "telemetry: W&B failed (OSError: no space left); training continues without it",
         "telemetry: log.txt failed (OSError: no space left); training continues without it",
     ]
-    clock.now = HOUR - 1
+    clock.now += HOUR - 1
     guard.run("W&B", fail)
     assert len(reported) == 2
-    clock.now = HOUR
+    clock.now += 1
     guard.run("W&B", fail)
     assert len(reported) == 3
 

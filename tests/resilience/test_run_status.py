@@ -9,16 +9,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
 from megatron_moe.resilience.run_status import STARTED, RunStatus
-
-
-class Clock:
-    """Manually advanced clock."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.logs.reports import Clock
 
 
 def read(run_dir: Path) -> dict:

@@ -21,6 +21,8 @@ def test_signal_is_recorded_and_its_handler_restored() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.received == signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) is before
+    with Signals() as signals:
+        assert not signals.active and signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
@@ -83,9 +85,3 @@ def test_forked_process_ignores_signals(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(os, "getpid", lambda: -1)
     signals.take(signal.SIGTERM)
     assert signals.received is None
-
-
-def test_no_signals_are_handled_by_default() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Signals() as signals:
-        assert not signals.active and signal.getsignal(signal.SIGTERM) is before

@@ -90,16 +90,11 @@ def test_context_parallel_steps_equal_one_rank(
     check(replace(plan, model=model(MIXERS[mixer], exchange)), parallel)
 
 
+@pytest.mark.parametrize("mtp", [None, MTPConfig(num_layers=2)], ids=["", "multi-token prediction"])
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
+def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig, mtp: MTPConfig | None) -> None:
     """Equal weights of microbatches or of tokens; parts of a sequence are weighted by their tokens."""
-    check(replace(packed(plan), loop=loop), CP2)
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_multi_token_prediction_equals_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
-    config = model(tiny.attention(), "p2p", mtp=MTPConfig(num_layers=2))
-    check(replace(packed(plan), model=config, loop=loop), CP2)
+    check(replace(packed(plan), model=model(tiny.attention(), "p2p", mtp=mtp), loop=loop), CP2)
 
 
 def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
