@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -154,7 +154,8 @@ def waiting_in(frame: FrameType) -> str:
     """Name, group and call site of the collective in which the thread of this innermost frame waits; only the call
     site outside collectives. Starts with a comma."""
     collective, group = "", ""
-    for each in _callers(frame):
+    each: FrameType | None = frame
+    while each is not None:
         module = each.f_globals.get("__name__", "")
         if module.startswith("torch.distributed") and not collective and each.f_code.co_name != "wrapper":
             collective = each.f_code.co_name
@@ -166,13 +167,8 @@ def waiting_in(frame: FrameType) -> str:
             if module != "megatron_moe.parallel.collectives":
                 what = f"in {collective}{group}, called " if collective else "in code "
                 return f", waiting {what}from {module}.{each.f_code.co_name}, line {each.f_lineno}"
+        each = each.f_back
     return f", waiting in {collective}{group}" if collective else ""
-
-
-def _callers(frame: FrameType | None) -> Iterable[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _modified(path: Path) -> float:

@@ -104,12 +104,18 @@ def sentence(reports: Sequence[RankReport]) -> str:
         parts.append(f"rows of experts found no free page on {ranks}: raise {flag}")
     found = [(finding, report) for report in reports for finding in report.findings]
     if found:
-        first, report = min(found, key=lambda pair: (_RANKING.index(pair[0].kind), _depth(*pair)))
+        first, report = min(found, key=lambda pair: _causality(*pair))
         parts.append(f"first not finite: {first}, on rank {report.rank}")
     samples = sorted({sample for report in reports for sample in report.bad_samples})
     if samples:
         parts.append(f"in samples {', '.join(map(str, samples[:16]))}{', ...' if len(samples) > 16 else ''}")
     return "; " + ", ".join(parts) if parts else ""
+
+
+def _causality(finding: Finding, report: RankReport) -> tuple[int, int]:
+    """Sort key: causes first; of one kind, the first stage comes first in the forward, the last one in the backward."""
+    stage = -report.stage if finding.kind.startswith("gradient") else report.stage
+    return _RANKING.index(finding.kind), stage
 
 
 def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport]) -> Path | None:
@@ -128,11 +134,6 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
     except OSError:
         return None
     return path
-
-
-def _depth(finding: Finding, report: RankReport) -> int:
-    """Sort key: the first stage comes first in the forward, the last stage in the backward."""
-    return -report.stage if finding.kind.startswith("gradient") else report.stage
 
 
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:

@@ -108,7 +108,11 @@ class Trainer:
         computes_twice = resilience.rerun == "report_stats"
         self.repeatability = Repeatability(self.context.device) if computes_twice else None
         """Statistics of `--rerun-mode report_stats`, which computes every step twice; None: once."""
-        self._limits = _spike_limits(resilience, self.context.device)
+        wanted = (resilience.report_spiky_loss, resilience.report_large_grads)
+        self._limits = [
+            SpikeLimit(self.context.device) if want and resilience.on_spike != "report" else None for want in wanted
+        ]
+        """Limits of loss and gradient norm; None if spikes are not detected or their updates are applied."""
         self.full_iteration: FullIterationGraph | None = None
         """CUDA graph of forward and backward; None: eager execution."""
         self._may_continue = torch.ones((), device=self.context.device, dtype=torch.bool)
@@ -310,10 +314,3 @@ class Trainer:
             )
             prepared.append(replace(batch, context=mb))
         return prepared
-
-
-def _spike_limits(config: ResilienceConfig, device: torch.device) -> tuple[SpikeLimit | None, SpikeLimit | None]:
-    """Limits of loss and gradient norm; None if spikes are not detected or their updates are applied."""
-    wanted = (config.report_spiky_loss, config.report_large_grads)
-    loss, norm = (SpikeLimit(device) if want and config.on_spike != "report" else None for want in wanted)
-    return loss, norm

@@ -69,17 +69,11 @@ def test_missing_package_is_not_in_the_summary():
     assert found.verdict == "missing" and summary([found]) == ["packages: "]
 
 
-def test_required_packages_are_pinned():
+def test_this_environment():
     pins = pinned_versions(CONSTRAINTS)
     assert {each.name for each in PACKAGES if each.required} <= pins.keys()
     assert pinned_versions(Path("no/such/file")) == {}
-
-
-def test_required_packages_are_installed():
     found = {each.package.name: each for each in find_all()}
     assert all(each.version for each in found.values() if each.package.required)
     assert summary(found.values())[0].startswith(f"packages: torch {found['torch'].version}")
-
-
-def test_packages_built_from_source_have_instructions():
     assert set(HOW_TO_BUILD) == {each.name for each in PACKAGES if each.install == "built from source"}

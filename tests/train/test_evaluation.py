@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -74,7 +75,7 @@ def test_each_split_has_its_own_loader():
     assert not torch.equal(first["validation"], first["test"])
 
 
-class Stretches:
+class NumberedLoader:
     """Loader that records the numbers of the evaluations."""
 
     def __init__(self) -> None:
@@ -85,17 +86,15 @@ class Stretches:
         return iter(())
 
 
-class Silent:
-    def validation(self, report: Any) -> None:
-        """Ignores the report."""
-
-
 def test_evaluations_read_consecutive_data_across_restarts():
     """The first evaluation reads the beginning of the data, the final one follows all others."""
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
-    pipeline, data = Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
+    pipeline, data = (
+        Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)),
+        NumberedLoader(),
+    )
     for iterations in (range(1, 4), range(4, 7)):  # two starts
-        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Silent())
+        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Mock())
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))
