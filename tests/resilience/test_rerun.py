@@ -15,7 +15,7 @@ def twice(rank: int, first: float, again: float) -> RerunResult:
     return RerunResult(rank, "host", "cpu", first, again)
 
 
-def test_same() -> None:
+def test_nonfinite_results_are_equal() -> None:
     assert same(NAN, math.inf) and same(2.0, 2.001) and same(0.0, 0.0)
     assert not same(NAN, 2.0) and not same(2.0, 2.01)
 
