@@ -1,7 +1,7 @@
 """Assembly of a run: makes its objects from a RunPlan, each from its own narrow config."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +11,7 @@ from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
@@ -42,14 +43,16 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
+from megatron_moe.planner.memory_advice import memory_advice
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.stragglers import Stragglers
 from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.checkpointing import Checkpointing
 from megatron_moe.train.evaluation import Evaluation
 from megatron_moe.train.events import GarbageCollection, RunEvents
-from megatron_moe.train.oom_report import room_asked_for
+from megatron_moe.train.oom_report import report_out_of_memory
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.trainer import Trainer
 
@@ -119,6 +122,54 @@ def build_saver(
     return saver
 
 
+def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
+    optimizer, data, precision = plan.optimizer, plan.data, plan.precision
+    return TrainStateConfig(
+        model=plan.model,
+        batch=plan.batch,
+        loop=plan.loop,
+        seq_length=data.seq_length,
+        data_seed=data.seed,
+        training={
+            "--global-batch-size": plan.batch.global_size,
+            "--adam-beta1": optimizer.beta1,
+            "--adam-beta2": optimizer.beta2,
+            "--adam-eps": optimizer.eps,
+            "--clip-grad": optimizer.clip_grad,
+            "--apply-wd-to-qk-layernorm": optimizer.decay_qk_norm,
+            "--calculate-per-token-loss": plan.loop.per_token_loss,
+            "--seed": plan.loop.seed,
+            "--eod-mask-loss": data.eod_mask_loss,
+            "--reset-position-ids": data.reset_position_ids,
+            "--reset-attention-mask": data.reset_attention_mask,
+            "type of gradients": precision.grads,
+            "matrix products in low precision": precision.low,
+        },
+        run_yaml=plan.resolved_yaml,
+    )
+
+
+def build_checkpointing(
+    plan: RunPlan, trainer: Trainer, saver: CheckpointSaver | None, reporter: Reporter, status: RunStatus
+) -> Checkpointing:
+    return Checkpointing(
+        plan.checkpoint,
+        build_train_state_config(plan),
+        trainer,
+        saver,
+        reporter,
+        status,
+        log_progress=plan.logging.log_progress,
+        launcher=plan.launch.launcher if plan.resilience.exit_signals else None,
+    )
+
+
+def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[..., AbstractContextManager[None]]:
+    """Function that returns a context manager which reports a lack of memory; argument: the iteration."""
+    advice = partial(memory_advice, plan, context.group("pp").rank)
+    return partial(report_out_of_memory, context, plan.logging.run_dir, advice)
+
+
 def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
     return select_kernels(plan.kernels, context.device, context.dtype)
 
@@ -180,7 +231,8 @@ def build_trainer(
     `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
     """
     parallel, rule = plan.data_parallel, AdamW(plan.optimizer, plan.precision)
-    with room_asked_for(plan, context, 0):
+    memory_guard = build_memory_guard(plan, context)
+    with memory_guard():
         buffers = GradBuffers(
             named_parameters(model),
             plan.precision,
@@ -211,7 +263,7 @@ def build_trainer(
         logging=plan.logging,
         micro_batch_size=plan.batch.micro_batch_size,
         timers=timers,
-        memory_guard=partial(room_asked_for, plan, context),
+        memory_guard=memory_guard,
     )
     if context.device.type == "cuda":
         check_recordable(plan.cuda_graphs, kernels)
@@ -283,8 +335,9 @@ def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datase
 
 
 def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, reporter: Reporter) -> Evaluation:
-    loaders = build_eval_loaders(plan, pipeline.context, datasets)
-    return Evaluation(plan.loop, plan.batch, pipeline, loaders, reporter)
+    valid = build_eval_loaders(plan, pipeline.context, datasets)
+    test = valid.pop("test", None)
+    return Evaluation(plan.loop, plan.batch, pipeline, valid, test, reporter)
 
 
 def introduce(

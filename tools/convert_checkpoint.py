@@ -84,7 +84,8 @@ def _from_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Out
     folder, save = Path(options.load.removeprefix(HUGGING_FACE)), Path(options.save)
     plan = read_plan([*_flags_of_folder(folder), *flags], {}, vocab_size_of=vocab_size_of)
     texts = {"run.yaml": plan.resolved_yaml}
-    report = from_hf(folder, save, skeleton(plan, folder), plan.model, TrainState().to_json(plan), texts)
+    train_state = TrainState().to_json(build_train_state_config(plan))
+    report = from_hf(folder, save, skeleton(plan, folder), plan.model, train_state, texts)
     return Outcome(report, save, folder, report.target, plan)
 
 

@@ -61,7 +61,8 @@ def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) 
         state.consumed_tokens = state.consumed_samples * plan.data.seq_length
     saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1)
     try:
-        path = saver.save(state.iteration, source.tensors, state.to_json(plan), texts={"run.yaml": plan.resolved_yaml})
+        train_state = state.to_json(build_train_state_config(plan))
+        path = saver.save(state.iteration, source.tensors, train_state, texts={"run.yaml": plan.resolved_yaml})
     finally:
         saver.close()
     notes = "".join(f"\n{note}" for note in source.notes)

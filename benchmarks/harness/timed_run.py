@@ -21,8 +21,9 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome, Trainer
+from megatron_moe.train.trainer import Trainer
 
 EVERY_MS = 100
 """Interval of board readings."""
@@ -116,7 +117,7 @@ class Run:
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)
         self.num_samples = outcome.num_samples
-        self.state.advance(outcome.num_samples, self.plan)
+        self.state.advance(outcome.num_samples, build.build_train_state_config(self.plan))
         return outcome
 
     def take_loads(self) -> tuple[float, ...]:

@@ -87,13 +87,13 @@ def record_run(
     before_step = None if prepare is None else prepare(trainer)
     record = RankRecord(context.rank, place_of(context))
     _count_tokens(trainer, record)
-    state = TrainState()
+    state, config = TrainState(), build.build_train_state_config(plan)
     for step in range(num_steps):
         batches = loader.next_step()
         if before_step is not None:
             before_step(batches, state.iteration + 1)
         outcome = trainer.step(batches, state)
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, config)
         record.losses.append(float(outcome.loss))
         record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})
         record.metrics.append(dict(_figures(trainer, context)))

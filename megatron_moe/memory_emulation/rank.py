@@ -80,7 +80,7 @@ def take_steps(
     with tracker:
         trainer = _trainer(plan, context, kernels, tracker, load)
         mark_state(trainer, tracker)
-        state = TrainState()
+        state, config = TrainState(), build.build_train_state_config(plan)
         fewest = min(plan.schedule(num_microbatches).group, num_microbatches)
         for is_last, number in ((False, fewest), (True, num_microbatches)):
             batches = make_batches(plan, context, number)
@@ -91,7 +91,7 @@ def take_steps(
                     torch.cuda.reset_peak_memory_stats(context.device)
             outcome = trainer.step(batches, state)
             mark_pages(trainer, tracker)
-            state.advance(outcome.num_samples, plan)
+            state.advance(outcome.num_samples, config)
             del batches, outcome
     return EmulatedRun(
         rank=context.rank,

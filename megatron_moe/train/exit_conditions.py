@@ -28,11 +28,9 @@ class ExitConditions:
         """Collective construction.
 
         Args:
-            iteration: first iteration of this start.
-            last_iteration: iteration after which training ends.
-            signals: signal handlers of this process, or None.
-            begun: clock value at the start of the process, from which `--exit-duration-in-mins` counts as in Megatron
-                (building and loading the model included); None: now.
+            iteration: iteration at which this start begins; training ends after `last_iteration`.
+            begun: time at which the process started, from which `--exit-duration-in-mins` counts as in Megatron (model
+                construction and loading included); None: now.
             clock: monotonic clock, seconds.
         """
         self.reason = "training is off (--skip-train)"
@@ -51,8 +49,7 @@ class ExitConditions:
     def now(self, iteration: int) -> bool:
         """True if the run ends after `iteration` steps."""
         reason = self._reason(iteration)
-        if reason is not None:
-            self.reason = reason
+        self.reason = reason or self.reason
         return reason is not None
 
     def _reason(self, iteration: int) -> str | None:

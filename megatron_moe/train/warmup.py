@@ -42,11 +42,11 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     watchdog.enter("compilation")
     begin = time.monotonic()
     folder = cache_folder(plan)
-    before = _num_compiled(folder)
+    before = len(list(folder.glob("*/*.cubin")))
     failure = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
     watchdog.enter("start")
-    seconds, compiled = time.monotonic() - begin, _num_compiled(folder) - before
-    done = f"kernels: {compiled} compiled into {folder}"
+    seconds = time.monotonic() - begin
+    done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder}"
     if failure:
         return f"{done}; the warm-up failed after {seconds:.1f} s, other kernels are compiled when needed: {failure}"
     return f"{done} and library plans created in {seconds:.1f} s before the rendezvous"
@@ -139,8 +139,8 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 def _num_microbatches(plan: RunPlan) -> int:
     """Microbatches that cover storing and adding gradients, and incomplete groups of `--moe-expert-wgrad-interval`."""
-    together = plan.memory.moe_expert_wgrad_interval
-    return 2 * together + plan.batch.global_batch_size // (plan.batch.micro_batch_size * plan.parallel.dp) % together
+    interval = plan.memory.expert_wgrad_interval
+    return 2 * interval + plan.num_microbatches % interval
 
 
 def _fingerprint(plan: RunPlan) -> str:
@@ -149,7 +149,3 @@ def _fingerprint(plan: RunPlan) -> str:
     made_of = plan.model, plan.parallel, plan.precision, plan.kernels, sizes
     text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _num_compiled(folder: Path) -> int:
-    return sum(1 for _ in folder.glob("*/*.cubin"))

@@ -40,7 +40,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         2: (_INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",),
         3: (
             _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
-            "tests/resilience/test_peer_failure.py::test_a_rank_that_left_no_report_is_the_first",
+            "tests/resilience/test_peer_failure.py::test_rank_without_report_is_named",
         ),
         4: (
             _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
@@ -73,7 +73,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/logs/test_reporter.py::"
             "test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is",
         ),
-        12: ("tests/train/test_exit_conditions.py::test_the_clock_of_the_slowest_rank_counts",),
+        12: ("tests/train/test_exit_conditions.py::test_exit_duration_uses_the_latest_clock_of_all_ranks",),
         13: (_INJECTED + "test_a_run_that_ends_while_it_saves_completes_the_checkpoint",),
         14: (_SAVE + "test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning",),
         15: (_SAVE + "test_saving_recovers_after_a_mount_disappeared",),
@@ -94,13 +94,13 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/checkpoint/test_manifest.py::test_an_inconsistent_manifest_with_a_valid_checksum_is_rejected",
             _LOAD + "test_a_manifest_with_a_huge_tensor_is_rejected_before_allocation",
         ),
-        23: ("tests/train/test_pipeline_checkpoints.py::test_what_any_layout_writes_every_layout_goes_on_from",),
+        23: ("tests/train/test_resharding.py::test_p4_checkpoint_resumes_on_another_layout",),
         24: (
-            _RESUME + "test_another_sequence_length_is_refused_with_both_numbers",
-            _RESUME + "test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on",
-            _RESUME + "test_other_data_is_told",
+            _RESUME + "test_changed_sequence_length_is_rejected",
+            _RESUME + "test_changed_learning_rate_is_rejected_only_with_optimizer_state",
+            _RESUME + "test_changed_data_is_reported",
             "tests/train/test_resume_table.py::"
-            "test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabulary_told",
+            "test_changed_end_of_document_id_is_rejected_and_changed_vocabulary_reported",
         ),
         25: (_LOAD + "test_a_stored_version_1_checkpoint_loads",),
         26: (_LOAD + "test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown",),
@@ -112,17 +112,17 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         28: (_PREEMPTION + "test_a_signal_to_one_rank_ends_both_with_a_checkpoint",),
         29: (
-            "tests/resilience/test_signals.py::test_a_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not",
+            "tests/resilience/test_signals.py::test_second_signal_interrupts_but_a_forwarded_first_one_does_not",
             _PREEMPTION + "test_a_signal_before_the_first_step_has_nothing_to_save",
         ),
         30: (
             "tests/faults/test_hang.py::test_a_stopped_rank_is_named_by_its_peer",
-            "tests/resilience/test_watchdog.py::test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks",
+            "tests/resilience/test_watchdog.py::test_c_timer_prints_stacks_while_the_interpreter_is_locked",
             _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
         ),
         31: (
             _INJECTED + "test_the_rank_that_failed_first_is_blamed_and_its_reason_told",
-            "tests/resilience/test_peer_failure.py::test_a_rank_that_told_why_it_failed_is_quoted",
+            "tests/resilience/test_peer_failure.py::test_reported_cause_of_a_peer_is_quoted",
         ),
         32: (
             _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
@@ -130,12 +130,12 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         33: (
             _INJECTED + "test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed",
-            "tests/train/test_trainer.py::test_running_out_of_memory_is_told_with_its_remedy",
+            "tests/train/test_trainer.py::test_out_of_memory_step_raises_with_a_report",
         ),
         34: (
             "tests/parallel/test_rendezvous.py::"
             "test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do",
-            "tests/resilience/test_watchdog.py::test_a_rank_that_waits_names_the_collective_and_its_group",
+            "tests/resilience/test_watchdog.py::test_waiting_rank_names_the_collective_and_its_group",
         ),
         35: (
             _INJECTED + "test_ranks_with_other_flags_are_refused_with_the_flags",
@@ -150,7 +150,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_told_with_place_and_time",
             "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_told",
         ),
-        38: ("tests/resilience/test_requeue.py::test_three_ends_at_one_checkpoint_are_enough",),
+        38: ("tests/resilience/test_requeue.py::test_patience_without_a_new_checkpoint",),
         # numbers
         40: (
             _NONFINITE + "test_a_nan_in_one_microbatch_of_one_rank_is_named_with_its_samples",
@@ -159,15 +159,15 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         41: (
             _NONFINITE + "test_a_spike_is_told_left_out_or_ends_the_run",
-            "tests/resilience/test_numerics_guard.py::test_a_limit_on_the_device_judges_as_the_host_does",
+            "tests/resilience/test_numerics_guard.py::test_device_spike_limit_equals_the_host_rule",
         ),
         42: (
             _INJECTED + "test_a_flipped_bit_of_a_weight_is_named_with_its_rank",
-            "tests/resilience/test_replica_check.py::test_a_flipped_bit_in_one_replica_names_rank_and_parameter",
+            "tests/resilience/test_replica_check.py::test_flipped_bit_names_rank_and_parameter",
         ),
         43: (
             _INJECTED + "test_a_result_that_does_not_come_again_ends_with_code_16_and_names_the_rank",
-            "tests/resilience/test_rerun.py::test_a_result_that_changes_accuses_the_rank_whose_loss_changed",
+            "tests/resilience/test_rerun.py::test_changed_result_suspects_the_rank_whose_loss_changed",
         ),
         44: (
             "tests/moe/parallel/test_layer_over_ranks.py::test_all_tokens_to_one_expert",
@@ -195,7 +195,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         50: ("tests/data/test_cache.py::test_an_incomplete_entry_is_not_used",),
         51: (
             "tests/data/test_datasets.py::test_data_replaced_at_the_same_place_is_indexed_again",
-            _RESUME + "test_other_data_is_told",
+            _RESUME + "test_changed_data_is_reported",
         ),
         52: ("tests/data/test_loader.py::test_exhausted_data_is_reported_and_then_rejected",),
         53: (
@@ -217,13 +217,13 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         # telemetry
         57: (
-            _SINKS + "test_a_failure_is_told_once_per_hour_and_per_sink",
-            _SINKS + "test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line",
-            _REPORTER + "test_a_closed_terminal_does_not_stop_training",
+            _SINKS + "test_failures_are_reported_once_per_hour_and_sink",
+            _SINKS + "test_failed_records_are_retried_without_an_incomplete_line",
+            _REPORTER + "test_closed_terminal_does_not_stop_training",
         ),
         58: (
-            _METRICS + "test_a_torn_last_line_is_skipped",
-            _METRICS + "test_a_resumed_run_drops_later_records_and_the_torn_line",
+            _METRICS + "test_incomplete_last_line_is_skipped",
+            _METRICS + "test_resumed_run_drops_later_records_and_the_incomplete_line",
         ),
     }
 )
@@ -246,7 +246,7 @@ PROMISES: Mapping[int, tuple[str, ...]] = MappingProxyType(
         9: FAULTS[40],
         10: (*FAULTS[53], _BAD_INPUT + "test_all_wrong_flags_at_once"),
         11: FAULTS[57],
-        12: (*FAULTS[27], _RESUME + "test_a_save_that_takes_longer_than_launchers_wait_is_told_once"),
+        12: (*FAULTS[27], _RESUME + "test_save_longer_than_the_grace_period_is_reported_once"),
         13: FAULTS[42],
         14: FAULTS[56],
     }

@@ -47,10 +47,7 @@ class Notes(list):
     def observe(self, reading: object) -> None:
         pass
 
-    def summary(self, metrics: object, **figures: object) -> None:
-        pass
-
-    def step(self, report: object) -> None:
+    def step(self, metrics: object) -> None:
         pass
 
 
@@ -63,7 +60,7 @@ def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4)
     for iteration in range(1, steps + 1):
         spoil(trainer, iteration)
         outcome = trainer.step(loader.next_step(), state)
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, build.build_train_state_config(plan))
         progress.after(outcome)
     progress.catch_up()
     return trainer, loader, said

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels import reference
@@ -46,7 +46,7 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
         outcome = trainer.step(loader.next_step(), state)
         if step == 0:
             figures |= {f"grad {slot.name}": slot.main_grad.clone() for slot in trainer.buffers.slots}
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, build_train_state_config(plan))
         figures[f"loss {state.iteration}"] = outcome.loss
         figures |= {f"{name} norm {state.iteration}": norm for name, norm in outcome.norms.items()}
     for name, metric in trainer.metrics.take(trainer.context).items():

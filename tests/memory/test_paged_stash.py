@@ -19,8 +19,9 @@ from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory_emulation.rank import emulate_rank, make_batches
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.nan_diagnosis import RankReport, sentence
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome, Trainer
+from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads

@@ -81,10 +81,7 @@ def norm_misses_experts_of_other_ranks(original: Any) -> Any:
     return lambda grid: "dp_cp"
 
 
-@mutant(
-    "train.trainer:clip_coefficient",
-    "tests/train/test_trainer.py::test_every_gradient_is_clipped_by_the_norm_of_all_of_them",
-)
+@mutant("train.trainer:clip_coefficient", "tests/train/test_trainer.py::test_gradients_are_clipped_by_the_global_norm")
 def gradients_are_not_clipped(original: Any) -> Any:
     """A single bad batch moves the weights without bound."""
     return lambda norm, limit: torch.ones_like(norm)
@@ -235,7 +232,7 @@ def norms_and_biases_decay(original: Any) -> Any:
 
 @mutant(
     "train.trainer:Trainer._verdict",
-    "tests/train/test_trainer.py::test_an_infinite_gradient_of_a_finite_loss_is_not_applied",
+    "tests/train/test_trainer.py::test_infinite_gradient_of_a_finite_loss_is_not_applied",
 )
 def an_infinite_gradient_is_applied(original: Any) -> Any:
     """One infinite gradient ends the run, and the checkpoint has it."""

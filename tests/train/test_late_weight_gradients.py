@@ -1,4 +1,4 @@
-"""Weight gradients of experts that are computed once for several microbatches are those of one at a time."""
+"""Expert weight gradients over several microbatches (`--moe-expert-wgrad-interval`)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -106,7 +106,7 @@ def every(interval: int, each: RunPlan) -> RunPlan:
 
 
 def counting(calls: Counter[int]) -> KernelSet:
-    """Plain torch, which notes how many parts the weight gradients of experts have."""
+    """Reference kernels that count calls by the number of microbatches per expert weight gradient."""
     plain = reference.bundle()
 
     def grouped_weight_grad(parts: Any, out: Tensor, accumulate: bool) -> None:
@@ -134,7 +134,7 @@ def trained(each: RunPlan) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("case", thinned(CASES))
-def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
+def test_batched_weight_gradients_equal_immediate_ones(case: str) -> None:
     expected = trained(CASES[case])
     for interval in (2, 3) if CASES[case].parallel.world_size == 1 else (2,):
         for rank, figures in enumerate(trained(every(interval, CASES[case]))):
@@ -142,8 +142,8 @@ def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
-def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
-    recorded = plan(cuda_graphs=CudaGraphConfig(cuda_graph_modules=(module,), cuda_graph_warmup_steps=1))  # type: ignore[arg-type]
+def test_batched_weight_gradients_reject_captured_expert_modules(module: str) -> None:
+    recorded = plan(graphs=CudaGraphConfig(modules=(module,), warmup_steps=1))  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="rows of 2 microbatches wait"):
         trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
 
@@ -151,8 +151,8 @@ def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
 @pytest.mark.parametrize(
     "number, interval, sizes", [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])]
 )
-def test_one_product_takes_the_rows_of_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
-    """Of two layers with two stacks each. Evaluations in between bring none."""
+def test_one_product_covers_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
+    """Counts products of two layers with two weight stacks each; evaluations add none."""
     calls: Counter[int] = Counter()
     each = every(interval, plan(number))
     context = ParallelContext.single(dtype=torch.float64)
@@ -166,8 +166,8 @@ def test_one_product_takes_the_rows_of_several_microbatches(number: int, interva
         assert calls == Counter({size: 4 * sizes.count(size) for size in sizes})
 
 
-def test_a_repetition_of_a_step_sums_in_the_same_groups() -> None:
-    """Also where a layer that is used twice brings more gradients than there are microbatches."""
+def test_repeated_step_uses_the_same_groups() -> None:
+    """Includes a layer that runs twice per microbatch."""
     calls: Counter[int] = Counter()
     each = every(2, CASES["latent, prediction by a repeated layer"])
     context = ParallelContext.single(dtype=torch.float64)

@@ -1,5 +1,4 @@
-"""An overlapped schedule trains the same weights as the plain one, bit for bit: its nodes are the same, their order and
-the boundaries between them differ."""
+"""Overlapped and split schedules train the same weights as the plain one, bit for bit."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,10 +28,9 @@ from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),
-    "weight gradients later": PipelineConfig(overlap=True, delay_wgrad_compute=True),
-    "attention early": PipelineConfig(
-        overlap=True, delay_wgrad_compute=True, ep_overlap_early_attn_memory_release=True
-    ),
+    "split backward": PipelineConfig(split_backward=True),
+    "weight gradients later": PipelineConfig(overlap=True, split_backward=True),
+    "attention early": PipelineConfig(overlap=True, split_backward=True, early_attention_backward=True),
 }
 
 
@@ -60,7 +58,7 @@ def latent():
 
 
 def plan(config: ModelConfig, layout: str = "", *, pp: int = 2, micro: int = 1, samples: int = 8, **sizes) -> RunPlan:
-    """A step of few short samples; `layout` in Megatron's language for `pp` ranks."""
+    """Plan with a few short samples; `layout`: Megatron's layout string for `pp` ranks."""
     parallel = ParallelConfig(ep=2, **{"world_size": 2, **sizes})
     placed = None
     if layout:
@@ -116,7 +114,7 @@ def ranks_of(each: RunPlan, *, processes: bool = False):
 
 
 def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tensor]:
-    """Everything that two steps leave on a rank, by name."""
+    """Results of two steps on a rank, by name."""
     datasets = random_datasets(each, num_steps=2)
     trainers: list[Trainer] = []
 
@@ -143,13 +141,13 @@ def plain(case: str):
 
 
 def in_order(case: str, order: str) -> RunPlan:
-    """The case's plan in another order."""
+    """Plan of the case with another schedule order."""
     each = CASES[case]
     return replace(each, pipeline=replace(ORDERS[order], layout=each.pipeline.layout))
 
 
 def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = False) -> None:
-    """`captured`: without the tokens per expert, which hooks of the routers count and replays do not run."""
+    """`captured`: skips tokens per expert, which router hooks count and graph replays do not."""
     for rank, (actual, expected) in enumerate(zip(found, plain(case), strict=True)):
         if captured:
             actual, expected = (
@@ -165,16 +163,17 @@ def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = Fa
         ("experts over two ranks", "pairs"),
         ("two chunks on each of two stages", "pairs"),
         ("experts over two ranks", "attention early"),
+        ("experts over two ranks", "split backward"),
         *thinned((case, "weight gradients later") for case in CASES),
     ],
 )
-def test_pairs_train_the_same_weights(case, order):
+def test_schedule_orders_train_the_same_weights(case, order):
     check(ranks_of(in_order(case, order)), case)
 
 
 @pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
-def test_pairs_over_processes_train_the_same_weights(case):
-    # gloo adds the squares of four ranks in another order than the in-memory group of threads
+def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
+    # gloo sums four ranks in another order than the in-memory group of threads
     check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
 
 
@@ -189,7 +188,7 @@ def test_pairs_over_processes_train_the_same_weights(case):
         ("weights gathered late", "pairs", ("attn", "mlp")),
     ],
 )
-def test_pairs_replay_captured_modules(case, order, modules):
+def test_overlapped_schedule_replays_captured_modules(case, order, modules):
     each = in_order(case, order)
     pipeline = replace(each.pipeline, delay_wgrad_compute=False)
     check(
