@@ -220,18 +220,6 @@ def _status(flag: Flag) -> str:
     return f"{meaning}: {flag.declaration.note}" if flag.declaration.note else meaning
 
 
-def surface(registry: Registry) -> str:
-    """One line per flag with type, default and status, as a golden text of the command-line interface."""
-    rows = [
-        (flag.option, describe(flag.type), _default(flag), flag.declaration.status, " ".join(_other_options(flag)))
-        for flag in sorted(registry.flags.values(), key=lambda flag: flag.option)
-    ]
-    lines = [" | ".join(row).rstrip(" |") for row in rows]
-    lines += [f"{old} -> {today}" for old, today in old_names().items()]
-    lines += [f"{name} -> {outcome}" for name, outcome in _outcomes()]
-    return "\n".join(lines) + "\n"
-
-
 def document(registry: Registry) -> str:
     """Text of docs/flags.md."""
     lines = [_DOCUMENT_HEAD]
