@@ -66,7 +66,7 @@ def layouts_of(ranks: int) -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Run:
+class LayoutRun:
     """A layout in one number format."""
 
     layout: Layout
@@ -78,7 +78,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Result:
+class LayoutResult:
     """What a run did."""
 
     losses: dict[int, float]
@@ -87,7 +87,7 @@ class Result:
     """Median step time."""
 
 
-def runs_of(ranks: int, options: argparse.Namespace) -> list[Run]:
+def runs_of(ranks: int, options: argparse.Namespace) -> list[LayoutRun]:
     """Every layout in fp64 for a few steps and in fp32 for many."""
     data = options.data.resolve()
     common = ["--recipe", "quickstart", "--tokenizer-model", str(data / "tokenizer.model")]
@@ -98,16 +98,16 @@ def runs_of(ranks: int, options: argparse.Namespace) -> list[Run]:
         "fp64": (10, ["--fp64", "--kernel-backend", "reference", "--moe-router-dtype", "fp64"]),
         "fp32": (options.iterations, []),
     }
-    found: list[Run] = []
+    found: list[LayoutRun] = []
     for precision, (iterations, flags) in formats.items():
         for layout in layouts_of(ranks):
             folder = options.runs.resolve() / f"{ranks}_{precision}_{layout.name}".replace(",", "").replace(" ", "_")
             argv = (*common, *flags, "--train-iters", str(iterations), *layout.flags, "--run-dir", str(folder))
-            found.append(Run(layout, precision, folder, iterations, argv, options.port + len(found)))
+            found.append(LayoutRun(layout, precision, folder, iterations, argv, options.port + len(found)))
     return found
 
 
-def play(rank: int, runs: list[Run], output: Path) -> None:
+def play(rank: int, runs: list[LayoutRun], output: Path) -> None:
     """One rank of these runs, one after the other; what it prints goes to a file."""
     torch.set_num_threads(1)
     program = runpy.run_path(str(REPOSITORY / "pretrain_moe.py"))["main"]
@@ -122,7 +122,7 @@ def play(rank: int, runs: list[Run], output: Path) -> None:
                 sys.exit(code)
 
 
-def play_all(runs: list[Run], ranks: int, folder: Path) -> list[str]:
+def play_all(runs: list[LayoutRun], ranks: int, folder: Path) -> list[str]:
     """Runs everything, single-device runs concurrently with the others; returns messages about failed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [(rank, [run for run in runs if run.layout.ranks > 1]) for rank in range(ranks)]
@@ -144,7 +144,7 @@ def play_all(runs: list[Run], ranks: int, folder: Path) -> list[str]:
     return problems
 
 
-def result_of(run: Run) -> Result | None:
+def result_of(run: LayoutRun) -> LayoutResult | None:
     """None when the run did not come to its end."""
     path = run.folder / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
@@ -153,15 +153,15 @@ def result_of(run: Run) -> Result | None:
     times = sorted(row["iteration-time"] * 1e3 for row in rows if "iteration-time" in row and row["iteration"] > 2)
     if len(losses) < run.iterations or not validation:
         return None
-    return Result(losses, validation[-1], times[len(times) // 2])
+    return LayoutResult(losses, validation[-1], times[len(times) // 2])
 
 
-def apart(result: Result, one: Result, last: int) -> float:
+def apart(result: LayoutResult, one: LayoutResult, last: int) -> float:
     """Largest relative difference of the training losses up to an iteration."""
     return max(abs(result.losses[i] - loss) / loss for i, loss in one.losses.items() if i <= last)
 
 
-def layout_table(runs: list[Run]) -> tuple[list[str], bool]:
+def layout_table(runs: list[LayoutRun]) -> tuple[list[str], bool]:
     """Rows of Markdown of the runs in one number format, and whether they may stand."""
     iterations, precision = runs[0].iterations, runs[0].precision
     rows = [

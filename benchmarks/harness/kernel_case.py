@@ -10,7 +10,7 @@ Results = Tensor | tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One row of the table."""
 
     name: str

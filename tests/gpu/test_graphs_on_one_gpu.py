@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.memory.cuda_graphs.capture import CudaGraphRecorder
@@ -47,7 +47,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     graphs = CudaGraphConfig(
         modules=() if modules == WHOLE else modules, full_iteration=modules == WHOLE, warmup_steps=2
     )
-    run = Run(replace(plan, graphs=graphs))
+    run = TimedRun(replace(plan, graphs=graphs))
     figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)
