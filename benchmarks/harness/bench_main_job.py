@@ -101,12 +101,12 @@ def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
 def report(
     results: list[VariantResult], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
 ) -> str:
-    """Benchmark document. `names`: requested variants, None for all; `more`: flags of all variants."""
+    """Benchmark document. `names`: flags variants, None for all; `more`: flags of all variants."""
     reference = results[0]
     iterations = max(reference.losses)
-    asked = [] if names is None else ["--variants", *names]
-    asked += ["--", *more] if more else []
-    command = shlex.join(["python", "benchmarks/harness/bench_main_job.py", "--iterations", str(iterations), *asked])
+    flags = [] if names is None else ["--variants", *names]
+    flags += ["--", *more] if more else []
+    command = shlex.join(["python", "benchmarks/harness/bench_main_job.py", "--iterations", str(iterations), *flags])
     lines = [
         f"# The main job on {machine}",
         "",

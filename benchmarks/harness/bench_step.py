@@ -89,14 +89,14 @@ def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
     """A line of the table. `before`: the cases that came before it, of which one may be its balanced one."""
     case, result = outcome.case, outcome.result
     if result is None:
-        told = (
+        cells = (
             case.title,
             "",
             outcome.remark.replace("|", "\\|"),
             *[""] * (len(COLUMNS) - 4),
             f"{outcome.seconds:.0f}",
         )
-        return f"| {' | '.join(told)} |"
+        return f"| {' | '.join(cells)} |"
     times = sorted(result.step_ms)
     cells = (
         case.title,
@@ -133,11 +133,11 @@ def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Ma
     """The document. `pictures`: name of a case -> file of its chart."""
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, sequence 4096, global batch 8 where a row does "
-        "not say otherwise; weights drawn on the device. Steps: of the warm-up + timed, whose median is told. TFLOP/s "
-        "by Megatron's formula. Peak: largest allocation after the warm-up, and what replays of CUDA graphs use beside "
-        "it. W and SM MHz: what the board draws of what it may, and the clock of its multiprocessors, medians over the "
-        "timed steps. Busiest expert: its load over the mean load, mean over the microbatches of the timed steps and "
-        "over layers, and of the worst layer."
+        "not say otherwise; weights drawn on the device. Steps: warm-up + timed; the median of the timed ones is "
+        "reported. TFLOP/s by Megatron's formula. Peak: largest allocation after the warm-up plus memory of CUDA graph "
+        "pools. W of limit and SM MHz: power draw, its limit and the SM clock, medians over the timed steps. Busiest "
+        "expert: its load over the mean load, mean over the microbatches of the timed steps and over layers, and of "
+        "the worst layer."
     )
     lines = [f"# Steps on one {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]

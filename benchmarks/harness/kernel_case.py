@@ -23,7 +23,7 @@ class KernelCase:
     """Minimum memory traffic of forward and backward, each tensor read or written once per direction."""
     teraflop: float = 0.0
     """Operations of matrix products."""
-    beside: tuple[str, ...] = ()
+    alongside: tuple[str, ...] = ()
     """Other ops that the backend also provides in this row."""
     compiled: str | None = "reference"
     """Backend whose code torch.compile gets; None omits torch.compile and all backends that `auto` does not select."""

@@ -80,13 +80,13 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     per_group = heads // groups
     qkv = draw(args.seq, batch, groups, (per_group + 2) * width)
     weights = draw(width), draw(width)
-    turned, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
-    size = 4 * turned + 2 * values
+    rotated, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
+    size = 4 * rotated + 2 * values
     yield KernelCase(
         "query_key_value (with norms)",
         lambda k, x, q, key: k.query_key_value(x, q, key, EPS, False, cos, sin, False, per_group),
         (qkv, *weights),
-        draw.moved(size + turned + 6 * width) + angles,  # the gradient of a norm reads its input again
+        draw.moved(size + rotated + 6 * width) + angles,  # the gradient of a norm reads its input again
     )
     yield KernelCase(
         "query_key_value (without norms)",
@@ -156,7 +156,7 @@ def linear(args: argparse.Namespace, draw: Draw) -> KernelCase:
         (),
         draw.moved(6 * tokens * hidden + 2 * hidden**2) + 2 * FP32 * hidden**2 / 1e9,
         6 * tokens * hidden**2 / 1e12,
-        beside=("linear_forward", "linear_input_grad"),
+        alongside=("linear_forward", "linear_input_grad"),
     )
 
 

@@ -81,7 +81,7 @@ def pages(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
         lambda k: k.free_pages(k.pack_rows(rows_RW, valid, pages), pages),
         (),
         size + 4 * of_table,
-        beside=("free_pages",),
+        alongside=("free_pages",),
     )
     yield KernelCase("unpack_rows", lambda k: k.unpack_rows(table, len(rows_RW), kept), (), size + of_table)
     # the free list is a ring: giving back the same pages again costs the same

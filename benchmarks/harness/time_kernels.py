@@ -174,8 +174,8 @@ def bundles(case: KernelCase, taken: str, device: torch.device, dtype: torch.dty
     for backend in discover(BACKENDS):
         wanted = case.compiled is not None or backend.name == taken
         if wanted and support_of(case.op, backend, device, dtype).fit is not Priority.NO:
-            wishes = tuple((op, backend.name) for op in (case.op, *case.beside) if op in backend.provides)
-            yield backend.name, select_kernels(KernelConfig(backend=reference.NAME, per_op=wishes), device, dtype)
+            requests = tuple((op, backend.name) for op in (case.op, *case.alongside) if op in backend.provides)
+            yield backend.name, select_kernels(KernelConfig(backend=reference.NAME, per_op=requests), device, dtype)
 
 
 def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callable[[], object]:

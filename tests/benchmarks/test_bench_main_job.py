@@ -1,4 +1,4 @@
-"""The benchmark of the main job: which variants run, and what they are compared with."""
+"""Benchmark of whole runs: selected variants and reference of the comparison."""
 
 import shlex
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the variants that ran; each begins with a loss of 2, and ends with the number of its turn."""
+    """Names of the variants that ran. Each starts with loss 2 and ends with its position as loss."""
     names: list[str] = []
 
     def run_variant(variant: Variant, iterations: int, folder: Path, more: list[str]) -> VariantResult:

@@ -1,4 +1,4 @@
-"""The table of steps: what its cases ask for, and what it says when one of them fails or finds no time."""
+"""Table of step times: flags of its cases, and remarks of failed or omitted cases."""
 
 import re
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
-    """A tokenizer's own, smaller one would make another matrix of the head."""
+    """The tokenizer's own vocabulary is smaller and would change the output matrix."""
     plan = plan_of(case)
     assert plan.model.vocab_size == SHAPES[case.balanced] and plan.model.vocab_size % 128 == 0
     assert plan.parallel.world_size == 1 and plan.data.seq_length == 4096
@@ -101,7 +101,7 @@ def test_loads_are_of_the_steps_since_they_were_taken():
     assert TimedRun.take_loads(stand_in) == ()
 
 
-def test_memory_of_replays_is_what_their_pools_hold_beside_allocations(monkeypatch):
+def test_graph_memory_is_the_part_of_the_pools_that_is_not_allocated(monkeypatch):
     def segment(pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
         return {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
 

@@ -1,4 +1,4 @@
-"""The table of kernels: a row for every op that we wrote a kernel for, and cells that fail alone."""
+"""Table of kernels: a row for every op with an own kernel; a failing cell does not affect others."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from megatron_moe.kernels.kernel_set import OPS
 from megatron_moe.kernels.registry import BACKENDS, discover
 
 OURS = ("triton", "hopper")
-"""Backends that are our own kernels; under the interpreter of these tests Triton's run too."""
+"""Backends with own kernels; in these tests the Triton kernels are interpreted."""
 SMALL = (
     "--tokens 64 --seq 32 --hidden 32 --ffn 24 --experts 4 --topk 2 --vocab 128 --heads 4 --groups 2 --head-dim 16 "
     "--weights 1000"
@@ -26,7 +26,7 @@ def small_cases() -> dict[str, KernelCase]:
 
 @pytest.fixture
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that moves 1 TB/s and computes 2 PFLOP/s."""
+    """Device with 1 TB/s and 2 PFLOP/s."""
     monkeypatch.setattr(time_kernels, "measure_ceilings", lambda device, dtype: time_kernels.Ceilings(1.0, 2.0, 1.5))
 
 
@@ -55,7 +55,7 @@ def test_all_rows_come_with_times(
     ceilings: None,
     small_cases: dict[str, KernelCase],
 ):
-    """One run each: under the interpreter our kernels take long."""
+    """One run each, because interpreted kernels are slow."""
     monkeypatch.setattr(time_kernels, "milliseconds", lambda work, device: time_kernels.host_milliseconds(work, int))
     assert time_kernels.main(SMALL) == 0
     head, _, columns, _, *rows = capsys.readouterr().out.splitlines()
@@ -108,4 +108,4 @@ def test_compiling_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
     assert float(meter.measure(case, "torch_native")["compiled"]) > 0
     assert meter.measure(case, "torch_native")["compiled"] == "no time"
     assert len(compiled) == 1
-    assert resets == [0]  # else torch.compile gives up after some rows, and times plain torch
+    assert resets == [0]  # otherwise torch.compile falls back to eager after a few sizes

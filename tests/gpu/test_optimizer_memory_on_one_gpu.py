@@ -8,7 +8,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, unpack
 from tests.helpers.kernel_comparison import adamw_step
-from tests.helpers.optim_parameters import BF16, FP32, give, make_gradients
+from tests.helpers.optim_parameters import BF16, FP32, make_gradients, set_grads
 from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.test_triton_packed import FORMATS, make
 from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig
@@ -96,7 +96,7 @@ def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> Non
 
 def test_the_update_of_parked_state_never_waits_for_the_host() -> None:
     rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
-    give(rig.buffers, make_gradients(3))
+    set_grads(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""How close is close: every tolerance of the tests, each with the reason for its size.
+"""All tolerances of the tests, each with its reason.
 
 The relative error of a tensor is max|actual - expected| / max|expected|: one figure per tensor, so that a small element
 beside large ones is not held to more digits than its sum can carry. A test that needs another bar adds a named constant
@@ -25,21 +25,21 @@ class Tolerance:
     why: str
 
     def check(self, actual: TensorLike, expected: TensorLike, what: str = "value") -> None:
-        """Asserts that shapes agree and values are close. Nan is close to nothing, inf only to inf."""
+        """Asserts equal shapes and close values. NaN is never close, infinities only to themselves."""
         problem = self.problem(actual, expected, what)
         assert problem is None, problem
 
     def check_all(
         self, actual: Mapping[str, TensorLike], expected: Mapping[str, TensorLike], what: str = "values"
     ) -> None:
-        """Asserts that both hold the same names and that each pair is close; lists every pair that is not."""
+        """Asserts equal names and close values; lists every pair that is not."""
         missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
         assert not missing and not extra, f"{what}: missing {missing}, not expected {extra}"
         problems = [p for name in expected if (p := self.problem(actual[name], expected[name], name)) is not None]
         assert not problems, f"{what}: {len(problems)} of {len(expected)} differ\n" + "\n".join(problems)
 
     def problem(self, actual: TensorLike, expected: TensorLike, what: str) -> str | None:
-        """The sentence that says how far apart the two are, or None when they are close."""
+        """Message about the difference, or None if the values are close."""
         a, e = _wide(actual), _wide(expected)
         if a.shape != e.shape:
             return f"{what}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
@@ -64,7 +64,7 @@ class Tolerance:
 
 
 def _wide(value: TensorLike) -> Tensor:
-    """The value as an int64 or float64 tensor on the CPU: wide enough that comparing adds no error."""
+    """Value as an int64 or float64 CPU tensor, so that the comparison adds no error."""
     if isinstance(value, Tensor):
         tensor = value.detach().cpu()
     elif isinstance(value, float | int | bool):
@@ -75,7 +75,7 @@ def _wide(value: TensorLike) -> Tensor:
 
 
 def _number_dtype(value: Sequence[Any]) -> torch.dtype:
-    """float64 for plain sequences with a float inside; torch would read them in single precision."""
+    """float64 for nested sequences with a float, which torch would read in single precision."""
     flat: list[Any] = [value]
     while flat:
         item = flat.pop()

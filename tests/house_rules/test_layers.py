@@ -1,4 +1,4 @@
-"""R1, R4: imports go down only, and what must be quick knows no torch."""
+"""R1, R4: import directions, and packages that load without torch."""
 
 import subprocess
 import sys

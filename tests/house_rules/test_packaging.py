@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, the pinned versions, the images, the scripts."""
+"""Wheel, pinned versions, container images, scripts and Makefile."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """The wheel, built from a copy so that the repository stays clean."""
+    """Wheel built from a copy of the repository."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("megatron_moe", "arguments", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,12 +80,12 @@ def test_everything_required_is_pinned_within_its_bounds(wheel):
 def test_pins_of_what_setup_asks_for_come_first_and_the_rest_says_who_needs_it(wheel):
     head, *groups = CONSTRAINTS.read_text().split("\n# Needed by ")
     direct = {line.partition("==")[0] for line in head.splitlines() if "==" in line}
-    asked = {
+    requested = {
         normal(each.name)
         for each in requirements(wheel)
         if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("text", "test"))
     }
-    assert direct == asked - {"setuptools"}
+    assert direct == requested - {"setuptools"}
     needed_by = {name for group in groups for name in group.splitlines()[0].split(", ")}
     assert needed_by <= direct | {"several of these"}
 

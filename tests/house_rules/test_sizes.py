@@ -1,4 +1,4 @@
-"""R5: what a reader must hold in mind stays small."""
+"""R5: limits on the size of files and functions."""
 
 from tests.house_rules.source import PROGRAM, Source, functions, report, source, sources
 

@@ -1,4 +1,4 @@
-"""R2, R8: no hidden state, no swallowed errors."""
+"""R2, R8: no global state, no swallowed errors."""
 
 import pytest
 

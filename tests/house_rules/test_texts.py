@@ -1,4 +1,4 @@
-"""What is written: docstrings, names of errors, no skipped tests, no private paths."""
+"""Docstrings, raised errors, skipped tests, private paths."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ TEXT_FOLDERS = ("arguments", "megatron_moe", "tools", "tests", "scripts", "docs"
 TEXT_SUFFIXES = (".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ".json", ".cfg", "")
 SKIPS = ("skip", "skipif", "importorskip", "xfail", "skipTest", "skipUnless", "skipIf", "SkipTest")
 PRIVATE = re.compile(r"(?<![\w.$}*])/(?:work|tmp|home|root|Users|opt/wheels|opt/pypi)(?:/|\b)")
-"""Paths of somebody's machine. `/` followed by a word is fine inside longer paths and patterns."""
+"""Absolute paths of one machine. `/` followed by a word is allowed inside longer paths and patterns."""
 PATHS_OF_IMAGES = ("Dockerfile", ".dockerignore")
 
 
