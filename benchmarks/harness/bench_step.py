@@ -1,4 +1,4 @@
-"""Times the steps of recipes on one GPU, case after case, and writes the table of them.
+"""Times the steps of recipes on one GPU and writes a table.
 
     python benchmarks/harness/bench_step.py [--cases q6 m8 ...] [--budget 600] [--output-dir benchmarks] [--
     --manual-gc ...]
@@ -86,7 +86,7 @@ def outcomes(
 
 
 def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
-    """A line of the table. `before`: the cases that came before it, of which one may be its balanced one."""
+    """Row of the table. `before`: outcomes of earlier cases, among them the balanced one."""
     case, result = outcome.case, outcome.result
     if result is None:
         cells = (
@@ -130,7 +130,7 @@ def _busiest(result: Profile) -> str:
 
 
 def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Mapping[str, str]) -> str:
-    """The document. `pictures`: name of a case -> file of its chart."""
+    """Benchmark document. `pictures`: name of a case -> file of its chart."""
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, sequence 4096, global batch 8 where a row does "
         "not say otherwise; weights drawn on the device. Steps: warm-up + timed; the median of the timed ones is "
@@ -177,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for all cases together")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
-    parser.add_argument("--kernels-dir", type=Path, help="for what profile_step.py writes of every traced case")
+    parser.add_argument("--kernels-dir", type=Path, help="folder for the kernel lists of traced cases")
     parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
     parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
     return parser
@@ -197,13 +197,13 @@ def main(argv: list[str]) -> int:
 
 
 def command_of(options: argparse.Namespace, theirs: Sequence[str]) -> str:
-    """What the document names as its command: without the folders of one machine."""
+    """Command line for the document, without folders of this machine."""
     chosen = [] if len(options.cases) == len(CASES) else ["--cases", *options.cases]
     return shlex.join(["python", "benchmarks/harness/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
 
 
 def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> list[CaseOutcome]:
-    """Runs the cases, and writes the document after every one."""
+    """Runs the cases and writes the document after each."""
     options.output_dir.mkdir(parents=True, exist_ok=True)
     stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-step-table"
     chosen = [case for case in CASES if case.name in options.cases]

@@ -125,7 +125,7 @@ def _save(saver: CheckpointSaver, iteration: int, rank: int, *, in_background: b
         return saver.save(iteration, part(values(iteration), rank), {"iteration": iteration}) is not None
     ended = saver.start(iteration, part(values(iteration), rank), {"iteration": iteration})
     while ended is None:
-        time.sleep(0.001)  # stands for a training step
+        time.sleep(0.001)  # in place of a training step
         ended = saver.poll()
     return ended.path is not None
 

@@ -54,7 +54,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
 
 
 def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
-    """Without torchrun, for example under nohup, the parent is the user's shell."""
+    """The parent is the user's shell if torchrun is not used, for example under nohup."""
     code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
     watched = (
         "from pathlib import Path; from megatron_moe.config.parallel import Launch; "

@@ -21,7 +21,7 @@ from megatron_moe.train.train_state import TrainState
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing after the raise is executed."""
+    """Simulated end of the process."""
 
 
 class FaultyStorage(Storage):

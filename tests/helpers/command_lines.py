@@ -50,7 +50,7 @@ def calls_of(words: Sequence[str]) -> tuple[str, int]:
 
 
 def vocab_size_of(config: TokenizerConfig) -> int:
-    """Stands for the tokenizer's vocabulary size."""
+    """Vocabulary size that replaces the tokenizer's."""
     return VOCAB_SIZE if config.vocab_size is None or config.kind != "NullTokenizer" else config.vocab_size
 
 

@@ -32,7 +32,7 @@ def container_findings(file: Source) -> list[str]:
 def cache_findings(file: Source) -> list[str]:
     """Functions cached for the lifetime of the process."""
     return [
-        f"{file.path}:{node.lineno} {node.name} is cached for the life of the process"
+        f"{file.path}:{node.lineno} {node.name} is cached for the lifetime of the process"
         for node in ast.walk(file.tree)
         if isinstance(node, ast.FunctionDef)
         and any(_last_name(decorator) in ("cache", "lru_cache") for decorator in node.decorator_list)

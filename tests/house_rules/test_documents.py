@@ -96,11 +96,11 @@ def test_documents_use_the_terms_of_the_field() -> None:
     report(findings, "use the field's terms in documents")
 
 
-def test_the_readme_fits_its_size() -> None:
+def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
-def test_there_are_few_decision_records_and_each_has_every_part() -> None:
+def test_decision_records_are_few_and_complete() -> None:
     assert 0 < len(DECISIONS) <= MAX_DECISIONS
     findings = []
     for path in DECISIONS:

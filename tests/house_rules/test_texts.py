@@ -53,7 +53,7 @@ def _is_text(path: Path) -> bool:
     return path.is_file() and path.suffix in TEXT_SUFFIXES and not generated
 
 
-def test_every_file_says_what_it_is():
+def test_every_file_has_a_docstring():
     report(docstring_findings(sources(*EVERYTHING)), "every Python file has a module docstring")
 
 
@@ -83,15 +83,15 @@ def test_every_kind_of_run_error_is_raised_somewhere():
     report(sorted(kinds - raised), "every RunError subclass of config/exit_codes.py is raised")
 
 
-def test_every_test_file_holds_tests_and_every_test_is_named_as_a_claim():
+def test_every_test_file_has_tests_with_descriptive_names():
     findings = []
     for file in sources("tests"):
         if file.path.rsplit("/", 1)[-1].startswith("test_"):
             names = [node.name for node in ast.walk(file.tree) if isinstance(node, ast.FunctionDef)]
             tests = [name for name in names if name.startswith("test")]
             findings += [f"{file.path}: no tests"] * (not tests)
-            findings += [f"{file.path}: {name} claims nothing" for name in tests if name.count("_") < 2]
-    report(findings, "test names are claims")
+            findings += [f"{file.path}: {name} is not descriptive" for name in tests if name.count("_") < 2]
+    report(findings, "test names are descriptive")
 
 
 @pytest.mark.parametrize("line", ["see " + "/" + "work/main", 'open("' + "/" + 'tmp/x")', "cd " + "/" + "home/me/code"])
@@ -100,7 +100,7 @@ def test_the_check_finds_a_planted_path(line):
 
 
 @pytest.mark.parametrize("line", ["tests/work/x", "https://example.org/home", "$HOME/runs", "a/b", "and/or"])
-def test_the_check_lets_ordinary_text_pass(line):
+def test_the_check_accepts_ordinary_text(line):
     assert private_findings("a.md", line) == []
 
 

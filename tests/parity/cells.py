@@ -49,7 +49,7 @@ STATE = MappingProxyType(
 CUSTOM_STAGES = MappingProxyType(
     {("2", "1"): "Et|tttmL", ("4", "1"): "E|ttt|tm|L", ("2", "2"): "Et||ttt|mL", ("4", "2"): "E|tt|t|t|tt|t|tm|L"}
 )
-"""By (pp, vpp): stages with unequal numbers of layers, an empty stage, separate stages for embedding and loss."""
+"""(pp, vpp) -> stages with unequal numbers of layers, an empty stage, separate stages for embedding and loss."""
 
 
 def compare_plan(plan: RunPlan) -> Comparison:

@@ -16,7 +16,7 @@ from tests.parity.dimensions import DIMENSIONS, RULES, Cell, Rule, name_of, num_
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "order")
 """Assigned first: whether they fold is known when all of them have a value."""
 NUM_CANDIDATES = MappingProxyType({2: 12, 3: 4})
-"""By strength: candidate cells per entry of the list; the one with the most new combinations is taken."""
+"""Strength -> candidate cells per entry of the list; the one with the most new combinations is taken."""
 Choice = tuple[str, str]
 """(dimension, value)."""
 Choices = tuple[Choice, ...]
