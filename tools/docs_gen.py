@@ -1,6 +1,6 @@
 """Generates documents and golden texts: `python tools/docs_gen.py [flags] [recipes] [dry-runs]` (default: all).
 
-flags      docs/flags.md, tests/goldens/{flags,help}.txt and the status column of docs/optimize.md
+flags      docs/flags.md, tests/goldens/help.txt and the status column of docs/optimize.md
 recipes    docs/recipes.md and tests/goldens/recipes_*.txt
 dry-runs   tests/goldens/{dry_run/,dry_run_totals.tsv} and the example in docs/dry-run.md
 """

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from benchmarks.harness.timed_run import Run, plan_to_run, require_gpu, timed_steps  # noqa: E402
+from benchmarks.harness.timed_run import TimedRun, plan_to_run, require_gpu, timed_steps  # noqa: E402
 from megatron_moe.config.exit_codes import RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
 
@@ -38,7 +38,7 @@ def flags_of(mode: str) -> list[str]:
 
 def measure(argv: Sequence[str], steps: int) -> list[str]:
     """Median step time, memory, last loss and graph summary of one run."""
-    run = Run(plan_to_run(argv), quick=True)
+    run = TimedRun(plan_to_run(argv), quick=True)
     try:
         timed_steps(run, _WARMUP)
         torch.cuda.reset_peak_memory_stats()

@@ -59,7 +59,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
     layer = MoELayer(config, 0, context, build.build_kernels(plan, context))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
-        parameter.sink = Sink(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
+        parameter.sink = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
     return layer, config
 
 
@@ -92,7 +92,7 @@ def both_ways(run: Callable[[], Tensor]) -> Callable[[], None]:
     return work
 
 
-class Sink:
+class FP32Accumulator:
     """Gradient accumulator with one fp32 buffer."""
 
     def __init__(self, buffer: Tensor) -> None:

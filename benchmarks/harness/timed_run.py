@@ -89,7 +89,7 @@ def require_gpu(what: str) -> None:
         raise EnvironmentProblem(f"torch sees no GPU here, and {what} what this tool times.")
 
 
-class Run:
+class TimedRun:
     """Objects of a run for timing its steps.
 
     `quick`: draws initial weights on the device, which is faster but gives other values than the run.
@@ -141,7 +141,7 @@ def draw_on_device(model: torch.nn.Module, std: float) -> None:
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
+def timed_steps(run: TimedRun, num_steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds and loss of each step; synchronises only at the end."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
     losses = []
@@ -154,7 +154,7 @@ def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
     return times, [loss.item() for loss in losses]
 
 
-def graph_pool_bytes(run: Run) -> int:
+def graph_pool_bytes(run: TimedRun) -> int:
     """Memory in CUDA graph pools that replays use but that counts as free for the allocator."""
     if run.trainer.full_iteration is None and run.trainer.pipeline.graph_instances is None:
         return 0
@@ -162,7 +162,7 @@ def graph_pool_bytes(run: Run) -> int:
     return sum(each["total_size"] - each["allocated_size"] for each in pools)
 
 
-def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEvent]:
+def traced_steps(run: TimedRun, num_steps: int, trace: Path | None) -> list[KernelEvent]:
     """Kernels of a few steps; writes a chrome trace to `trace`."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:

@@ -14,7 +14,7 @@ from arguments.explain import document
 from arguments.flags import GROUPS, Registry
 from arguments.read import read_plan
 from megatron_moe.config.run import RunPlan
-from tests.arguments.test_checks import ALL_CASES
+from tests.helpers.check_cases import CASES
 from tests.helpers.command_lines import SMALL, calls_of, plan_of, words
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,7 +33,7 @@ def specs_of(plan: RunPlan) -> RunPlan:
     return replace(plan, resolved_yaml="", command_line="", notes=())
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if not case.environ], ids=lambda case: case.rule)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.environ], ids=lambda case: case.rule)
 def test_a_plan_is_the_same_when_its_run_yaml_is_read_back(tmp_path, case):
     plan = plan_of(case.good, case.without)
     path = tmp_path / "run.yaml"

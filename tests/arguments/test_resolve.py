@@ -16,8 +16,7 @@ from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.parameters import count_parameters
-from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS
-from tests.helpers.check_cases_cuda_graphs import OVERLAP
+from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS, OVERLAP
 from tests.helpers.command_lines import SMALL, plan_of, problems_of, texts_of, words
 from tests.helpers.zoo import command_line, zoo_rows
 

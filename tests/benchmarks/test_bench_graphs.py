@@ -1,4 +1,4 @@
-"""The benchmark of CUDA graphs: what its modes mean."""
+"""Benchmark of CUDA graphs: flags of its modes."""
 
 import pytest
 

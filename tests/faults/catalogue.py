@@ -1,7 +1,6 @@
-"""Which test proves which fault of `docs/reliability.md`, by number, and which promise. `tests/house_rules` checks that
-every one of them is there.
+"""Tests of every fault and guarantee of docs/reliability.md, by number; `tests/house_rules` checks that they exist.
 
-Numbers are those of the docstrings. Fault 39 (an error of a GPU, a link that is down) can only be made by hand.
+Fault 39 (an error of a GPU, a link that is down) needs hardware.
 """
 
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from types import MappingProxyType
 
 HARDWARE = 39
 NUM_FAULTS = 58
-NUM_PROMISES = 14
+NUM_GUARANTEES = 14
 
 _SAVE = "tests/checkpoint/test_save.py::"
 _INTERRUPTED = "tests/checkpoint/test_save_interrupted.py::"
@@ -32,15 +31,15 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         # saving
         1: (
-            _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
-            _KILLS + "test_p1_p2_kills_at_instrumented_points_and_by_chance_lose_no_committed_checkpoint",
-            _KILLS + "test_p1_p2_a_hundred_random_kills_over_four_ranks",
+            _INTERRUPTED + "test_a_kill_at_any_moment_leaves_only_whole_checkpoints_and_loses_none",
+            _KILLS + "test_kills_at_instrumented_points_and_random_times_lose_no_committed_checkpoint",
+            _KILLS + "test_a_hundred_random_kills_lose_no_committed_checkpoint",
             _SOAK,
         ),
         2: (_INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",),
         3: (
-            _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
-            "tests/resilience/test_peer_failure.py::test_rank_without_report_is_named",
+            _INJECTED + "test_peers_of_a_lost_rank_exit_with_code_11_and_name_it",
+            "tests/resilience/test_peer_failure.py::test_a_rank_that_left_no_report_is_the_first",
         ),
         4: (
             _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
@@ -51,17 +50,17 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _SOURCE + "test_a_stale_tracker_is_ignored_with_one_line",
         ),
         6: (
-            _INTERRUPTED + "test_after_an_error_at_any_moment_the_next_save_succeeds",
-            _SAVE + "test_the_third_consecutive_failed_save_ends_the_run",
-            _INJECTED + "test_a_full_disk_costs_one_checkpoint_and_a_sentence",
+            _INTERRUPTED + "test_an_error_at_any_moment_loses_nothing_and_the_next_save_works",
+            _SAVE + "test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row",
+            _INJECTED + "test_a_full_disk_costs_one_checkpoint_and_is_logged",
         ),
         7: (
             _SAVE + "test_the_first_rank_writes_and_all_ranks_return_the_result",
             _BACKGROUND + "test_a_failure_in_the_thread_is_reported_and_leaves_no_files",
         ),
         8: (
-            _BACKGROUND + "test_slow_storage_does_not_block_the_caller",
-            _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
+            _BACKGROUND + "test_the_caller_is_not_held_up_by_slow_storage",
+            _INJECTED + "test_a_hanging_save_exits_with_code_10",
         ),
         9: (
             _SAVE + "test_an_unwritable_folder_is_rejected_on_every_rank",
@@ -73,8 +72,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/logs/test_reporter.py::"
             "test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is",
         ),
-        12: ("tests/train/test_exit_conditions.py::test_exit_duration_uses_the_latest_clock_of_all_ranks",),
-        13: (_INJECTED + "test_a_run_that_ends_while_it_saves_completes_the_checkpoint",),
+        12: ("tests/train/test_exit_conditions.py::test_the_clock_of_the_slowest_rank_counts",),
+        13: (_INJECTED + "test_a_pending_save_is_completed_at_the_end_of_the_run",),
         14: (_SAVE + "test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning",),
         15: (_SAVE + "test_saving_recovers_after_a_mount_disappeared",),
         # loading
@@ -108,7 +107,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         27: (
             _PREEMPTION + "test_a_signal_to_one_rank_ends_both_with_a_checkpoint",
             _PREEMPTION + "test_a_signal_before_the_first_step_has_nothing_to_save",
-            _INJECTED + "test_a_signal_in_the_midst_of_something_leads_to_a_checkpoint",
+            _INJECTED + "test_a_signal_in_any_phase_leads_to_a_checkpoint",
         ),
         28: (_PREEMPTION + "test_a_signal_to_one_rank_ends_both_with_a_checkpoint",),
         29: (
@@ -117,20 +116,20 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         30: (
             "tests/faults/test_hang.py::test_a_stopped_rank_is_named_by_its_peer",
-            "tests/resilience/test_watchdog.py::test_c_timer_prints_stacks_while_the_interpreter_is_locked",
-            _INJECTED + "test_a_save_that_stands_still_ends_with_code_10",
+            "tests/resilience/test_watchdog.py::test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks",
+            _INJECTED + "test_a_hanging_save_exits_with_code_10",
         ),
         31: (
-            _INJECTED + "test_the_rank_that_failed_first_is_blamed_and_its_reason_told",
-            "tests/resilience/test_peer_failure.py::test_reported_cause_of_a_peer_is_quoted",
+            _INJECTED + "test_the_first_failed_rank_is_reported_with_its_reason",
+            "tests/resilience/test_peer_failure.py::test_a_rank_that_told_why_it_failed_is_quoted",
         ),
         32: (
-            _INJECTED + "test_peers_of_a_rank_that_vanishes_leave_with_code_11_and_name_it",
-            _INJECTED + "test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed",
+            _INJECTED + "test_peers_of_a_lost_rank_exit_with_code_11_and_name_it",
+            _INJECTED + "test_a_rank_that_exits_or_runs_out_of_memory_is_reported",
         ),
         33: (
-            _INJECTED + "test_a_rank_that_leaves_or_runs_out_of_memory_is_blamed",
-            "tests/train/test_trainer.py::test_out_of_memory_step_raises_with_a_report",
+            _INJECTED + "test_a_rank_that_exits_or_runs_out_of_memory_is_reported",
+            "tests/train/test_trainer.py::test_running_out_of_memory_is_told_with_its_remedy",
         ),
         34: (
             "tests/parallel/test_rendezvous.py::"
@@ -138,7 +137,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/resilience/test_watchdog.py::test_waiting_rank_names_the_collective_and_its_group",
         ),
         35: (
-            _INJECTED + "test_ranks_with_other_flags_are_refused_with_the_flags",
+            _INJECTED + "test_ranks_with_different_flags_are_rejected_with_the_flags",
             "tests/parallel/test_agreement.py::test_a_flag_that_differs_is_named_with_both_values_on_every_rank",
         ),
         36: (
@@ -158,22 +157,22 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _NONFINITE + "test_the_expert_is_named_by_its_global_id",
         ),
         41: (
-            _NONFINITE + "test_a_spike_is_told_left_out_or_ends_the_run",
-            "tests/resilience/test_numerics_guard.py::test_device_spike_limit_equals_the_host_rule",
+            _NONFINITE + "test_a_spike_is_reported_skipped_or_ends_the_run",
+            "tests/resilience/test_numerics_guard.py::test_a_limit_on_the_device_judges_as_the_host_does",
         ),
         42: (
             _INJECTED + "test_a_flipped_bit_of_a_weight_is_named_with_its_rank",
             "tests/resilience/test_replica_check.py::test_flipped_bit_names_rank_and_parameter",
         ),
         43: (
-            _INJECTED + "test_a_result_that_does_not_come_again_ends_with_code_16_and_names_the_rank",
-            "tests/resilience/test_rerun.py::test_changed_result_suspects_the_rank_whose_loss_changed",
+            _INJECTED + "test_a_result_that_is_not_reproduced_exits_with_code_16_and_names_the_rank",
+            "tests/resilience/test_rerun.py::test_a_result_that_changes_accuses_the_rank_whose_loss_changed",
         ),
         44: (
             "tests/moe/parallel/test_layer_over_ranks.py::test_all_tokens_to_one_expert",
             "tests/moe/test_metrics.py::test_load_metrics_are_finite_without_tokens_or_with_one_expert",
         ),
-        # fp8 is a format of files and of optimizer states here; no matrices are multiplied in it
+        # FP8 is a storage format of files and optimizer states
         45: (
             "tests/kernels/test_low_precision_state.py::test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block",
             "tests/checkpoint/test_hf_fp8.py::test_missing_or_misshapen_scales_are_rejected_by_name",
@@ -227,14 +226,14 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""fault -> tests."""
+"""Fault number -> tests."""
 
-PROMISES: Mapping[int, tuple[str, ...]] = MappingProxyType(
+GUARANTEES: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         1: (*FAULTS[1], *FAULTS[6]),
         2: (*FAULTS[1], *FAULTS[16], _LOAD + "test_the_newest_intact_checkpoint_is_used_with_one_line_per_damaged_one"),
         3: (
-            "tests/end_to_end/test_main_job.py::test_twelve_iterations_equal_six_and_six",
+            "tests/end_to_end/test_train_and_resume.py::test_twelve_iterations_equal_six_and_six",
             "tests/checkpoint/test_resume.py::test_four_steps_and_four_more_equal_eight_steps_bitwise",
             _SOAK,
         ),
@@ -251,4 +250,4 @@ PROMISES: Mapping[int, tuple[str, ...]] = MappingProxyType(
         14: FAULTS[56],
     }
 )
-"""promise -> tests."""
+"""Guarantee number -> tests."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.memory.cuda_graphs.capture import CudaGraphRecorder

@@ -10,7 +10,7 @@ from megatron_moe.kernels.low_precision_state import PackedState, unpack
 from megatron_moe.kernels.ops import AdamWState
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.kernel_comparison import adamw_step
-from tests.helpers.optim_parameters import BF16, FP32, give, make_gradients
+from tests.helpers.optim_parameters import BF16, FP32, make_gradients, set_grads
 from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.test_triton_packed import FORMATS, make
 from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig
@@ -99,7 +99,7 @@ def test_host_state_matches_device_state(precision, away: str) -> None:
 
 def test_offloaded_state_is_updated_without_host_sync() -> None:
     rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
-    give(rig.buffers, make_gradients(3))
+    set_grads(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
     with no_host_sync():
         rig.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=verdict)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.data.tokenizer import vocab_size_of
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT, FP32_MODEL
@@ -27,10 +27,10 @@ def flags(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     torch.use_deterministic_algorithms(False)
 
 
-def start(flags: list[str]) -> Run:
+def start(flags: list[str]) -> TimedRun:
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
-    return Run(plan)
+    return TimedRun(plan)
 
 
 @pytest.mark.parametrize("routing", ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing"])

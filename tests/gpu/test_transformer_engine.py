@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
@@ -85,7 +85,7 @@ def test_losses_match_those_of_our_kernels(recipe: str) -> None:
         flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--kernel-backend", backend]
         plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
         os.environ.update(plan.environment)
-        trained = Run(plan)
+        trained = TimedRun(plan)
         losses.append(torch.stack([trained.step().loss for _ in range(8)]).cpu())
         trained.close()
     BF16_KERNEL.check(losses[1], losses[0], "losses of eight steps")

@@ -1,4 +1,4 @@
-"""The blocks of every rank of a ring, computed one after the other on one rank."""
+"""Blocks of all ranks of ring attention, computed sequentially on one rank."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def blocks_of_a_ring(
     parts: tuple[Chunks, ...],
     segments_BS: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Output, and gradients of q, k and v, all in the internal format; `inputs` are the gradient of the output, q, k
-    and v of the whole sequence."""
+    """Output and gradients of q, k and v in the internal format. `inputs`: output gradient, q, k and v of the whole
+    sequence."""
     grad, q, k, v = inputs
     wide = internal_dtype(q.dtype)
     totals = [torch.zeros_like(x, dtype=wide) for x in (grad, q, k, v)]

@@ -1,4 +1,4 @@
-"""Tiny specs and plans with unit-gain initial values, so that every sub-layer matters. No test builds one by hand."""
+"""Tiny configs and plans with unit-gain initialisation, so that every sub-layer matters."""
 
 from dataclasses import replace
 from typing import Any

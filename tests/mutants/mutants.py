@@ -1,4 +1,4 @@
-"""Mutants: semantic errors, each a replacement of one function or method, and the tests that must fail with it."""
+"""Mutants: semantic errors as replacements of one function or method, and the tests that must fail with each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ NORMS = "tests/optim/test_norms_over_ranks.py::test_norms_in_every_fold_of_four_
 
 @dataclass(frozen=True)
 class Mutant:
-    """One error."""
+    """One semantic error."""
 
     name: str
     target: str
@@ -151,7 +151,7 @@ def dispatched_probabilities_have_no_gradient(original: Any) -> Any:
     "tests/moe/parallel/test_dispatch_over_ranks.py::test_combine_undoes_dispatch_forward_and_backward",
 )
 def received_rows_are_in_reverse_order(original: Any) -> Any:
-    """Tokens meet the wrong experts."""
+    """Tokens reach the wrong experts."""
     return lambda ctx: original(ctx)[::-1]
 
 
@@ -259,7 +259,7 @@ def missing_tensors_keep_random_values(original: Any) -> Any:
     "tests/checkpoint/test_async_save.py::test_files_equal_those_of_a_synchronous_save_although_tensors_change",
 )
 def a_background_save_reads_live_weights(original: Any) -> Any:
-    """A checkpoint of no iteration, with valid checksums."""
+    """A checkpoint of mixed iterations, with valid checksums."""
     return lambda self, sources: (source.detach() for source in sources)
 
 

@@ -14,10 +14,10 @@ from tests.helpers.optim_parameters import (
     FP32,
     FP64,
     UNDECAYED,
-    give,
     make_buffers,
     make_gradients,
     make_parameters,
+    set_grads,
 )
 from tests.helpers.tolerances import EXACT, FP64_REF
 
@@ -35,7 +35,7 @@ class Rig:
         self.optimizer = Optimizer(self.buffers, precision)
 
     def step(self, gradients: dict[str, Tensor], *, proceed: bool = True, lr: float = LR, clip: float = 1.0) -> None:
-        give(self.buffers, gradients)
+        set_grads(self.buffers, gradients)
         norm = gradient_norms(self.buffers, ParallelContext.single())["all"]
         self.optimizer.step(
             lr=lr,

@@ -8,7 +8,7 @@ from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.optim_parameters import FP64, give, main_grads, make_buffers, make_gradients, make_parameters
+from tests.helpers.optim_parameters import FP64, main_grads, make_buffers, make_gradients, make_parameters, set_grads
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
@@ -24,7 +24,7 @@ def finished(context: ParallelContext, bucket_size: int | None, tokens: float | 
     buffers = make_buffers(
         make_parameters(), context=context, data_parallel=DataParallelConfig(ddp_bucket_size=bucket_size)
     )
-    give(buffers, make_gradients(context.rank))
+    set_grads(buffers, make_gradients(context.rank))
     count = None if tokens is None else torch.tensor(tokens, dtype=torch.float64)
     finish_grads(buffers, context, token_count=count)
     return main_grads(buffers)
@@ -66,7 +66,7 @@ def test_five_steps_on_two_ranks_equal_one_rank_with_the_same_microbatches() -> 
         ranks = range(NUM_RANKS) if context.config.world_size == 1 else [context.rank]
         for step in range(5):
             shares = [make_gradients(10 * step + rank) for rank in ranks]
-            give(buffers, {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]})
+            set_grads(buffers, {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]})
             finish_grads(buffers, context)
             scale = clip_coefficient(gradient_norms(buffers, context)["all"], 0.5)
             optimizer.step(lr=0.03, weight_decay=0.1, grad_scale=scale, proceed=torch.tensor(True))

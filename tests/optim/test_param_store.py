@@ -14,7 +14,15 @@ from megatron_moe.optim.param_store import ParamStore
 from megatron_moe.optim.state import MomentSpec, UpdateOperands
 from megatron_moe.optim.update_rule import StepScalars
 from megatron_moe.parallel.streams import Streams
-from tests.helpers.optim_parameters import BF16, FP64, give, main_grads, make_buffers, make_gradients, make_parameters
+from tests.helpers.optim_parameters import (
+    BF16,
+    FP64,
+    main_grads,
+    make_buffers,
+    make_gradients,
+    make_parameters,
+    set_grads,
+)
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 EXPERTS, HEAD = "decoder.layers.0.mlp.experts.linear_fc1.weight", "output_layer.weight"
@@ -41,7 +49,7 @@ def stepped(rule: Momentum, precision=FP64, num_steps: int = 3, **settings) -> O
     optimizer = Optimizer(buffers, precision, rule)
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     for step in range(num_steps):
-        give(buffers, make_gradients(step))
+        set_grads(buffers, make_gradients(step))
         optimizer.step(lr=0.1, weight_decay=0.0, grad_scale=one, proceed=yes)
     return optimizer
 
@@ -122,7 +130,7 @@ def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
 
 def test_gradients_of_units_are_views_of_all_gradients() -> None:
     buffers = make_buffers(make_parameters())
-    give(buffers, make_gradients(0))
+    set_grads(buffers, make_gradients(0))
     store = ParamStore(buffers)
     found = {name: grad for unit in buffers.layout.buckets_of_units() for name, grad in store.grads(unit).items()}
     EXACT.check_all(found, main_grads(buffers), "gradients")

@@ -18,7 +18,7 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import optim_ranks
-from tests.helpers.optim_parameters import BF16, FP32, FP64, give, make_gradients, make_parameters
+from tests.helpers.optim_parameters import BF16, FP32, FP64, make_gradients, make_parameters, set_grads
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 from tests.optim.test_sharded_state import restored, save
@@ -59,7 +59,7 @@ class Rig:
         self.optimizer = Optimizer(self.buffers, precision)
 
     def step(self, number: int, *, proceed: bool = True) -> None:
-        give(self.buffers, make_gradients(number))
+        set_grads(self.buffers, make_gradients(number))
         if not proceed:
             self.buffers.buffers[0].grads.fill_(torch.nan)
         scale = clip_coefficient(gradient_norms(self.buffers, self.buffers.context)["all"], 1.0)

@@ -34,16 +34,16 @@ PAIRS = (
     ("bias, mtp", "tp=4 sp=on groups=shared dp=2 zero=on", "tp=2 sp=on"),
     ("bias, mtp", "pp=2 accumulation=2", f"tp=4 sp=on groups=shared ep=4 {MOVED}"),
     ("tied, shared", f"tp=2 sp=on ep=2 {MOVED}", "pp=4 accumulation=4"),
-    ("bias, mtp", "pp=2 vpp=2 accumulation=4", f"dp=4 zero=on ep=4 experts=looped {MOVED}"),
+    ("bias, mtp", "pp=2 vpp=2 accumulation=4", f"dp=4 zero=on ep=4 experts=sequential {MOVED}"),
     ("mla, latent", f"dp=4 zero=on ep=2 {MOVED}", f"tp=2 sp=on dp=2 etp=2 {MOVED}"),
     ("tied, shared", f"tp=2 sp=on dp=2 etp=2 ep=2 {MOVED}", "cp=2 dp=2 zero=on"),
     ("bias, mtp", "cp=2 dp=2 zero=on", "pp=2 cp=2 accumulation=2"),
-    ("mla, latent", f"cp=2 ep=2 experts=looped {MOVED}", "plain"),
+    ("mla, latent", f"cp=2 ep=2 experts=sequential {MOVED}", "plain"),
     ("tied, shared", "pp=4 accumulation=4", "pp=2 vpp=2 dp=2 accumulation=2 zero=on"),
     ("mla, latent", f"tp=2 sp=on pp=2 etp=2 zero=on {MOVED}", f"tp=4 sp=on ep=4 {MOVED}"),
     ("mla, latent", "tp=4 sp=on", "dp=2 zero=on"),
     ("tied, shared", "pp=2 vpp=2 dp=2 accumulation=2 zero=on", f"cp=4 ep=4 {MOVED}"),
-    ("bias, mtp", f"dp=2 cp=2 ep=2 experts=looped {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
+    ("bias, mtp", f"dp=2 cp=2 ep=2 experts=sequential {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
 )
 """(model, layout that saves, layout that resumes). Every size of every axis saves, and loads what others saved."""
 NUM_IN_CI = 6

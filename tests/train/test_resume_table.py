@@ -1,8 +1,8 @@
 """Settings that may change when a run resumes: one test per row of the table in docs/reliability.md.
 
-Rows that have tests elsewhere: the same run (`test_main_job.py`), layouts (`test_resharding.py`), sequence length, data
-and learning rate (`test_checkpoints.py`), ranks that do not divide the batch (`tests/arguments/test_checks.py`), and
-versions of the format (`tests/checkpoint/test_load.py`).
+Rows that have tests elsewhere: the same run (`test_train_and_resume.py`), layouts (`test_resharding.py`), sequence
+length, data and learning rate (`test_checkpointing.py`), ranks that do not divide the batch
+(`tests/arguments/test_checks.py`), and versions of the format (`tests/checkpoint/test_load.py`).
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The story of `pretrain_moe.py` in this process: what it opens it closes, what is asked for is switched on."""
+"""`pretrain_moe.py` in this process: shutdown, signals, deterministic mode, sample counts, early rejections."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from tests.helpers import tiny
 
 
 def plan_of(tmp_path: Path) -> RunPlan:
-    """One iteration, evaluated once."""
+    """Plan of one iteration and one evaluation."""
     plan = tiny.plan()
     return replace(
         plan,
@@ -38,17 +38,17 @@ def plan_of(tmp_path: Path) -> RunPlan:
     )
 
 
-def test_the_loader_of_the_training_data_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_train_loader_is_closed_at_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[TrainLoader] = []
     monkeypatch.setattr(TrainLoader, "close", lambda loader: closed.append(loader))
-    with ExitStack() as goodbye:
-        pretrain(plan_of(tmp_path), goodbye)
+    with ExitStack() as cleanup:
+        pretrain(plan_of(tmp_path), cleanup)
         assert not closed
     assert len(closed) == 1
 
 
-def test_a_second_signal_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(plan: RunPlan, goodbye: ExitStack) -> None:
+def test_a_second_signal_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(plan: RunPlan, cleanup: ExitStack) -> None:
         raise KeyboardInterrupt("SIGTERM, the second signal")
 
     monkeypatch.setattr(arguments.read, "read_plan", lambda argv, environ, vocab_size_of: tiny.plan())
@@ -60,7 +60,7 @@ def test_a_second_signal_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 29: the first comes before a step, the second while everything is closed."""
+    """Fault 29: the first arrives before a step, the second during shutdown."""
     plan = plan_of(tmp_path)
     plan = replace(plan, resilience=replace(plan.resilience, exit_signals=("SIGUSR1",)))
     next_step, close = TrainLoader.next_step, Reporter.close
@@ -74,7 +74,7 @@ def test_a_second_signal_while_the_run_ends_keeps_its_exit_code(
 
 
 def signalled(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The method, before which this process gets SIGUSR1."""
+    """Wraps a method to send SIGUSR1 to this process before each call."""
 
     def call(self: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -83,24 +83,24 @@ def signalled(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_deterministic_mode_is_switched_on_in_torch(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_mode_is_set_in_torch(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    plan = tiny.plan(precision=replace(tiny.plan().precision, deterministic_mode=wanted))
+    plan = tiny.plan(precision=replace(tiny.plan().precision, deterministic=deterministic))
     try:
         build_context(plan).stop()
-        assert torch.are_deterministic_algorithms_enabled() is wanted
-        assert torch.backends.cudnn.benchmark is not wanted
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.backends.cudnn.benchmark is not deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: Path) -> None:
-    """The learning rate falls linearly over 800 samples, of which a step takes 8."""
+def test_a_skipped_iteration_consumes_its_samples_without_training(tmp_path: Path) -> None:
+    """The learning rate decays linearly over 800 samples, 8 per step."""
     plan = plan_of(tmp_path)
     loop = replace(plan.loop, train_iters=3, iterations_to_skip=(2,))
-    with ExitStack() as goodbye:
-        pretrain(replace(plan, loop=loop), goodbye)
+    with ExitStack() as cleanup:
+        pretrain(replace(plan, loop=loop), cleanup)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "iteration 2: skipped its" in log
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -111,57 +111,51 @@ def test_an_iteration_to_skip_uses_up_its_samples_and_trains_nothing(tmp_path: P
     assert [f"learning rate: {row['learning-rate']:.6E} |" in log for row in steps] == [True, True]
 
 
-class Part(NamedTuple):
-    """One start of a run that is counted in samples."""
+class Start(NamedTuple):
+    """One start of a run whose length is given in samples."""
 
     batch: BatchConfig
     exit_interval: int | None = None
 
 
 @pytest.mark.parametrize(
-    ("samples", "parts", "consumed", "note"),
+    ("samples", "starts", "consumed", "note"),
     [
         (
             40,
-            (
-                Part(BatchConfig(micro_batch_size=2, global_batch_size=4), 6),
-                Part(BatchConfig(micro_batch_size=2, global_batch_size=8)),
-            ),
+            (Start(BatchConfig(micro=2, global_size=4), 6), Start(BatchConfig(micro=2, global_size=8))),
             [4, 8, 12, 16, 20, 24, 32, 40],
             "ends at iteration 8, with the last full batch of 40 samples; Megatron-LM would end at iteration 5,",
         ),
         (
             40,
-            (
-                Part(BatchConfig(micro_batch_size=2, global_batch_size=8), 3),
-                Part(BatchConfig(micro_batch_size=2, global_batch_size=4)),
-            ),
+            (Start(BatchConfig(micro=2, global_size=8), 3), Start(BatchConfig(micro=2, global_size=4))),
             [8, 16, 24, 28, 32, 36, 40],
             "ends at iteration 7, with the last full batch of 40 samples; Megatron-LM would end at iteration 10,",
         ),
-        (21, (Part(BatchConfig(micro_batch_size=2, global_batch_size=4)),), [4, 8, 12, 16, 20], ""),
+        (21, (Start(BatchConfig(micro=2, global_size=4)),), [4, 8, 12, 16, 20], ""),
         (
             70,
-            (Part(BatchConfig(micro_batch_size=2, global_batch_size=12, rampup_batch_size=(4, 2, 100))),),
+            (Start(BatchConfig(micro=2, global_size=12, rampup=(4, 2, 100))),),
             [4, 8, 12, 16, 20, 24, 28, 34, 40, 46, 52, 60, 68],
             "ends at iteration 13, with the last full batch of 70 samples; Megatron-LM would end at iteration 14,",
         ),
         (
             70,
             (
-                Part(BatchConfig(micro_batch_size=2, global_batch_size=16), 2),
-                Part(BatchConfig(micro_batch_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 60))),
+                Start(BatchConfig(micro=2, global_size=16), 2),
+                Start(BatchConfig(micro=2, global_size=16, rampup=(4, 4, 60))),
             ),
             [16, 32, 40, 52, 64],
             "ends at iteration 5, with the last full batch of 70 samples; Megatron-LM would end at iteration 10,",
         ),
     ],
 )
-def test_a_run_of_samples_ends_with_its_last_whole_batch_whatever_the_batch_sizes(
-    tmp_path: Path, samples: int, parts: tuple[Part, ...], consumed: list[int], note: str
+def test_train_samples_end_with_the_last_whole_batch(
+    tmp_path: Path, samples: int, starts: tuple[Start, ...], consumed: list[int], note: str
 ) -> None:
     plan = plan_of(tmp_path)
-    for batch, exit_interval in parts:
+    for batch, exit_interval in starts:
         iterations = batch.steps_for(samples)
         loop = replace(
             plan.loop, train_iters=iterations, train_samples=samples, eval_iters=0, exit_interval=exit_interval
@@ -173,8 +167,8 @@ def test_a_run_of_samples_ends_with_its_last_whole_batch_whatever_the_batch_size
             checkpoint=CheckpointConfig(save=tmp_path / "checkpoints"),
             logging=replace(plan.logging, log_interval=1),
         )
-        with ExitStack() as goodbye:
-            pretrain(start, goodbye)
+        with ExitStack() as cleanup:
+            pretrain(start, cleanup)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["iteration"], row["samples"]) for row in rows] == list(enumerate(consumed, 1))
     log = (tmp_path / "run" / "log.txt").read_text()
@@ -182,23 +176,23 @@ def test_a_run_of_samples_ends_with_its_last_whole_batch_whatever_the_batch_size
     assert note in log if note else "Megatron-LM would" not in log
 
 
-def test_a_folder_without_space_for_a_checkpoint_is_refused_before_training(
+def test_too_little_space_for_a_checkpoint_is_rejected_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Storage, "free_bytes", lambda storage, path: 1000)
     plan = replace(plan_of(tmp_path), checkpoint=CheckpointConfig(save=tmp_path / "checkpoints"))
-    with ExitStack() as goodbye, pytest.raises(EnvironmentProblem, match="a checkpoint of this run takes"):
-        pretrain(plan, goodbye)
+    with ExitStack() as cleanup, pytest.raises(EnvironmentProblem, match="a checkpoint of this run takes"):
+        pretrain(plan, cleanup)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    with ExitStack() as goodbye:
-        pretrain(replace(plan, loop=replace(plan.loop, skip_train=True)), goodbye)
+    with ExitStack() as cleanup:
+        pretrain(replace(plan, loop=replace(plan.loop, skip_train=True)), cleanup)
 
 
 def test_the_step_before_the_end_of_the_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(tmp_path)
     plan = replace(plan, loop=replace(plan.loop, train_iters=5), logging=replace(plan.logging, log_interval=1))
     monkeypatch.setattr(SampleOrder, "end", 20)
-    with ExitStack() as goodbye, pytest.raises(DataProblem, match="after 16 samples needs 8 more"):
-        pretrain(plan, goodbye)
+    with ExitStack() as cleanup, pytest.raises(DataProblem, match="after 16 samples needs 8 more"):
+        pretrain(plan, cleanup)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]

@@ -1,7 +1,6 @@
-"""The main job from the outside: one command trains, leaves a run folder, resumes bitwise, and runs on two ranks."""
+"""Training runs as a user starts them: run folder, bitwise resume, two ranks, finetuning, generation."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,15 +9,10 @@ from safetensors.numpy import load_file
 
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
-from tests.end_to_end.tiny_run import arguments, losses, records
-from tests.helpers.ranks import REPOSITORY, free_port, run_program, run_torchrun
+from tests.end_to_end.tiny_run import arguments, generate, losses, records, succeed
+from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program, run_torchrun
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
-
-
-def succeed(process):
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
-    return process
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def test_validation_is_reported_and_falls(whole_run):
 
 
 def test_twelve_iterations_equal_six_and_six(whole_run, data, tmp_path):
-    """P3. Checkpoints that were written in the background hold the same bits."""
+    """P3, with asynchronous checkpoints."""
     whole, _ = whole_run
     run = tmp_path / "run"
     command = arguments(data, run, "--save-interval", "3", "--async-save")
@@ -90,7 +84,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", nightly_only(VARIANTS, ["quantile balancing"]))
-def test_two_ranks_log_and_evaluate_what_one_does(variant, data, tmp_path):
+def test_two_ranks_log_and_evaluate_the_numbers_of_one(variant, data, tmp_path):
     common = ["--fp64", "--kernel-backend", "reference", "--train-iters", "3", "--eval-interval", "2"]
     common += VARIANTS[variant].split()
     assert main(arguments(data, tmp_path / "one", *common), {}) == ExitCode.OK
@@ -110,8 +104,8 @@ def test_two_ranks_log_and_evaluate_what_one_does(variant, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_srun_variables_make_the_ranks_meet(data, tmp_path):
-    job = free_port(range(20000, 40000)) - 20000  # of which the ranks make the port again
+def test_ranks_started_by_srun_form_one_world(data, tmp_path):
+    job = free_port(range(20000, 40000)) - 20000  # the ranks derive the port from the job id
     processes = []
     for rank in range(2):
         slurm = {
@@ -127,13 +121,10 @@ def test_srun_variables_make_the_ranks_meet(data, tmp_path):
             "SLURM_STEP_NODELIST": "localhost",
         }
         command = [sys.executable, str(REPOSITORY / "pretrain_moe.py")]
-        command += arguments(
-            data, tmp_path / "run", "--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0"
-        )
-        environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
+        flags = ["--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0"]
+        command += arguments(data, tmp_path / "run", *flags)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=child_environment(**slurm), **streams))
     outputs = [process.communicate(timeout=600)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "using world size: 2, data-parallel size: 2" in outputs[0]
@@ -156,7 +147,7 @@ def test_finetuning_in_bf16_trains_the_loaded_weights(whole_run, data, tmp_path)
     assert list(curve) == [1, 2, 3] and max(curve.values()) < losses(whole)[6], curve
 
 
-def test_ckpt_step_chooses_the_checkpoint(whole_run, data, tmp_path):
+def test_ckpt_step_selects_the_checkpoint(whole_run, data, tmp_path):
     whole, _ = whole_run
     load = ["--load", str(whole / "checkpoints"), "--ckpt-step", "6", "--exit-interval", "7", "--eval-iters", "0"]
     process = succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
@@ -164,14 +155,7 @@ def test_ckpt_step_chooses_the_checkpoint(whole_run, data, tmp_path):
     assert list(losses(tmp_path / "run")) == [7]
 
 
-def test_a_sample_of_text_can_be_drawn_from_the_checkpoint(whole_run):
+def test_the_checkpoint_generates_text(whole_run):
     run, _ = whole_run
-    command = [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--load", str(run / "checkpoints")]
-    command += ["--prompt", "def ", "--max-new-tokens", "8", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    texts = [
-        subprocess.run(command, cwd=run.parent, env=environment, capture_output=True, text=True, timeout=600)
-        for _ in range(2)
-    ]
-    assert texts[0].returncode == 0, texts[0].stderr
+    texts = [succeed(generate(run / "checkpoints", "--prompt", "def ", "--max-new-tokens", "8")) for _ in range(2)]
     assert "\ndef " in texts[0].stdout and texts[0].stdout == texts[1].stdout
