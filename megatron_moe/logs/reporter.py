@@ -55,7 +55,7 @@ from megatron_moe.logs.writers import (
     WandB,
     has_live_line,
 )
-from megatron_moe.parallel.agreement import every_rank_does
+from megatron_moe.parallel.agreement import on_every_rank
 from megatron_moe.parallel.context import ParallelContext
 
 MB = 2**20
@@ -100,7 +100,7 @@ class Reporter:
         self._run_yaml = run_yaml
         self._command_line = command_line
         self._lock: RunLock | None = None
-        every_rank_does(self._prepare, context)
+        on_every_rank(self._prepare, context)
         self.interval = Interval(
             train_iters=train_iters,
             seq_length=seq_length,

@@ -38,7 +38,7 @@ from megatron_moe.parallel.context_parallel import (
     take_places,
     unpack,
 )
-from megatron_moe.parallel.exchange import Landing
+from megatron_moe.parallel.exchange import Wait
 from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.tensor_parallel import all_gather
 
@@ -242,7 +242,7 @@ class _BlockAttention(torch.autograd.Function):
         grad_SBNE, wide = grads[0], lse_SBN.dtype
         delta_SBN = (grad_SBNE.to(wide) * out_SBNE).sum(dim=-1)
         grad_q_SBND = q_SBND.new_zeros(q_SBND.shape, dtype=wide)
-        behind: Landing | None = None
+        behind: Wait | None = None
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
             total = k_held.new_zeros(k_held.numel() + v_held.numel(), dtype=wide)
             grad_k, grad_v = unpack(total, (k_held, v_held))

@@ -45,7 +45,9 @@ class GradBucket:
         # dp_cp or edp: one bucket, by default 40 million elements
         if config.sharded_optimizer:
             wide = config.fp32_sums and self.grads.element_size() < 4
-            self.pending = start_reduce_scatter_(self.grads, self.group, mean=config.average_in_collective, wide=wide)
+            self.pending = start_reduce_scatter_(
+                self.grads, self.group, mean=config.average_in_collective, fp32_sums=wide
+            )
         else:
             self.pending = start_all_reduce_(self.grads, self.group, mean=config.average_in_collective)
 

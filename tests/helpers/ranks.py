@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.mailbox import Mailbox
 from tests.helpers.process_pool import Pool, free_port, start_pool
+from tests.helpers.thread_p2p import ThreadMessages
 
 Result = TypeVar("Result")
 REPOSITORY = Path(__file__).parents[2]
@@ -46,17 +46,18 @@ def on_threads(
     if not hasattr(ThreadLocalWorld, "comms"):
         # torch 2.11 asks its own in-memory world for this list when it leaves
         ThreadLocalWorld.comms = property(lambda world: [])
-    store, mailbox = dist.HashStore(), Mailbox()
+    store, messages = dist.HashStore(), ThreadMessages()
 
     def rank_main(rank: int) -> None:
         try:
             dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
             # Each backward runs in its own thread's engine, so that collectives inside it stay on this rank.
             torch.autograd.set_multithreading_enabled(False)
-            results[rank] = function(ParallelContext.within(config, rank, dtype=dtype, seed=seed, mailbox=mailbox))
+            context = ParallelContext.within(config, rank, dtype=dtype, seed=seed, make_links=messages.make_links)
+            results[rank] = function(context)
         except BaseException as error:  # noqa: BLE001  handed to the caller below
             errors[rank] = error
-            mailbox.close()
+            messages.close()
             ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
@@ -75,7 +76,7 @@ def on_threads(
     if errors:
         # A rank that others abandoned reports that; the one that failed first by itself is the cause.
         raise next(iter(errors.values()))
-    assert not mailbox.unread(), f"sent and never received: {mailbox.unread()}"
+    assert not messages.unread(), f"sent and never received: {messages.unread()}"
     return results
 
 

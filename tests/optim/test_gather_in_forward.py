@@ -15,7 +15,7 @@ from megatron_moe.optim import param_store
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
-from megatron_moe.parallel.collectives import PendingCollective, part_of, start_all_gather_
+from megatron_moe.parallel.collectives import PendingCollective, shard_of, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.pipeline.layout import even_layout
@@ -41,11 +41,11 @@ OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
 def gather_when_waited_for(flat: Tensor, group: ProcessGroup) -> PendingCollective:
     """A gather as slow as can be: it happens when it is waited for. Until then the weights are stale, and wild."""
-    mine = part_of(flat, group).clone()
+    mine = shard_of(flat, group).clone()
     flat.fill_(torch.nan)
 
     def gather() -> None:
-        part_of(flat, group).copy_(mine)
+        shard_of(flat, group).copy_(mine)
         start_all_gather_(flat, group).wait()
 
     return PendingCollective(None, gather)

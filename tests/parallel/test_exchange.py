@@ -175,9 +175,9 @@ def test_over_one_rank_nothing_moves_and_nothing_is_copied(kind) -> None:
     assert exchange.run(kind(ParallelContext.single().group("ep")), rows) is rows
 
 
-def test_sizes_that_do_not_fit_the_rows_are_refused() -> None:
+def test_sizes_that_do_not_fit_the_rows_are_rejected() -> None:
     def rank(ctx: ParallelContext) -> None:
         exchange.run(AllToAll(ctx.group("ep"), (1, 2), (1, 2)), draw(4, WIDTH, seed=0))
 
-    with pytest.raises(AssertionError, match="4 rows, to be sent"):
+    with pytest.raises(AssertionError, match="4 rows for sizes"):
         on_threads(ParallelConfig(world_size=2, ep=2), rank)

@@ -51,7 +51,7 @@ def wait_in_vain(context: ParallelContext) -> str:
     """On the first of two ranks: the error of an all-reduce that the second never joins."""
     group, store = context.group("dp"), distributed_c10d._get_default_store()
     all_reduce_(torch.ones(1), group)
-    context.limit_waiting(1.0)
+    context.set_timeout(1.0)
     if context.rank == 1:
         store.get("the first rank has given up")
         return ""

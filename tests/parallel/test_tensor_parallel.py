@@ -107,7 +107,7 @@ def test_one_rank_gets_its_very_tensor_back():
         tensor_parallel.columns_to_residual,
     ):
         assert function(x, ctx) is x
-    assert tensor_parallel.my_positions(x, ctx) is x is tensor_parallel.rejoin(x, group)
+    assert tensor_parallel.my_positions(x, ctx) is x is tensor_parallel.gather_shard(x, group)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

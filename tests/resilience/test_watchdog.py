@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.collectives import barrier
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience import watchdog
 from megatron_moe.resilience.run_status import RunStatus
@@ -121,7 +122,7 @@ def test_a_rank_that_waits_names_the_collective_and_its_group() -> None:
         while context.rank == 1 and "all_reduce" not in said:  # until the other rank waits
             frame = sys._current_frames().get(threads.get(0, 0))
             said = waiting_in(frame) if frame else ""
-        barrier(context.group("dp"))
+        all_reduce_(torch.zeros(1), context.group("dp"))
         return said
 
     _, said = on_threads(ParallelConfig(world_size=2), main)
