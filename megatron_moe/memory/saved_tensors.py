@@ -45,12 +45,12 @@ class SavedTensorPolicy:
         stash: PagedStash | None = None,
         tp: ProcessGroup | None = None,
     ) -> None:
-        """`recompute`, `offload`, `stash`: None disables them. `tp`: group over which inputs of recomputed layers are
-        sharded with `--distribute-saved-activations`."""
+        """`recompute`, `offload`, `stash`: None disables them. `tp`: group over which `--distribute-saved-activations`
+        shards the inputs of recomputed layers."""
         self.offload = offload
         self.stash = stash
         self._recompute = recompute or RecomputeConfig()
-        self._spread = tp if self._recompute.distribute else None
+        self._shard_over = tp if self._recompute.distribute else None
         self._policies: list[Policy] = []
 
     def is_recomputed(self, module: str) -> bool:
@@ -65,11 +65,14 @@ class SavedTensorPolicy:
         """`run(*tensors, mb)`, recomputed in backward. Metrics are recorded in the forward only."""
         unrecorded = replace(mb, metrics=None)
         return checkpoint(
-            lambda *given: run(*given, mb), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread
+            lambda *given: run(*given, mb),
+            lambda *given: run(*given, unrecorded),
+            *tensors,
+            shard_over=self._shard_over,
         )
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
-        """Groups of the layers of a stage, in order: (number of layers, whether the group is recomputed).
+        """Groups of a stage's layers, in order: (number of layers, whether the group is recomputed).
 
         `ahead`: layers of multi-token prediction, which form groups of one.
         """
@@ -119,7 +122,7 @@ class SavedTensorPolicy:
 
 
 class _Scope(AbstractContextManager[None]):
-    """Applies a policy to the tensors that are saved inside. May be entered more than once, not recursively."""
+    """Applies a policy to the tensors that are saved inside. Reusable, but not reentrant."""
 
     def __init__(self, saved_tensors: SavedTensorPolicy, policies: list[Policy], policy: Policy) -> None:
         self._policies = policies

@@ -10,7 +10,7 @@ from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, Re
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.memory.activation_offload import ActivationOffload, to_send
+from megatron_moe.memory.activation_offload import ActivationOffload, select_groups
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
@@ -157,12 +157,12 @@ def test_a_group_comes_back_while_the_one_behind_it_is_differentiated():
 
 def test_which_groups_wait_on_the_host():
     groups = [("a", 10), ("b", 4)] * 3
-    assert to_send(groups, fraction=1.0, stay_bytes=0, keep_last=False) == {0, 1, 2, 3, 4, 5}
-    assert to_send(groups, fraction=1.0, stay_bytes=0, keep_last=True) == {0, 1, 2, 3}
-    assert to_send(groups, fraction=0.5, stay_bytes=0, keep_last=True) == {0, 1, 2}
-    assert to_send(groups, fraction=0.0, stay_bytes=0, keep_last=True) == frozenset()
-    assert to_send(groups, fraction=1.0, stay_bytes=5, keep_last=False) == {0, 1, 2, 3}
-    assert to_send(groups, fraction=1.0, stay_bytes=1000, keep_last=False) == frozenset()
+    assert select_groups(groups, fraction=1.0, stay_bytes=0, keep_last=False) == {0, 1, 2, 3, 4, 5}
+    assert select_groups(groups, fraction=1.0, stay_bytes=0, keep_last=True) == {0, 1, 2, 3}
+    assert select_groups(groups, fraction=0.5, stay_bytes=0, keep_last=True) == {0, 1, 2}
+    assert select_groups(groups, fraction=0.0, stay_bytes=0, keep_last=True) == frozenset()
+    assert select_groups(groups, fraction=1.0, stay_bytes=5, keep_last=False) == {0, 1, 2, 3}
+    assert select_groups(groups, fraction=1.0, stay_bytes=1000, keep_last=False) == frozenset()
 
 
 def test_small_tensors_and_parameters_stay():
