@@ -94,8 +94,8 @@ def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> Non
         assert off <= bound, f"{name}: {off}"
 
 
-def test_the_update_of_parked_state_never_waits_for_the_host() -> None:
-    rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
+def test_the_update_of_streamed_state_never_waits_for_the_host() -> None:
+    rig = Rig(REMAINDERS, AWAY["half streamed, in chunks"], backend="triton", device="cuda").steps(1, 2)
     give(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
-from megatron_moe.memory.cuda_graphs.capture import CaptureReport, EagerRecorder, check_recordable, no_garbage_collected
+from megatron_moe.memory.cuda_graphs.capture import CaptureReport, check_capturable, garbage_collection_disabled
 from megatron_moe.memory.output_discard import DiscardedOutput
 from megatron_moe.memory.pytree import flatten, unflatten
 from megatron_moe.optim import param_store
@@ -27,6 +27,7 @@ from megatron_moe.pipeline.actions import Action, parts
 from megatron_moe.pipeline.schedule import build_schedule
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.pipelines import laid_out, run_steps, together
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
@@ -78,7 +79,7 @@ def test_replayed_steps_are_computed_steps_bit_for_bit(computed, config):
     plan = the_plan(graphs=config)
     trainer = make_trainer(plan)
     found = run_steps(plan, trainer, TrainState(), 3)
-    assert (trainer.full_iteration or trainer.pipeline.graph_instances).has_recorded
+    assert (trainer.full_iteration or trainer.pipeline.graph_instances).summary()
     EXACT.check_all(found, computed, str(config))
 
 
@@ -120,7 +121,9 @@ def test_what_travels_between_ranks_is_in_no_recording(dispatcher):
         trainer = make_trainer(plan, context)
         found = run_steps(plan, trainer, TrainState(), 2)
         names = {
-            part.name.split()[0] for flight in trainer.pipeline.graph_instances or () for part, *_ in flight._recorded
+            part.name.split()[0]
+            for instance in trainer.pipeline.graph_instances or ()
+            for part, *_ in instance._captured
         }
         return found, names
 
@@ -221,7 +224,7 @@ class StrictRecorder(EagerRecorder):
 
         monkeypatch.setattr(ParamStore, "acquire", checked)
 
-    def record(self, work, pool):
+    def capture(self, work, pool):
         def run():
             self.rank.captures = True
             try:
@@ -229,7 +232,7 @@ class StrictRecorder(EagerRecorder):
             finally:
                 self.rank.captures = False
 
-        return super().record(run, pool)
+        return super().capture(run, pool)
 
 
 @pytest.mark.parametrize("in_forward", [False, True])
@@ -261,18 +264,18 @@ def test_nothing_moves_and_nothing_is_recorded_twice():
     plan = the_plan(graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
-    (flight,) = trainer.pipeline.graph_instances
-    number, places = flight.num_recordings, places_of(flight)
+    (instance,) = trainer.pipeline.graph_instances
+    number, places = instance.num_graphs, places_of(instance)
     # a dense layer with two parts and two MoE layers with three; one of these has no weights
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
-    assert tuple(trainer.pipeline.graph_instances) == (flight,)
-    assert flight.num_recordings == number and places_of(flight) == places
+    assert tuple(trainer.pipeline.graph_instances) == (instance,)
+    assert instance.num_graphs == number and places_of(instance) == places
 
 
-def places_of(flight) -> set[int]:
+def places_of(instance) -> set[int]:
     """Addresses of all that recordings leave and take."""
-    return {*flight._left, *(tensor.data_ptr() for tensor in flight._landings.values())}
+    return {*instance._outputs, *(tensor.data_ptr() for tensor in instance._static_grads.values())}
 
 
 def test_padding_is_another_form_and_is_recorded_for_itself():
@@ -298,25 +301,25 @@ def test_evaluations_compute():
     plan = the_plan(graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
-    (flight,) = trainer.pipeline.graph_instances
-    number = flight.num_recordings
+    (instance,) = trainer.pipeline.graph_instances
+    number = instance.num_graphs
     with torch.no_grad():
         trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, batch: output.loss_BS.sum())
-    assert flight.num_recordings == number
+    assert instance.num_graphs == number
 
 
 def test_what_was_recorded_is_told_once():
     said = []
     plan = the_plan(graphs=ALL)
     trainer = make_trainer(plan)
-    report = CaptureReport(trainer.pipeline.graph_instances, said.append)
+    report = CaptureReport(trainer.pipeline.graph_instances.summary, said.append)
     run_steps(plan, trainer, TrainState(), 1)
     report.enter("step", 2)
     assert not said
     run_steps(plan, trainer, TrainState(iteration=1, consumed_samples=4), 1)
     report.enter("step", 3)
     report.enter("step", 4)
-    assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 recorded for 1 microbatches in flight")
+    assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 captured for 1 microbatches in flight")
 
 
 def test_a_structure_comes_apart_and_together():
@@ -334,12 +337,12 @@ def test_a_structure_comes_apart_and_together():
 
 
 def test_no_garbage_is_collected_while_something_is_recorded():
-    with pytest.raises(ValueError, match="in between"), no_garbage_collected():
+    with pytest.raises(ValueError, match="in between"), garbage_collection_disabled():
         assert not gc.isenabled()
         raise ValueError("in between")
     assert gc.isenabled()
     gc.disable()
-    with no_garbage_collected():
+    with garbage_collection_disabled():
         pass
     assert not gc.isenabled(), "off by wish"
     gc.enable()
@@ -348,6 +351,6 @@ def test_no_garbage_is_collected_while_something_is_recorded():
 def test_experts_whose_kernels_read_the_host_are_not_recorded():
     for config in (parts_of("attn", "moe"), WHOLE):
         with pytest.raises(EnvironmentProblem, match="grouped_forward of the backend reference, which reads"):
-            check_recordable(config, KERNELS)
-    check_recordable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
-    check_recordable(CudaGraphConfig(), KERNELS)
+            check_capturable(config, KERNELS)
+    check_capturable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
+    check_capturable(CudaGraphConfig(), KERNELS)

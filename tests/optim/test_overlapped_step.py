@@ -16,8 +16,7 @@ from megatron_moe.optim import param_store
 from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.state import UpdateOperands
-from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import Streams

@@ -32,8 +32,8 @@ NARROW = {
 AWAY = {
     "host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
     "half on the host": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
-    "parked": OptimizerOffloadConfig(fraction=1.0),
-    "half parked, in chunks": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=2048),
+    "streamed": OptimizerOffloadConfig(fraction=1.0),
+    "half streamed, in chunks": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=2048),
 }
 RESIDENT = OptimizerOffloadConfig()
 SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6)
@@ -106,7 +106,7 @@ def test_state_in_host_memory_gives_the_numbers_of_resident_state(precision, awa
     resident.steps(1, 5)
     other.steps(1, 5)
     EXACT.check_all(other.saved(), resident.saved(), "weights and state")
-    EXACT.check(other.optimizer.params_norm(), resident.optimizer.params_norm(), "norm") if away == "parked" else None
+    EXACT.check(other.optimizer.params_norm(), resident.optimizer.params_norm(), "norm") if away == "streamed" else None
 
 
 @pytest.mark.parametrize("away", AWAY)

@@ -18,11 +18,11 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
-from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.layout import parse_layout
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
@@ -123,7 +123,7 @@ def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tenso
 
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)
     graph_instances = trainers[0].pipeline.graph_instances or ()
-    assert bool(each.graphs.modules) == any(flight.num_recordings for flight in graph_instances)
+    assert bool(each.graphs.modules) == any(instance.num_graphs for instance in graph_instances)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
         found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
