@@ -97,20 +97,20 @@ class SavedTensorPolicy:
         if not self.is_recomputed(module) or not torch.is_grad_enabled():
             return nullcontext()
         kept = [self.pack(tensor.detach()) for tensor in inputs]
-        return _Scope(self, self._policies, DiscardedOutput(make, kept, outputs))
+        return _Scope(self.pack, self._policies, DiscardedOutput(make, kept, outputs))
 
     def offload_scope(self, module: str) -> Scope:
         """Scope of one call of a module: tensors that an offloaded module saves are moved to the host."""
         if self.offload is None or module not in self.offload.config.modules or not torch.is_grad_enabled():
             return nullcontext()
-        return _Scope(self, self._policies, self.offload.open(module))
+        return _Scope(self.pack, self._policies, self.offload.open(module))
 
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
         """Scope of the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved, in
         pages."""
         if self.stash is None or not torch.is_grad_enabled():
             return nullcontext()
-        return _Scope(self, self._policies, self.stash.open(rows_RW, valid))
+        return _Scope(self.pack, self._policies, self.stash.open(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor with the innermost open scope that applies to it."""
@@ -124,10 +124,10 @@ class SavedTensorPolicy:
 class _Scope(AbstractContextManager[None]):
     """Applies a policy to the tensors that are saved inside. Reusable, but not reentrant."""
 
-    def __init__(self, saved_tensors: SavedTensorPolicy, policies: list[Policy], policy: Policy) -> None:
+    def __init__(self, pack: Callable[[Tensor], PackedTensor], policies: list[Policy], policy: Policy) -> None:
         self._policies = policies
         self._policy = policy
-        self._hooks = saved_tensors_hooks(saved_tensors.pack, unpack)
+        self._hooks = saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> None:
         self._policies.append(self._policy)

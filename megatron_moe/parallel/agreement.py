@@ -13,8 +13,6 @@ from megatron_moe.config.exit_codes import EnvironmentProblem, listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
-_SOURCE = Path(__file__).parents[1]
-
 
 def check_agreement(run_yaml: str, context: ParallelContext) -> None:
     """Raises EnvironmentProblem on every rank if one was started differently from the first. Collective over the world.
@@ -60,7 +58,7 @@ def on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
 def _properties(run_yaml: str) -> dict[str, str]:
     """Flags by name without comments and paths, the torch version and a checksum of the source files."""
     checksum = 0
-    for path in sorted(_SOURCE.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)
     properties = {"torch": torch.__version__, "source of megatron_moe": f"{checksum:08x}"}
     for line in run_yaml.splitlines():

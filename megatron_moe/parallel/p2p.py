@@ -39,11 +39,11 @@ class Links:
         # One communicator per kind and edge color spans the pipeline; each rank uses it for one edge only. All ranks of
         # the world create all communicators in the same order.
         size = self._group.size
-        colors = sorted({edge_color(edge, size) for edge in ring(size)}) if size > 1 else []
+        num_colors = 0 if size == 1 else 2 + size % 2
         self._handles: dict[tuple[Kind, int], dist.ProcessGroup] = {}
         for ranks in all_groups(context.config)["pp"]:
             for kind in KINDS:
-                for color in colors:
+                for color in range(num_colors):
                     handle = context.communicator(ranks, f"{kind} {color}")
                     if context.rank in ranks:
                         self._handles[kind, color] = handle
@@ -75,13 +75,8 @@ def _wait(work: dist.Work, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def ring(size: int) -> list[Edge]:
-    """Edges of the activations: from every stage to the next, and from the last rank to the first."""
-    return [(index, (index + 1) % size) for index in range(size)]
-
-
 def edge_color(edge: Edge, size: int) -> int:
-    """Edge coloring of the ring, different for the two edges of every rank: 0 and 1, and 2 closes an odd ring."""
+    """Color of an edge to the next stage, different for the two edges of a rank: 0 or 1; 2 closes an odd ring."""
     source, destination = edge
     assert destination == (source + 1) % size, f"stages {source} and {destination} of {size} are not neighbours"
     return 2 if destination == 0 and size % 2 else source % 2

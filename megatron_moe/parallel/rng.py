@@ -5,6 +5,7 @@ ranks can be threads of one process.
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,14 +55,12 @@ def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, 
     The whole tensor is drawn and then sliced, so the numbers do not depend on the sharding; that costs `number` times
     the draws of a shard.
     """
-    drawn = torch.rand(_whole(shape, dim, part), device=device, generator=generator(key, device))
-    return _part(drawn, shape, dim, part)
+    return _draw(torch.rand, shape, key, device, dim, part)
 
 
 def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
     """Standard normal numbers, as `uniform`."""
-    drawn = torch.randn(_whole(shape, dim, part), device=device, generator=generator(key, device))
-    return _part(drawn, shape, dim, part)
+    return _draw(torch.randn, shape, key, device, dim, part)
 
 
 def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
@@ -75,11 +74,10 @@ def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = 
     return x * keep.to(x.dtype) / (1.0 - p)
 
 
-def _whole(shape: torch.Size, dim: int, part: Part) -> list[int]:
+def _draw(
+    sample: Callable[..., Tensor], shape: torch.Size, key: Key, device: torch.device, dim: int, part: Part
+) -> Tensor:
     whole = list(shape)
     whole[dim] *= part[1]
-    return whole
-
-
-def _part(drawn: Tensor, shape: torch.Size, dim: int, part: Part) -> Tensor:
+    drawn = sample(whole, device=device, generator=generator(key, device))
     return drawn if part[1] == 1 else drawn.narrow(dim, part[0] * shape[dim], shape[dim])
