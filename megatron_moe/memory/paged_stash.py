@@ -1,6 +1,6 @@
 """Paged stash: saves only the used rows of expert activations for backward, in pages of a shared buffer.
 
-Where the host does not know the number of rows per rank, row tensors have the size of the worst case while their layer
+If the host does not know the number of rows per rank, row tensors have the size of the worst case while their layer
 runs. The used rows that backward needs are copied to pages shared by all layers and microbatches, and back into a
 worst-case tensor in backward; the allocator reuses the memory of the previous layer for it. There is no host
 synchronisation. If pages run out, unpacked rows are NaN, so gradients are non-finite and every rank rejects the step.
@@ -44,11 +44,8 @@ class PagedStash:
 
     def buffers(self) -> list[Tensor]:
         """Tensors of all pages allocated so far, with their free lists."""
-        return [
-            buffer
-            for pages in self._pages.values()
-            for buffer in (pages.data_PLW, pages.free_P, pages.ends, pages.overflowed)
-        ]
+        every = self._pages.values()
+        return [buffer for p in every for buffer in (p.data_PLW, p.free_P, p.ends, p.overflowed)]
 
     def overflowed(self) -> bool:
         """True if pages ran out since the last call. Synchronises with the device."""

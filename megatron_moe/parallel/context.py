@@ -1,7 +1,7 @@
 """Process groups, device, parameter dtype and seed of one rank.
 
-`pretrain_moe.py` creates one context per run and passes it down. There is no global one, so that several ranks can be
-threads of one process.
+`pretrain_moe.py` creates one context per run and passes it down. No context is global, so several ranks can be threads
+of one process.
 """
 
 import os

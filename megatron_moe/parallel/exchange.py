@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_moe.parallel.collectives import wait_for
 from megatron_moe.parallel.context import ProcessGroup
 
 Sizes = tuple[int, ...]
@@ -58,7 +59,7 @@ class AllToAll:
         work = dist.all_to_all_single(
             received, rows, _list(self.receive), _list(self.send), group=self.group.handle, async_op=True
         )
-        return partial(_wait, work, received)
+        return partial(wait_for, work, received)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class AllGather:
             rows = _padded(rows, longest)
         gathered = rows.new_empty(self.group.size, *rows.shape)
         work = dist.all_gather_into_tensor(gathered.flatten(0, 1), rows, group=self.group.handle, async_op=True)
-        wait = partial(_wait, work, gathered)
+        wait = partial(wait_for, work, gathered)
         if even:
             return lambda: wait().flatten(0, 1)
         sizes = self.sizes or ()
@@ -105,7 +106,7 @@ class ReduceScatter:
         part = wide.new_empty(longest, *wide.shape[1:])
         work = dist.reduce_scatter_tensor(part, wide, group=self.group.handle, async_op=True)
         held = longest if self.sizes is None else self.sizes[self.group.rank]
-        return lambda: _wait(work, part)[:held].to(dtype)
+        return lambda: wait_for(work, part)[:held].to(dtype)
 
 
 class PendingExchange:
@@ -180,11 +181,6 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.pending.launch(ctx.pending.exchange.transposed, grads[0])
         return grads[0].new_empty(0), None
-
-
-def _wait(work: dist.Work, received: Tensor) -> Tensor:
-    work.wait()
-    return received
 
 
 def _longest(sizes: Sizes | None, share: int) -> tuple[int, bool]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_moe.parallel.collectives import wait_for
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import all_groups
 
@@ -54,7 +55,7 @@ class Links:
         handle = self._handle(kind, (self.rank, to))
         work = dist.isend(tensor, self._group.ranks[to], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {to}"
-        return partial(_wait, work, tensor)
+        return partial(wait_for, work, tensor)
 
     def receive(self, kind: Kind, shape: tuple[int, ...], source: int, label: str) -> Callable[[], Tensor]:
         """Starts to receive the next message, in the dtype of the parameters; the returned function waits for it."""
@@ -62,17 +63,11 @@ class Links:
         tensor = torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
         work = dist.irecv(tensor, self._group.ranks[source], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {source}"
-        return partial(_wait, work, tensor)
+        return partial(wait_for, work, tensor)
 
     def _handle(self, kind: Kind, edge: Edge) -> dist.ProcessGroup:
         forward = edge if kind == "activation" else edge[::-1]
         return self._handles[kind, edge_color(forward, self._group.size)]
-
-
-def _wait(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for the end of a transfer, which keeps its tensor alive until then."""
-    work.wait()
-    return tensor
 
 
 def edge_color(edge: Edge, size: int) -> int:

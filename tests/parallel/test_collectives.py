@@ -112,17 +112,6 @@ def test_synchronous_collectives_equal_their_definitions(size: int, length: int)
         EXACT.check_all(found, expected, f"rank {number}")
 
 
-def test_fp32_sums_keep_what_bf16_sums_lose() -> None:
-    def sums(context: ParallelContext, wide: bool) -> Tensor:
-        flat = torch.full((8,), 256.0 if context.rank == 0 else 1.0, dtype=torch.bfloat16)
-        start_reduce_scatter_(flat, context.group("world"), fp32_sums=wide).wait()
-        return shard_of(flat, context.group("world"))
-
-    config = ParallelConfig(world_size=4)
-    assert all((part == 260.0).all() for part in on_threads(config, lambda context: sums(context, True))), "259 rounded"
-    assert all((part == 256.0).all() for part in on_threads(config, lambda context: sums(context, False)))
-
-
 def test_an_error_on_one_rank_reaches_the_caller() -> None:
     def rank(context: ParallelContext) -> None:
         if context.rank == 1:

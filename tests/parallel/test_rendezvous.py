@@ -62,7 +62,7 @@ def wait_in_vain(context: ParallelContext) -> str:
 
 
 def disagree(pooled: ParallelContext, port: int) -> str:
-    """What a rank is told when the second of two reduces another tensor than the first."""
+    """Error on a rank if the second of two reduces another tensor than the first."""
     rank = pooled.rank
     dist.destroy_process_group()
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)

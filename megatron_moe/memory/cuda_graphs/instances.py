@@ -15,9 +15,9 @@ class GraphInstancePool:
         self._warmup = warmup
         self._num_steps = 0
         self._free: dict[int, list[GraphInstance]] = {}
-        """By chunk, the most recently used one last."""
+        """Idle instances per chunk, the most recently used one last."""
         self._in_use: dict[tuple[int, int], GraphInstance] = {}
-        """By (microbatch, chunk)."""
+        """Instances in use per (microbatch, chunk)."""
 
     def begin_step(self) -> None:
         """Called before every training step."""
