@@ -1,9 +1,9 @@
 """Paged stash: saves only the used rows of expert activations for backward, in pages of a shared buffer.
 
-If the host does not know the number of rows per rank, row tensors have the size of the worst case while their layer
-runs. The used rows that backward needs are copied to pages shared by all layers and microbatches, and back into a
-worst-case tensor in backward; the allocator reuses the memory of the previous layer for it. There is no host
-synchronisation. If pages run out, unpacked rows are NaN, so gradients are non-finite and every rank rejects the step.
+Where the number of rows per rank is unknown on the host, row tensors have the size of the worst case while their layer
+runs. The used rows are copied to pages shared by all layers and microbatches, and back into a worst-case tensor in
+backward; the allocator reuses the memory of the previous layer for it. There is no host synchronisation. If pages run
+out, unpacked rows are NaN, so gradients are non-finite and every rank rejects the step.
 """
 
 from collections.abc import Mapping

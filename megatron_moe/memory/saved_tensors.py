@@ -63,13 +63,8 @@ class SavedTensorPolicy:
 
     def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, mb: MicrobatchContext) -> Tensor:
         """`run(*tensors, mb)`, recomputed in backward. Metrics are recorded in the forward only."""
-        unrecorded = replace(mb, metrics=None)
-        return checkpoint(
-            lambda *given: run(*given, mb),
-            lambda *given: run(*given, unrecorded),
-            *tensors,
-            shard_over=self._shard_over,
-        )
+        group, unrecorded = self._shard_over, replace(mb, metrics=None)
+        return checkpoint(lambda *x: run(*x, mb), lambda *x: run(*x, unrecorded), *tensors, shard_over=group)
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
         """Groups of a stage's layers, in order: (number of layers, whether the group is recomputed).

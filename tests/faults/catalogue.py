@@ -134,7 +134,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         34: (
             "tests/parallel/test_rendezvous.py::"
-            "test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do",
+            "test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do",
             "tests/resilience/test_watchdog.py::test_a_rank_that_waits_names_the_collective_and_its_group",
         ),
         35: (
@@ -147,8 +147,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         37: (
             "tests/parallel/test_rendezvous.py::test_a_rank_that_never_comes_is_named_with_place_and_time",
-            "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_told_with_place_and_time",
-            "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_told",
+            "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_reported_with_place_and_time",
+            "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_reported",
         ),
         38: ("tests/resilience/test_requeue.py::test_three_ends_at_one_checkpoint_are_enough",),
         # numbers

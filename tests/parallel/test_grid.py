@@ -128,7 +128,7 @@ def test_every_group_list_covers_the_world_once():
 
 
 @pytest.mark.slow
-def test_every_fold_of_every_world_has_its_groups_in_both_orders_or_is_refused():
+def test_every_fold_of_every_world_has_its_groups_in_both_orders_or_is_rejected():
     num_folds = 0
     for world in WORLDS:
         for (tp, cp, pp), (etp, ep, stages) in product(splits(world), repeat=2):
