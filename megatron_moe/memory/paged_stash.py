@@ -1,8 +1,8 @@
 """Paged stash: saves only the used rows of expert activations for backward, in pages of a shared buffer.
 
-Where the number of rows per rank is unknown on the host, row tensors have the size of the worst case while their layer
+If the host cannot determine the number of rows per rank, row tensors have the size of the worst case while their layer
 runs. The used rows are copied to pages shared by all layers and microbatches, and back into a worst-case tensor in
-backward; the allocator reuses the memory of the previous layer for it. There is no host synchronisation. If pages run
+backward; the allocator reuses the memory of the previous layer for it. The host does not synchronise. If pages run
 out, unpacked rows are NaN, so gradients are non-finite and every rank rejects the step.
 """
 
