@@ -26,7 +26,7 @@ from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.timers import Timers
 from megatron_moe.logs.writers import Sink
 from megatron_moe.memory.activation_offload import ActivationOffload
-from megatron_moe.memory.cuda_graphs.capture import CaptureReport, CudaGraphRecorder, Recorder, check_recordable
+from megatron_moe.memory.cuda_graphs.capture import CaptureReport, CudaGraphRecorder, check_capturable
 from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
 from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.memory.paged_stash import PagedStash
@@ -308,8 +308,8 @@ def build_run_events(
     for fault in faults:
         reporter.note(f"--inject: {fault}")
     injectors = [FaultInjector(faults, context.rank, trainer.model).enter] if faults else []
-    recorded = trainer.full_iteration or trainer.pipeline.graph_instances
-    reports = [CaptureReport(recorded, reporter.note).enter] if recorded is not None else []
+    captured = trainer.full_iteration or trainer.pipeline.graph_instances
+    reports = [CaptureReport(captured.summary, reporter.note).enter] if captured is not None else []
     return RunEvents(watchdog.enter, garbage.enter, profile.enter, *reports, *injectors)
 
 

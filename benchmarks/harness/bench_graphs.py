@@ -52,7 +52,7 @@ def measure(argv: Sequence[str], steps: int) -> list[str]:
         f"{times[len(times) // 2]:.2f} ms (of {steps}: {times[0]:.2f} to {times[-1]:.2f})",
         f"peak {peak / MIB:,.0f} MiB, reserved {reserved / MIB:,.0f} MiB",
         f"loss {losses[-1]!r}",
-        *([recorded.summary()] if recorded is not None else []),
+        *([recorded.summary() or ""] if recorded is not None else []),
     ]
 
 

@@ -52,7 +52,7 @@ from megatron_moe.checkpoint.tensor_shards import (
 )
 from megatron_moe.config.exit_codes import EnvironmentProblem, SaveProblem
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.parallel.agreement import first_rank_does
+from megatron_moe.parallel.agreement import on_first_rank
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
@@ -194,7 +194,7 @@ class CheckpointSaver:
         self._pending: _PendingSave | None = None
         self._buffer = HostBuffer()
         self._lock: RunLock | None = None
-        first_rank_does(partial(self._open, fresh, expected_bytes), context)
+        on_first_rank(partial(self._open, fresh, expected_bytes), context)
 
     def close(self) -> int | None:
         """Unlocks the folder. A save that is still being written is cancelled (call `wait` first to keep it); a commit

@@ -53,7 +53,7 @@ from megatron_moe.logs.writers import (
     WandB,
     has_live_line,
 )
-from megatron_moe.parallel.agreement import every_rank_does
+from megatron_moe.parallel.agreement import on_every_rank
 from megatron_moe.parallel.context import ParallelContext
 
 MB = 2**20

@@ -45,7 +45,7 @@ from megatron_moe.parallel.context_parallel import (
     take_places,
     unpack,
 )
-from megatron_moe.parallel.exchange import Landing
+from megatron_moe.parallel.exchange import Wait
 from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.tensor_parallel import all_gather
 

@@ -5,8 +5,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels
 from megatron_moe.optim.param_layout import OwnerAlignment
-from megatron_moe.optim.state import MomentSpec, UpdateOperands
-from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
 
 
 class AdamW:

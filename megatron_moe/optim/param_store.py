@@ -28,7 +28,7 @@ class _PendingBucket(NamedTuple):
     """New weights of a bucket that no reader has acquired."""
 
     streams: Streams | None
-    """Streams of an update that runs on the optimizer stream; None: it ran on the reader's stream."""
+    """Streams of the update; None: it ran on the reader's stream."""
     stepped: Event
     """End of the update on the optimizer stream."""
     gather: PendingCollective | None

@@ -50,7 +50,7 @@ class TrainingLog:
     def after(self, outcome: StepOutcome) -> None:
         """Takes the newest step and reports the previous one. Raises NumericsProblem if that one ends the run."""
         if self._new_timeout_s is not None:
-            self._trainer.context.limit_waiting(self._new_timeout_s)
+            self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
         if self._stragglers and self._loader is not None:
             self._stragglers.data_took(self._loader.last_seconds)

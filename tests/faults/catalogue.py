@@ -146,8 +146,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         37: (
             "tests/parallel/test_rendezvous.py::test_a_rank_that_never_comes_is_named_with_place_and_time",
-            "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_told_with_place_and_time",
-            "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_told",
+            "tests/parallel/test_rendezvous.py::test_a_first_rank_that_never_comes_is_reported_with_place_and_time",
+            "tests/parallel/test_rendezvous.py::test_a_port_in_use_is_reported",
         ),
         38: ("tests/resilience/test_requeue.py::test_patience_without_a_new_checkpoint",),
         # numbers

@@ -54,7 +54,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)
     if recorded is not None:
-        assert recorded.has_recorded
+        assert recorded.summary()
         print("+".join(modules), recorded.summary())
     figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
     run.close()
@@ -96,7 +96,7 @@ def test_garbage_collection_is_deferred_during_capture(eager_collector: None) ->
         many = [[number] for number in range(1000)]
         return [source * len(many)]
 
-    waste: list[object] = [recorder.record(lambda: [source + 1], recorder.pool())]
-    recording = recorder.record(work, recorder.pool())
+    waste: list[object] = [recorder.capture(lambda: [source + 1], recorder.pool())]
+    recording = recorder.capture(work, recorder.pool())
     recording.replay()
-    assert recording.made[0].tolist() == [1000.0] * 4
+    assert recording.outputs[0].tolist() == [1000.0] * 4

@@ -75,7 +75,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
 def test_every_data_parallel_mode_matches_one_rank(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=NUM_RANKS)
     alone = run_alone(ParallelConfig(world_size=NUM_RANKS), num_steps=NUM_STEPS)
-    expected = {name: data for name, (data, _) in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}
+    expected = {name: held.part for name, held in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}
     for rank in range(NUM_RANKS):
         found = pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes())
         for name, values in found.items():

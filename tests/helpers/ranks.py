@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.mailbox import Mailbox
 from tests.helpers.process_pool import Pool, free_port, start_pool
+from tests.helpers.thread_p2p import ThreadMessages
 
 Result = TypeVar("Result")
 REPOSITORY = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def on_threads(
     if not hasattr(ThreadLocalWorld, "comms"):
         # torch 2.11 reads this list when the in-memory group is destroyed
         ThreadLocalWorld.comms = property(lambda world: [])
-    store, mailbox = dist.HashStore(), Mailbox()
+    store, messages = dist.HashStore(), ThreadMessages()
 
     def rank_main(rank: int) -> None:
         try:
@@ -57,7 +57,7 @@ def on_threads(
             results[rank] = function(ParallelContext.within(config, rank, dtype=dtype, seed=seed, mailbox=mailbox))
         except BaseException as error:  # noqa: BLE001  raised below
             errors[rank] = error
-            mailbox.close()
+            messages.close()
             ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
@@ -76,7 +76,7 @@ def on_threads(
     if errors:
         # The first error is the cause; later ones are abandoned collectives.
         raise next(iter(errors.values()))
-    assert not mailbox.unread(), f"sent and never received: {mailbox.unread()}"
+    assert not messages.unread(), f"sent and never received: {messages.unread()}"
     return results
 
 

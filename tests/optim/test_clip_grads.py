@@ -9,7 +9,7 @@ from tests.helpers.optim_parameters import FP32, make_buffers, make_gradients, m
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 
-def test_the_norm_is_that_of_torch_and_its_parts_are_told_apart() -> None:
+def test_the_norm_and_its_parts_equal_those_of_torch() -> None:
     buffers, gradients = make_buffers(make_parameters()), make_gradients(0)
     set_grads(buffers, gradients)
     norms = gradient_norms(buffers, ParallelContext.single())
@@ -22,7 +22,7 @@ def test_the_norm_is_that_of_torch_and_its_parts_are_told_apart() -> None:
     FP64_REF.check_all(norms, expected, "norms")
 
 
-def test_one_bad_element_in_any_parameter_makes_the_norm_not_finite() -> None:
+def test_a_non_finite_element_in_any_parameter_makes_the_norm_non_finite() -> None:
     for wild in (float("nan"), float("inf"), -float("inf")):
         for name in make_gradients(0):
             buffers, gradients = make_buffers(make_parameters()), make_gradients(0)

@@ -68,7 +68,7 @@ def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert (default_bucket_size(1), default_bucket_size(40), default_bucket_size(100)) == (40_000_000,) * 2 + (10**8,)
 
 
-def test_what_is_reduced_or_stepped_differently_has_a_buffer_of_its_own() -> None:
+def test_parameters_that_are_reduced_or_stepped_differently_have_separate_buffers() -> None:
     parameters = [
         parameter("embedding.word_embeddings.weight", 8, 4, role="embedding"),
         parameter("a.linear.weight", 4, 4),

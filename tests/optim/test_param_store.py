@@ -11,8 +11,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.param_layout import OwnerAlignment
 from megatron_moe.optim.param_store import ParamStore
-from megatron_moe.optim.state import MomentSpec, UpdateOperands
-from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
 from megatron_moe.parallel.streams import Streams
 from tests.helpers.optim_parameters import (
     BF16,
@@ -72,7 +71,7 @@ def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: 
     offload = OptimizerOffloadConfig(fraction=1.0, cpu_step=host_steps)
     rule = Momentum("element")
     found = stepped(rule, BF16, optimizer=OptimizerConfig(offload=offload))
-    assert {state.home for state in found.states} == {"host" if host_steps else "parked"}
+    assert {state.home for state in found.states} == {"host" if host_steps else "streamed"}
     expected = {(each.kind, each.name): each.whole.clone() for each in stepped(rule, BF16).named_state()}
     assert {kind for kind, _ in expected} == {"master", "velocity"}
     EXACT.check_all({(each.kind, each.name): each.whole for each in found.named_state()}, expected, "state")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.p2p import NoLinks, connect
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.p2p import Links, connect
 from megatron_moe.pipeline.actions import Action
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.layout import StageMap
@@ -122,7 +123,7 @@ def test_forward_only_runs_every_microbatch_in_order():
 
 def run_alone(*actions):
     stage = Product()
-    run_schedule(actions, stage, NoLinks(), stage.stages)
+    run_schedule(actions, stage, Links(ParallelContext.single()), stage.stages)
     return stage.events
 
 

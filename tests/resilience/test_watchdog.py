@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.collectives import barrier
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience import watchdog
 from megatron_moe.resilience.run_status import RunStatus

@@ -18,12 +18,12 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned

@@ -17,11 +17,11 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
-from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.layout import parse_layout
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
