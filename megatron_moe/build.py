@@ -66,7 +66,7 @@ def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
 
 def set_algorithms(plan: RunPlan) -> None:
     """Sets torch's process-wide options for deterministic algorithms."""
-    if plan.precision.deterministic:
+    if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         # no memory is read before it is written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -131,19 +131,19 @@ def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
         seq_length=data.seq_length,
         data_seed=data.seed,
         training={
-            "--global-batch-size": plan.batch.global_size,
-            "--adam-beta1": optimizer.beta1,
-            "--adam-beta2": optimizer.beta2,
-            "--adam-eps": optimizer.eps,
+            "--global-batch-size": plan.batch.global_batch_size,
+            "--adam-beta1": optimizer.adam_beta1,
+            "--adam-beta2": optimizer.adam_beta2,
+            "--adam-eps": optimizer.adam_eps,
             "--clip-grad": optimizer.clip_grad,
-            "--apply-wd-to-qk-layernorm": optimizer.decay_qk_norm,
-            "--calculate-per-token-loss": plan.loop.per_token_loss,
+            "--apply-wd-to-qk-layernorm": optimizer.apply_wd_to_qk_layernorm,
+            "--calculate-per-token-loss": plan.loop.calculate_per_token_loss,
             "--seed": plan.loop.seed,
             "--eod-mask-loss": data.eod_mask_loss,
             "--reset-position-ids": data.reset_position_ids,
             "--reset-attention-mask": data.reset_attention_mask,
             "type of gradients": precision.grads,
-            "matrix products in low precision": precision.low,
+            "matrix products in low precision": precision.low_precision,
         },
         run_yaml=plan.resolved_yaml,
     )
@@ -210,10 +210,12 @@ def _saved_tensor_policy(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, host_copies: HostCopies
 ) -> SavedTensorPolicy:
     config, pp_rank, offload, stash = plan.memory.offload, context.group("pp").rank, None, None
-    if config.modules:
-        offload = ActivationOffload(config, host_copies, stay_bytes=config.stay_bytes_per_stage * pp_rank)
-    if plan.memory.stash is not None:
-        stash = PagedStash(plan.memory.stash, pages_of_rank(plan, pp_rank), kernels)
+    if config.offload_modules:
+        offload = ActivationOffload(
+            config, host_copies, stay_bytes=config.delta_offload_bytes_across_pp_ranks * pp_rank
+        )
+    if plan.memory.paged_stash is not None:
+        stash = PagedStash(plan.memory.paged_stash, pages_of_rank(plan, pp_rank), kernels)
     return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 
@@ -275,7 +277,7 @@ def build_trainer(
 
 def record_steps(trainer: Trainer, recorder: Recorder, config: CudaGraphConfig, interval: int = 1) -> None:
     """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
-    rows = {"moe", "moe_preprocess"} & set(config.modules)
+    rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
     assert interval == 1 or not rows, f"replays of {sorted(rows)} overwrite the rows of {interval} microbatches"
     if config.full_iteration:
         trainer.full_iteration = FullIterationGraph(
@@ -355,7 +357,7 @@ def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: 
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
-    if context.device.type == "cpu" and (plan.graphs.full_iteration or plan.graphs.modules):
+    if context.device.type == "cpu" and (plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules):
         yield "--cuda-graph-impl: no CUDA graphs are captured on a CPU"
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)

@@ -26,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
     if options.tokenizer_type or options.tokenizer_model:
         name = options.tokenizer_type or "HuggingFaceTokenizer"
         kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-        tokenizer = load_tokenizer(TokenizerConfig(kind=kind, model=options.tokenizer_model, vocab_size=vocab_size))
+        tokenizer = load_tokenizer(
+            TokenizerConfig(tokenizer_type=kind, tokenizer_model=options.tokenizer_model, vocab_size=vocab_size)
+        )
         vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
     for prefix in options.prefixes:
         try:

@@ -175,7 +175,10 @@ def bundles(case: KernelCase, taken: str, device: torch.device, dtype: torch.dty
         wanted = case.compiled is not None or backend.name == taken
         if wanted and support_of(case.op, backend, device, dtype).fit is not Priority.NO:
             requests = tuple((op, backend.name) for op in (case.op, *case.alongside) if op in backend.provides)
-            yield backend.name, select_kernels(KernelConfig(backend=reference.NAME, per_op=requests), device, dtype)
+            yield (
+                backend.name,
+                select_kernels(KernelConfig(kernel_backend=reference.NAME, kernel_per_op=requests), device, dtype),
+            )
 
 
 def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callable[[], object]:

@@ -154,19 +154,19 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
         assert config.save is not None
         _report_stale_tracker(config.save, own, say)
         # --finetune and --no-load-optim apply to --load: a restart of the same command line must resume in full.
-        resume = CheckpointConfig(load_optim=config.save_optim, weights_only=config.weights_only)
+        resume = CheckpointConfig(load_optim=config.save_optim, skip_train=config.skip_train)
         return _make_source("--save", str(config.save), own, config if same_folder else resume)
     if config.load is not None and not (same_folder and config.fresh):
         source = _given_folder(config.load, config, say)
         if source is not None:
             return source
-    if config.pretrained is None:
+    if config.pretrained_checkpoint is None:
         return None
     # weights only, from iteration 0
-    source = _source("--pretrained-checkpoint", config.pretrained, CheckpointConfig(finetune=True))
+    source = _source("--pretrained-checkpoint", config.pretrained_checkpoint, CheckpointConfig(finetune=True))
     if source is None:
         raise CheckpointProblem(
-            f"{_describe_missing('--pretrained-checkpoint', config.pretrained)}; correct the folder"
+            f"{_describe_missing('--pretrained-checkpoint', config.pretrained_checkpoint)}; correct the folder"
         )
     return source
 
@@ -183,8 +183,8 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
         say(f"{missing}: --pretrained-checkpoint is used")
         return None
     requiring = {
-        "--exit-on-missing-checkpoint": config.exit_on_missing,
-        "--moe-use-upcycling": config.upcycle,
+        "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
+        "--moe-use-upcycling": config.moe_use_upcycling,
         "--finetune": config.finetune,
         "--skip-train": config.skip_train,
         "--no-load-optim": not config.load_optim and not config.moe_use_upcycling,

@@ -103,12 +103,14 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     has_master = precision.params != precision.main_params_dtype
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
-    if precision.low and precision.low_params:
-        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.low, 1 + 4 / 128**2))
+    if precision.low_precision and precision.low_precision_params:
+        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.low_precision, 1 + 4 / 128**2))
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
-        master=owned * (2 if precision.remainders else num_bytes(precision.master)) * on_device if has_master else 0.0,
+        master=owned * (2 if precision.store_param_remainders else num_bytes(precision.main_params_dtype)) * on_device
+        if has_master
+        else 0.0,
         moments=owned * _moments(precision) * on_device,
     )
 
@@ -253,7 +255,7 @@ class RankMemory:
             tensors = self.tensors(plan.model.layers[layer])
             if _recomputes_whole(recompute, place):
                 # only the input is saved: of every layer, or of the first one of each recomputed group
-                first = recompute.method == "block" or place % recompute.num_layers == 0
+                first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
             saved += tensors
         saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
@@ -263,7 +265,7 @@ class RankMemory:
             placed = self._place(each)
             modules[each.module] += placed.device
             on_host += placed.host
-        kept = min(on_host, float(plan.memory.offload.stay_bytes_per_stage * rank))
+        kept = min(on_host, float(plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
         if kept:
             modules["not offloaded"] = kept
         return _Chunk(modules, on_host - kept)
@@ -276,12 +278,16 @@ class RankMemory:
         if set(tensor.recomputed_by) & set(freed_by):
             return _Placed(0.0, recomputed=tensor.bytes)
         size = tensor.elements * _LOW_ACTIVATION.get(low, 1.0) if tensor.low and low else float(tensor.bytes)
-        if memory.stash is not None and tensor.even_bytes:
+        if memory.paged_stash is not None and tensor.even_bytes:
             # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
-            return _Placed(size * memory.stash.factor * tensor.even_bytes / tensor.bytes)
+            return _Placed(
+                size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes
+            )
         offload = memory.offload
-        offloaded = tensor.offloaded_by in offload.modules and tensor.elements >= offload.min_elements
-        host = size * offload.fraction if offloaded else 0.0
+        offloaded = (
+            tensor.offloaded_by in offload.offload_modules and tensor.elements >= offload.min_offloaded_tensor_size
+        )
+        host = size * offload.activation_offload_fraction if offloaded else 0.0
         return _Placed(size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
@@ -385,9 +391,9 @@ def checkpoint_bytes(plan: RunPlan) -> int:
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
     """Number of pages of a pipeline rank for each row width. Every in-flight tensor of expert rows gets its rows at an
     even load times `PagedStashConfig.factor`, and one partial page."""
-    assert plan.memory.stash is not None, "the plan has no paged stash"
+    assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
-    chunks = [_pages_of(layers, memory, plan.memory.stash) for layers in memory.layers_of_chunks(rank)]
+    chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
     for in_flight, _ in memory.moments(rank, plan.num_microbatches):
         now: Counter[int] = Counter()
@@ -408,8 +414,10 @@ def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashC
         even = plan.parallel.etp * memory.sizes.residual * feed_forward.router.topk
         widths = [experts.hidden_size, experts.activation.fan * experts.ffn_hidden_size]
         recompute = plan.memory.recompute
-        if not (recompute.granularity == "selective" and "moe_act" in recompute.modules):
+        if not (recompute.recompute_granularity == "selective" and "moe_act" in recompute.recompute_modules):
             widths.append(experts.ffn_hidden_size)
         for width in widths:
-            found[width] += ceil(config.factor * even / config.page_size) + 1
+            found[width] += (
+                ceil(config.moe_paged_stash_buffer_size_factor_cuda * even / config.moe_paged_stash_page_size) + 1
+            )
     return found

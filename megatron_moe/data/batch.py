@@ -204,7 +204,7 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     """Number of ranks over which each sequence is split: all context-parallel ranks, or with `max_seqlen_per_rank` as
     few as the longest document needs; each group of that many neighbouring ranks then holds some of the sequences."""
-    if config.max_seqlen_per_rank is None:
+    if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
     return fewest_ranks(

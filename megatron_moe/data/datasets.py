@@ -193,8 +193,8 @@ class _Builder:
 
     def _splits(self) -> tuple[Samples | None, dict[str, Samples], Samples | None]:
         own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
-        if self.config.mock or not any(own.values()):
-            shared = Blend(prefixes=("mock",)) if self.config.mock else parse_blend(self.config.blend)
+        if self.config.mock_data or not any(own.values()):
+            shared = Blend(prefixes=("mock",)) if self.config.mock_data else parse_blend(self.config.data_path)
             if shared is None:
                 raise DataProblem("there is no training data: give --data-path, --train-data-path or --mock-data")
             shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
@@ -292,4 +292,4 @@ class _Builder:
     def _cache_dir(self, prefix: str) -> Path | None:
         if self.config.mock_data:
             return None
-        return self.config.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
+        return self.config.data_cache_path or Path(prefix) / "cache" / "GPTDataset_indices"

@@ -267,11 +267,11 @@ class TikTokenizer:
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        assert config.model is not None
+        assert config.tokenizer_model is not None
         package = optional_package("tiktoken", "this tokenizer")
-        content = _read(config.model)
-        num_special = config.num_special_tokens
-        ranks = _tiktoken_ranks(config.model, content)
+        content = _read(config.tokenizer_model)
+        num_special = config.tiktoken_num_special_tokens
+        ranks = _tiktoken_ranks(config.tokenizer_model, content)
         ranks = ranks[: max(0, (config.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
         names = _tiktoken_specials(config)
         pattern = config.tiktoken_pattern or "v2"

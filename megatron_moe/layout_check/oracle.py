@@ -68,7 +68,7 @@ def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
     layout's routers do. Returns the function to call before every step, if any."""
     by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
     partition = _Partition(plan)
-    if by_rank and plan.parallel.max_seqlen_per_rank is not None:
+    if by_rank and plan.parallel.max_seqlen_per_dp_cp_rank is not None:
         trainer.model.register_forward_pre_hook(partition.adopt_degree)
     for router in by_rank:
         router.selection = _SelectionByRank(router, partition)

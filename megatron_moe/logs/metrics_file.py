@@ -69,7 +69,7 @@ def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, f
         hidden.add("world-size")
     if not config.log_memory_to_tensorboard:
         hidden.update(MEMORY_TAGS)
-    if not config.log_validation_ppl:
+    if not config.log_validation_ppl_to_tensorboard:
         hidden.update(tag for tag in tags if tag.endswith(" ppl"))
     return {name: value for name, value in tags.items() if name not in hidden}
 

@@ -38,7 +38,7 @@ class StepProfile:
         self._log_interval = log_interval
         self._profiler: profile | None = None
         self._running = False
-        self._wanted = config.tool != "none" and (not config.ranks or context.rank in config.ranks)
+        self._wanted = config.tool != "none" and (not config.profile_ranks or context.rank in config.profile_ranks)
         on_gpu = context.device.type == "cuda"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         if not on_gpu and config.tool == "cuda":
@@ -51,9 +51,14 @@ class StepProfile:
     def enter(self, phase: str, iteration: int) -> None:
         """Starts or stops profiling when a phase begins; `iteration` of phase "step" is the one that begins."""
         done = iteration - 1 if phase == "step" else iteration
-        if self._running and (phase != "step" or done >= self._config.last):
+        if self._running and (phase != "step" or done >= self._config.profile_step_end):
             self._stop()
-        elif phase == "step" and self._wanted and not self._running and self._config.after <= done < self._config.last:
+        elif (
+            phase == "step"
+            and self._wanted
+            and not self._running
+            and self._config.profile_step_start <= done < self._config.profile_step_end
+        ):
             self._start()
         if phase == "step" and done and done % self._log_interval == 0:
             self._write_snapshot()

@@ -105,7 +105,7 @@ class Reporter:
         self._peak_flops = peak_flops(torch.cuda.get_device_name(context.device), params_dtype) if on_gpu else None
         self._steps: list[StepResult] = []
         """Steps since the last report."""
-        self.timers = Timers(self.config.timing_level, context.device)
+        self.timers = Timers(self.config.timing_log_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._report_failure)
         self._live = self.config.progress_bar and has_live_line()
@@ -145,13 +145,13 @@ class Reporter:
         """Takes the results of one step, for averages, progress bar and per-step curves."""
         self._steps.append(result)
         self._samples += result.num_samples
-        every = self.config.memory_interval
+        every = self.config.log_memory_interval
         if every is not None and result.iteration % every == 0:
             self._write_memory(result.iteration)
         if not self.context.is_last:
             return
         self._guard.run("console", partial(self._console.progress, result))
-        if result.iteration % self.config.tensorboard_interval == 0:
+        if result.iteration % self.config.tensorboard_log_interval == 0:
             values = (result.learning_rate, result.num_samples, result.loss, result.norms["all"])
             self._log(result.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 

@@ -125,7 +125,7 @@ class OffloadGroup:
         """See `Policy`. Parameters and small tensors are not offloaded."""
         base = tensor if tensor._base is None else tensor._base
         is_parameter = base.is_leaf and base.requires_grad
-        if is_parameter or tensor.numel() < self.offload.config.min_elements:
+        if is_parameter or tensor.numel() < self.offload.config.min_offloaded_tensor_size:
             return None
         return PackedView.of(tensor, partial(self._unpack, self._offloaded_tensor(tensor)))
 
@@ -207,7 +207,10 @@ class ActivationOffload:
         groups = self._learned.get(at[1])
         if groups is not None:
             self._current.selected = select_groups(
-                groups, fraction=self.config.fraction, stay_bytes=self._stay_bytes, keep_last=at in self._immediate
+                groups,
+                fraction=self.config.activation_offload_fraction,
+                stay_bytes=self._stay_bytes,
+                keep_last=at in self._immediate,
             )
 
     def open(self, module: str) -> OffloadGroup:
@@ -225,7 +228,10 @@ class ActivationOffload:
         group.offloaded = bool(group.tensors)
         in_flight = self._in_flight[group.module]
         in_flight.extend(tensor.offload() for tensor in group.alive())
-        while self.config.max_inflight is not None and len(in_flight) > self.config.max_inflight:
+        while (
+            self.config.fine_grained_offloading_max_inflight_offloads is not None
+            and len(in_flight) > self.config.fine_grained_offloading_max_inflight_offloads
+        ):
             self.pool.copies.wait(in_flight.popleft())
 
     def begin_backward(self, group: OffloadGroup) -> None:

@@ -50,7 +50,7 @@ class SavedTensorPolicy:
         self.offload = offload
         self.stash = stash
         self._recompute = recompute or RecomputeConfig()
-        self._shard_over = tp if self._recompute.distribute else None
+        self._shard_over = tp if self._recompute.distribute_saved_activations else None
         self._policies: list[Policy] = []
 
     def is_recomputed(self, module: str) -> bool:

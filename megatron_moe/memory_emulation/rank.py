@@ -167,7 +167,7 @@ def make_batches(plan: RunPlan, context: ParallelContext, number: int) -> list[M
 
 def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
     """Placeholder tokens in one document per sequence."""
-    size, length = plan.batch.micro, plan.data.seq_length
+    size, length = plan.batch.micro_batch_size, plan.data.seq_length
     tokens_BS = torch.arange(size * length, device=device).remainder(plan.data.vocab_size).view(size, length)
     wide = torch.promote_types(torch.float32, torch_dtype(plan.precision.params))
     positions_BS = torch.arange(length, device=device).repeat(size, 1)

@@ -38,13 +38,13 @@ def emulate(plan: RunPlan) -> str:
         gc.collect()
     facts = facts_of(plan, GPUS[config.gpu], runs, real=device.type == "cuda")
     try:
-        if config.json is not None:
-            config.json.write_text(json.dumps(facts, indent=2) + "\n")
-        if config.plot is not None:
+        if config.emulate_json is not None:
+            config.emulate_json.write_text(json.dumps(facts, indent=2) + "\n")
+        if config.emulate_plot is not None:
             curves = {
                 f"rank {run.rank}, pipeline rank {run.pipeline_rank}": run.timeline.curves(_POINTS)[1] for run in runs
             }
-            draw_memory(curves, config.plot)
+            draw_memory(curves, config.emulate_plot)
     except OSError as trouble:
         raise EnvironmentProblem(f"the emulation's results could not be written: {trouble}") from trouble
     return report(facts)
@@ -70,7 +70,7 @@ def facts_of(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool
     return {
         "world_size": plan.parallel.world_size,
         "device": {"kind": gpu.kind, "memory_bytes": int(gpu.memory_gib * GIB), "real": real},
-        "imbalance": plan.emulation.imbalance,
+        "imbalance": plan.emulation.emulate_imbalance,
         "layout": str(plan.layout),
         "ranks": [_rank(each) for each in runs],
     }

@@ -52,8 +52,8 @@ class CPUStep(_OffloadedStep):
             grads = max((state.grads.dtype for state in self.states), key=lambda dtype: dtype.itemsize)
             weights = max((state.weights.dtype for state in self.states), key=lambda dtype: dtype.itemsize)
             buffer = self.copies.host_buffer
-            self._grads = [buffer(size, grads, pinned=self.config.pin_grads) for _ in range(2)]
-            self._weights = [buffer(size, weights, pinned=self.config.pin_params) for _ in range(2)]
+            self._grads = [buffer(size, grads, pinned=self.config.pin_cpu_grads) for _ in range(2)]
+            self._weights = [buffer(size, weights, pinned=self.config.pin_cpu_params) for _ in range(2)]
             self._scalars = buffer(4, torch.float64)
 
     def run(self, scalars: StepScalars) -> None:
@@ -65,7 +65,7 @@ class CPUStep(_OffloadedStep):
         on_host = self._copy_scalars(scalars)
         if not on_host.proceed:
             return
-        overlap = self.config.overlap
+        overlap = self.config.overlap_cpu_optimizer_d2h_h2d
         loaded = [self._load(0, chunks)]
         stored: list[Event] = []
         for number, (state, start, end) in enumerate(chunks):
@@ -163,8 +163,8 @@ def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequ
     device = states[0].weights.device
     if device.type == "cpu" and not config.use_torch_optimizer_for_cpu_offload:
         return kernels
-    name = "torch_native" if config.torch_kernel else "reference"
-    request = KernelConfig(backend="reference", per_op=(("adamw_", name), ("adamw_packed_", name)))
+    name = "torch_native" if config.use_torch_optimizer_for_cpu_offload else "reference"
+    request = KernelConfig(kernel_backend="reference", kernel_per_op=(("adamw_", name), ("adamw_packed_", name)))
     return select_kernels(request, torch.device("cpu"), states[0].grads.dtype)
 
 

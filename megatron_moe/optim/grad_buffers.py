@@ -295,7 +295,7 @@ class GradBuffers:
     def whole(self) -> bool:
         """True if this rank owns every element of the model."""
         config = self.context.config
-        return not self.data_parallel.sharded_optimizer and {config.tp, config.pp, config.ep, config.etp} == {1}
+        return not self.data_parallel.use_distributed_optimizer and {config.tp, config.pp, config.ep, config.etp} == {1}
 
     @property
     def slots(self) -> Iterator[MainGrad]:

@@ -227,7 +227,7 @@ def new_states(
     for start, end in buffer.owned:
         middle = min(start + -(-on_host // BLOCK) * BLOCK, end) if on_host > 0 else start
         if start < middle:
-            home: Home = "host" if config.host_steps else "streamed"
+            home: Home = "host" if config.cpu_step else "streamed"
             yield _new_state(buffer, (start, middle), moments, precision, home, copies)
         if middle < end:
             yield _new_state(buffer, (middle, end), moments, precision, "device", copies)
@@ -244,8 +244,8 @@ def _new_state(
 ) -> OptimizerState:
     start, end = owned
     weights, grads = buffer.weights[start:end], buffer.grads[start:end]
-    fp64 = precision.master == "fp64"
-    saves_master = weights.dtype != torch_dtype(precision.master)
+    fp64 = precision.main_params_dtype == "fp64"
+    saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
 
     def zeros(name: Format, plain: torch.dtype, *, root: bool = False) -> PackedState:
         device = weights.device if home == "device" else torch.device("meta")
@@ -262,8 +262,8 @@ def _new_state(
 
     master = None
     if saves_master or home == "host":
-        remainders = precision.remainders and weights.dtype is torch.bfloat16 and home != "host"
-        name: Format = "remainder" if remainders else "fp16" if precision.master == "fp16" else "plain"
+        remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and home != "host"
+        name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
         master = zeros(name, torch.float32)
     kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
     state = OptimizerState(buffer, start, weights, grads, kept, home, saves_master)

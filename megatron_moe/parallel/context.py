@@ -118,7 +118,7 @@ class ParallelContext:
             return world
         key = (world.ranks, "host")
         if key not in self.handles:
-            timeout = timedelta(minutes=self.config.timeout_minutes)
+            timeout = timedelta(minutes=self.config.distributed_timeout_minutes)
             self.handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
         return replace(world, name="host", handle=self.handles[key], device=torch.device("cpu"))
 

@@ -71,14 +71,14 @@ class Layouts:
         """The plan with these sizes and chunks per pipeline rank; None if the layers or the batch do not divide."""
         parallel, plan = replace(grid.parallel, virtual_stages=vpp), self.plan
         stages = self._layout(parallel.pp, vpp)
-        size, unit = plan.batch.global_size, grid.micro * parallel.dp
+        size, unit = plan.batch.global_batch_size, grid.micro * parallel.dp
         if stages is None or size % unit:
             return None
         try:
             check_schedule(replace(plan.schedule(size // unit), pp=parallel.pp, vpp=vpp, group_size=None))
         except ScheduleError:
             return None
-        batch = replace(plan.batch, micro=grid.micro)
+        batch = replace(plan.batch, micro_batch_size=grid.micro)
         return replace(plan, parallel=parallel, pipeline=PipelineConfig(layout=stages), batch=batch)
 
     def _divides(self, tp: int, cp: int, pp: int, ep: int, etp: int) -> bool:

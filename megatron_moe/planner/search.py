@@ -177,9 +177,12 @@ def _key(plan: RunPlan) -> object:
 
 
 def _is_full(plan: RunPlan) -> bool:
-    return plan.memory.recompute.granularity == "full"
+    return plan.memory.recompute.recompute_granularity == "full"
 
 
 def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
     """Sum over the plan's selectively recomputed modules and its offload."""
-    return sum(of_options[name] for name in plan.memory.recompute.modules) + of_options[plan.memory.offload.modules]
+    return (
+        sum(of_options[name] for name in plan.memory.recompute.recompute_modules)
+        + of_options[plan.memory.offload.recompute_modules]
+    )

@@ -67,9 +67,9 @@ def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
     peak, _ = gpu.rate(precision.params)
     low = gpu.fp8 * LOW_PRECISION
     return Rates(
-        dense=low if precision.low else peak * DENSE,
+        dense=low if precision.low_precision else peak * DENSE,
         head=peak * DENSE,
-        experts=low if precision.low else peak * GROUPED,
+        experts=low if precision.low_precision else peak * GROUPED,
         core_attention=peak * CORE_ATTENTION,
         memory=gpu.hbm * BANDWIDTH,
         host_link=gpu.host_link,
@@ -126,7 +126,11 @@ class LayerWork:
         """Work of one microbatch in one stage, recompute included."""
         model, recompute = self.plan.model, self.plan.memory.recompute
         work = Work()
-        first = recompute.num_layers if recompute.granularity == "full" and recompute.method == "block" else 0
+        first = (
+            recompute.recompute_num_layers
+            if recompute.recompute_granularity == "full" and recompute.recompute_method == "block"
+            else 0
+        )
         places = ((model.layers[index], place < first) for place, index in enumerate(stage.layers))
         for (layer, early), count in Counter(places).items():
             work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
@@ -176,7 +180,7 @@ class LayerWork:
         if recompute.recompute_granularity == "full":
             whole = recompute.recompute_method == "uniform" or early
             return _FORWARD * self.of_layer(layer).total if whole else 0.0
-        return self._of_modules(layer, recompute.modules)
+        return self._of_modules(layer, recompute.recompute_modules)
 
     def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
         """Seconds to recompute modules of a layer: their GEMMs, and passes over the freed bytes."""

@@ -113,7 +113,7 @@ class Checkpointing:
         """
         source = find(self.config, self._context, say=self.reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
-        number = self.config.override_iteration
+        number = self.config.override_ckpt_iteration
         if number is not None and source is not None and source.origin != "--save":
             self.reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
             state.iteration = number
@@ -131,7 +131,7 @@ class Checkpointing:
 
     def due(self, iteration: int) -> bool:
         """True if a checkpoint or an export follows this iteration."""
-        intervals = (self.config.save_interval, self.config.hf_interval)
+        intervals = (self.config.save_interval, self.config.save_hf_interval)
         return bool(self.saver) and any(_divides(interval, iteration) for interval in intervals)
 
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
@@ -259,7 +259,7 @@ class Checkpointing:
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
         trainer, say = self.trainer, self.reporter.note
         if self._upcycles(source):
-            granularity = self.config.upcycle_granularity
+            granularity = self.config.moe_upcycling_granularity
             load_upcycled(source, granularity, trainer.model, self._context, say=say)
             trainer.restored(with_optimizer=False)
             return TrainState()
@@ -280,7 +280,7 @@ class Checkpointing:
         if not source.train_state:
             return TrainState()
         if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
-            sizes = self.run.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            sizes = self.run.batch.global_batch_size, loaded.train_state.get("training", {}).get("--global-batch-size")
             trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
                 say(line)
@@ -304,7 +304,7 @@ class Checkpointing:
 
     def _upcycles(self, source: CheckpointSource) -> bool:
         """True if the source is the dense model rather than a checkpoint of this run."""
-        return self.config.upcycle and source.origin != "--save"
+        return self.config.moe_use_upcycling and source.origin != "--save"
 
     def _report_length(self, state: TrainState) -> None:
         """Reports the last iteration of --train-samples if Megatron-LM would end at another."""

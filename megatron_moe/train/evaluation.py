@@ -88,7 +88,9 @@ class Evaluation:
 
     def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
         """Reports and returns the loss on one data set. `fields`: others of `ValidationReport`."""
-        num_microbatches = self.batch.global_size // (self.batch.micro * self.pipeline.context.group("dp").size)
+        num_microbatches = self.batch.global_batch_size // (
+            self.batch.micro_batch_size * self.pipeline.context.group("dp").size
+        )
         loss = evaluate(self.pipeline, batches, num_microbatches)
         report = ValidationReport(
             iteration=state.iteration, consumed_samples=state.consumed_samples, loss=loss, **fields

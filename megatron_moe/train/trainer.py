@@ -105,10 +105,10 @@ class Trainer:
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
         """The newest step, and the one whose results the host reads meanwhile."""
-        computes_twice = resilience.rerun == "report_stats"
+        computes_twice = resilience.rerun_mode == "report_stats"
         self.repeatability = Repeatability(self.context.device) if computes_twice else None
         """Statistics of `--rerun-mode report_stats`, which computes every step twice; None: once."""
-        wanted = (resilience.report_spiky_loss, resilience.report_large_grads)
+        wanted = (resilience.check_for_spiky_loss, resilience.check_for_large_grads)
         self._limits = [
             SpikeLimit(self.context.device) if want and resilience.on_spike != "report" else None for want in wanted
         ]
@@ -164,7 +164,7 @@ class Trainer:
         return gradient_norms(self.buffers, self.context)["all"]
 
     def _finish_grads(self, num_tokens: Tensor) -> None:
-        finish_grads(self.buffers, self.context, token_count=num_tokens if self.loop.per_token_loss else None)
+        finish_grads(self.buffers, self.context, token_count=num_tokens if self.loop.calculate_per_token_loss else None)
 
     def _trial(self, batches: Sequence[MicroBatch], iteration: int) -> Tensor:
         """Computes a step without side effects; returns [this rank's loss, norm of all gradients]."""
@@ -228,7 +228,7 @@ class Trainer:
         figures: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         sound = norms.pop("nonfinite") == 0
-        if self.logging.log_num_zeros:
+        if self.logging.log_num_zeros_in_grad:
             figures["num_zeros"] = count_zeros(self.buffers)
         overflow = None if self.model.expert_comm is None else self.model.expert_comm.any_overflow()
         if overflow is not None:
@@ -255,7 +255,7 @@ class Trainer:
         if overflow is not None:
             self._may_continue = self._may_continue & ~overflow
         checks: list[tuple[Tensor, str]] = []
-        if self.loop.check_nonfinite:
+        if self.loop.check_for_nan_in_loss_and_grad:
             checks.append((torch.isfinite(loss) & torch.isfinite(norm), config.on_nonfinite))
         for value, limit in zip((loss, norm), self._limits, strict=True):
             if limit is not None:
@@ -277,7 +277,7 @@ class Trainer:
     def compare_replicas(self, iteration: int) -> None:
         """Compares replicas of the weights every `--check-weight-hash-across-dp-replicas-interval` iterations. Raises
         DriftProblem if they differ in any bit."""
-        interval = self.resilience.compare_replicas_interval
+        interval = self.resilience.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
             self.optimizer.finish_gather()
             check_replicas(self.model, self.context, iteration)

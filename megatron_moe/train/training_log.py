@@ -115,7 +115,7 @@ class TrainingLog:
         what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
         details = self._details(result, reports)
         if stops:
-            judged = verdict(result, reports) if self._config.rerun == "validate_results" else None
+            judged = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
             text = (
                 f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
                 f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for earlier "

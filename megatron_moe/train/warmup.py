@@ -139,7 +139,7 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 def _num_microbatches(plan: RunPlan) -> int:
     """Microbatches that cover storing and adding gradients, and incomplete groups of `--moe-expert-wgrad-interval`."""
-    interval = plan.memory.expert_wgrad_interval
+    interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 
 

@@ -153,8 +153,8 @@ def test_state_bytes_equal_those_of_the_built_tensors(name, sharded):
     ("precision", "replicated", "sharded"),
     [
         (BF16, 6, 12),
-        (replace(BF16, exp_avg="bf16", exp_avg_sq="bf16"), 6, 8),
-        (replace(BF16, exp_avg="fp8", exp_avg_sq="fp8", grads="bf16"), 4, 6),
+        (replace(BF16, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), 6, 8),
+        (replace(BF16, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", grads="bf16"), 4, 6),
         (PrecisionConfig(params="fp32"), 8, 8),
     ],
 )
@@ -201,7 +201,7 @@ def test_moe_recompute_keeps_only_its_input():
 
 
 def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     rotations = 17 * 2 * 4096 * 64 * 4
     assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
@@ -216,7 +216,7 @@ def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
 
 
 def test_recomputed_groups_have_at_most_the_layers_of_a_chunk():
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
     whole = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     assert max(len(chunk.layers) for chunk in DEEPSEEK.layout.chunks(1)) == 4
     more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_num_layers=100))))
@@ -224,7 +224,7 @@ def test_recomputed_groups_have_at_most_the_layers_of_a_chunk():
 
 
 def test_offloaded_tensors_are_on_the_host_except_for_the_current_layer():
-    config = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"))
+    config = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))
     before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     moved = 68 * (448 + 256) * (1 << 20)
     assert after.on_host == before.kept - after.kept == moved
@@ -240,8 +240,10 @@ def test_offloaded_tensors_are_on_the_host_except_for_the_current_layer():
 
 
 def test_later_stages_offload_less():
-    config = ActivationOffloadConfig(modules=("expert_fc1",), stay_bytes_per_stage=1 << 20)
-    moved = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=0))))
+    config = ActivationOffloadConfig(offload_modules=("expert_fc1",), delta_offload_bytes_across_pp_ranks=1 << 20)
+    moved = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=0)))
+    )
     some = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     assert some.kept - moved.kept == moved.on_host - some.on_host == 17 * (1 << 20)
     everything = of_rank(

@@ -125,7 +125,7 @@ def test_fingerprints_of_different_models_differ(every_tokenizer: dict[str, Toke
 
 
 def test_null_tokenizer_encodes_numbers_and_eod_is_the_last_id() -> None:
-    tokenizer = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=128))
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=128))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (128, 127, -1)
     assert tokenizer.encode(" 3 1  2\n") == [3, 1, 2]
     assert tokenizer.decode([3, 1, 2]) == "3 1 2"
@@ -134,12 +134,14 @@ def test_null_tokenizer_encodes_numbers_and_eod_is_the_last_id() -> None:
 
 
 def test_ids_of_a_null_tokenizer_can_be_chosen() -> None:
-    plain = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10))
-    chosen = load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, eod=3, pad=4))
+    plain = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10))
+    chosen = load_tokenizer(
+        TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_eod_id=3, null_tokenizer_pad_id=4)
+    )
     assert (plain.eod, plain.pad, chosen.eod, chosen.pad) == (9, -1, 3, 4)
     assert plain.fingerprint != chosen.fingerprint
     with pytest.raises(DataProblem, match="--null-tokenizer-pad-id 10 is not below --vocab-size 10"):
-        load_tokenizer(TokenizerConfig(kind="NullTokenizer", vocab_size=10, pad=10))
+        load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10, null_tokenizer_pad_id=10))
 
 
 @pytest.mark.parametrize("vocab_size", [None, 0, 1])
@@ -287,7 +289,11 @@ MISSING_RANK = json.dumps([entry for entry in tiktoken_entries([b"re", b"rea"]) 
 def test_a_damaged_model_is_rejected_by_name(tmp_path: Path, kind, content: bytes, problem: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataProblem, match=rf"tokenizer\.json{problem}"):
-        load_tokenizer(TokenizerConfig(kind=kind, model=tmp_path / "tokenizer.json", num_special_tokens=10))
+        load_tokenizer(
+            TokenizerConfig(
+                tokenizer_type=kind, tokenizer_model=tmp_path / "tokenizer.json", tiktoken_num_special_tokens=10
+            )
+        )
 
 
 def test_special_tokens_that_are_not_strings_are_ignored(tmp_path: Path) -> None:
@@ -365,7 +371,9 @@ def gpt2_config(
 
 def test_gpt2_files_give_the_ids_of_tokenizer_json(tmp_path: Path) -> None:
     two = load_tokenizer(gpt2_config(tmp_path))
-    one = load_tokenizer(TokenizerConfig(kind="HuggingFaceTokenizer", model=tmp_path / "tokenizer.json"))
+    one = load_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tmp_path / "tokenizer.json")
+    )
     assert (two.vocab_size, two.eod, two.pad) == (one.vocab_size, one.eod, -1)
     for text in TEXTS:
         assert two.encode(text) == one.encode(text)
@@ -382,4 +390,4 @@ def test_gpt2_without_eod_or_files_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataProblem, match="no token that ends a document"):
         load_tokenizer(gpt2_config(tmp_path, specials=()))
     with pytest.raises(DataProblem, match="needs --vocab-file and --merge-file"):
-        load_tokenizer(TokenizerConfig(kind="GPT2BPETokenizer"))
+        load_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"))

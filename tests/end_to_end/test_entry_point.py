@@ -86,7 +86,7 @@ def signalled(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_deterministic_mode_is_set_in_torch(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    plan = tiny.plan(precision=replace(tiny.plan().precision, deterministic=deterministic))
+    plan = tiny.plan(precision=replace(tiny.plan().precision, deterministic_mode=deterministic))
     try:
         build_context(plan).stop()
         assert torch.are_deterministic_algorithms_enabled() is deterministic
@@ -123,28 +123,34 @@ class Start(NamedTuple):
     [
         (
             40,
-            (Start(BatchConfig(micro=2, global_size=4), 6), Start(BatchConfig(micro=2, global_size=8))),
+            (
+                Start(BatchConfig(micro_batch_size=2, global_batch_size=4), 6),
+                Start(BatchConfig(micro_batch_size=2, global_batch_size=8)),
+            ),
             [4, 8, 12, 16, 20, 24, 32, 40],
             "ends at iteration 8, with the last full batch of 40 samples; Megatron-LM would end at iteration 5,",
         ),
         (
             40,
-            (Start(BatchConfig(micro=2, global_size=8), 3), Start(BatchConfig(micro=2, global_size=4))),
+            (
+                Start(BatchConfig(micro_batch_size=2, global_batch_size=8), 3),
+                Start(BatchConfig(micro_batch_size=2, global_batch_size=4)),
+            ),
             [8, 16, 24, 28, 32, 36, 40],
             "ends at iteration 7, with the last full batch of 40 samples; Megatron-LM would end at iteration 10,",
         ),
-        (21, (Start(BatchConfig(micro=2, global_size=4)),), [4, 8, 12, 16, 20], ""),
+        (21, (Start(BatchConfig(micro_batch_size=2, global_batch_size=4)),), [4, 8, 12, 16, 20], ""),
         (
             70,
-            (Start(BatchConfig(micro=2, global_size=12, rampup=(4, 2, 100))),),
+            (Start(BatchConfig(micro_batch_size=2, global_batch_size=12, rampup_batch_size=(4, 2, 100))),),
             [4, 8, 12, 16, 20, 24, 28, 34, 40, 46, 52, 60, 68],
             "ends at iteration 13, with the last full batch of 70 samples; Megatron-LM would end at iteration 14,",
         ),
         (
             70,
             (
-                Start(BatchConfig(micro=2, global_size=16), 2),
-                Start(BatchConfig(micro=2, global_size=16, rampup=(4, 4, 60))),
+                Start(BatchConfig(micro_batch_size=2, global_batch_size=16), 2),
+                Start(BatchConfig(micro_batch_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 60))),
             ),
             [16, 32, 40, 52, 64],
             "ends at iteration 5, with the last full batch of 70 samples; Megatron-LM would end at iteration 10,",

@@ -199,8 +199,8 @@ def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> Non
 
 STATES = {
     "on the device": OptimizerOffloadConfig(),
-    "CPU step": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
-    "streamed from the host": OptimizerOffloadConfig(fraction=1.0, host_steps=False),
+    "CPU step": OptimizerOffloadConfig(fraction=1.0, cpu_step=True),
+    "streamed from the host": OptimizerOffloadConfig(fraction=1.0, cpu_step=False),
 }
 
 

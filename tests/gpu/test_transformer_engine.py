@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu1
 
 
 def transformer_engine() -> Kernels:
-    return select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+    return select_kernels(KernelConfig(kernel_backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
 
 
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor]) -> None:

@@ -51,7 +51,7 @@ def calls_of(words: Sequence[str]) -> tuple[str, int]:
 
 def vocab_size_of(config: TokenizerConfig) -> int:
     """Vocabulary size that replaces the tokenizer's."""
-    return VOCAB_SIZE if config.vocab_size is None or config.kind != "NullTokenizer" else config.vocab_size
+    return VOCAB_SIZE if config.vocab_size is None or config.tokenizer_type != "NullTokenizer" else config.vocab_size
 
 
 def words(text: str, without: str = "") -> list[str]:

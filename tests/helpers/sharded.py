@@ -26,7 +26,7 @@ from tests.helpers.tolerances import FP64_LAYOUT, Tolerance
 
 KERNELS = reference.bundle()
 # Adam normalises the gradient. A small eps would amplify pure rounding errors, such as the gradient of a bias on k.
-STEADY = OptimizerConfig(eps=1e-4)
+STEADY = OptimizerConfig(adam_eps=1e-4)
 
 
 def tensor_parallel_config(tp: int, *, sequence: bool = False) -> ParallelConfig:

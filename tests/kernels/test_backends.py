@@ -64,7 +64,9 @@ def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_install
     found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
     assert found.on_request and found.missing() == found.needs
     with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
-        registry.select_kernels(KernelConfig(per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16)
+        registry.select_kernels(
+            KernelConfig(kernel_per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
@@ -83,7 +85,7 @@ def test_optional_backends_support_bf16_on_gpus_only(name: str, stand_ins: None)
         assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
         assert module.judge(op, CUDA, torch.float64).fit is Priority.NO
         assert module.judge(op, CUDA, torch.bfloat16).fit is Priority.YES
-    wishes = KernelConfig(backend=name)
+    wishes = KernelConfig(kernel_backend=name)
     assert {c.op for c in registry.select_kernels(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
         module.PROVIDES
     )

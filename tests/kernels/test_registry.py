@@ -75,20 +75,22 @@ def test_bf16_grouped_products_on_gpus_keep_offsets_on_the_device() -> None:
 
 
 def test_per_op_requests_override_the_backend_request() -> None:
-    config = KernelConfig(backend="reference", per_op=(("rms_norm", "torch_native"), ("attention", "auto")))
+    config = KernelConfig(
+        kernel_backend="reference", kernel_per_op=(("rms_norm", "torch_native"), ("attention", "auto"))
+    )
     chosen = backend_of(select_kernels(config, CPU, torch.float32))
     assert {op for op, name in chosen.items() if name == "torch_native"} == {"rms_norm", "attention"}
 
 
 def test_ops_missing_in_the_requested_backend_use_the_reference_with_a_reason() -> None:
-    bundle = select_kernels(KernelConfig(backend="torch_native"), CPU, torch.float32)
+    bundle = select_kernels(KernelConfig(kernel_backend="torch_native"), CPU, torch.float32)
     (rope,) = [choice for choice in bundle.choices if choice.op == "rope"]
     assert rope.backend == "reference" and "torch_native has no rope" in rope.reason
     assert backend_of(bundle)["permute"] == "torch_native", "asked for, though auto would not"
 
 
 def test_unknown_names_are_rejected_with_the_known_ones() -> None:
-    assert refusal(KernelConfig(backend="tritn")) == (
+    assert refusal(KernelConfig(kernel_backend="tritn")) == (
         "Kernel backend 'tritn' does not exist; use auto, reference, apex, grouped_gemm, hopper, torch_native, "
         "transformer_engine or triton."
     )
@@ -99,7 +101,7 @@ def test_unknown_names_are_rejected_with_the_known_ones() -> None:
 
 
 def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:
-    assert refusal(KernelConfig(backend="torch_native"), torch.float64) == (
+    assert refusal(KernelConfig(kernel_backend="torch_native"), torch.float64) == (
         "Kernel backend 'torch_native' cannot compute 'linear_weight_grad' in float64 on cpu: "
         "fp64 is for proofs, which run on plain torch. It can be computed by auto or reference, "
         "for instance with --kernel-per-op linear_weight_grad=auto."

@@ -74,7 +74,7 @@ def test_short_line_has_at_most_120_columns(iteration):
 
 
 def test_log_style_selects_the_line():
-    assert step_line(step_report(), LoggingConfig(style="short")).startswith(" 20/250")
+    assert step_line(step_report(), LoggingConfig(log_style="short")).startswith(" 20/250")
     assert step_line(step_report(), PLAIN).startswith(" [2026")
 
 

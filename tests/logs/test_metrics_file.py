@@ -122,7 +122,9 @@ def test_validation_tags():
     report = ValidationReport(iteration=50, consumed_samples=400, loss=0.0)
     assert validation_tags(report) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
     assert wanted_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
-    assert "lm loss validation ppl" in wanted_tags(validation_tags(report), LoggingConfig(log_validation_ppl=True))
+    assert "lm loss validation ppl" in wanted_tags(
+        validation_tags(report), LoggingConfig(log_validation_ppl_to_tensorboard=True)
+    )
     several = ValidationReport(iteration=50, consumed_samples=400, loss=0.0, data_set="code")
     assert "lm loss validation-code" in validation_tags(several)
     assert validation_record(report)["samples"] == 400

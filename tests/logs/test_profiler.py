@@ -31,13 +31,13 @@ def names(path):
 
 
 def test_trace_has_the_selected_iterations_only(tmp_path):
-    run(tmp_path, ProfileConfig(tool="torch", after=1, last=3))
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=1, profile_step_end=3))
     found = names(tmp_path / "profile" / "rank-0.json.gz")
     assert {name for name in found if name.startswith("iteration")} == {"iteration 2", "iteration 3"}
 
 
 def test_trace_is_written_when_the_run_ends_early(tmp_path):
-    run(tmp_path, ProfileConfig(tool="torch", after=4, last=30))
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=4, profile_step_end=30))
     assert "iteration 5" in names(tmp_path / "profile" / "rank-0.json.gz")
 
 

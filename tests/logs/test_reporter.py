@@ -294,7 +294,7 @@ def test_throughput_counts_the_flops_of_model_and_batch(context):
 
 
 def test_first_rank_writes_notes_and_last_rank_reports(tmp_path):
-    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
+    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_log_level=1, plots=False))
 
     def rank(context: ParallelContext) -> int:
         listener = Listener()
@@ -329,7 +329,7 @@ def test_telemetry_threads_do_not_keep_the_process_alive(tmp_path):
 
 
 def test_memory_interval(tmp_path):
-    config = plan(LoggingConfig(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
+    config = plan(LoggingConfig(run_dir=tmp_path, log_memory_interval=2, log_device_memory_used=True, plots=False))
 
     def rank(context: ParallelContext) -> None:
         reporter = build_reporter(config, context, sinks=[])

@@ -175,7 +175,9 @@ def test_small_tensors_and_parameters_stay_on_the_device():
 
 def test_inputs_of_discarded_outputs_are_offloaded_too():
     """The norm's output is recomputed from a reloaded input."""
-    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act", "mla_up_proj", "core_attn"))
+    chosen = RecomputeConfig(
+        recompute_granularity="selective", recompute_modules=("layernorm", "moe_act", "mla_up_proj", "core_attn")
+    )
     plain, both = Net(offload()), Net(offload("attn_norm", "mlp_norm", "moe_act", "qkv_linear", "core_attn"), chosen)
     for number in range(2):
         plain.forward(number).backward()

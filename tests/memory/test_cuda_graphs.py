@@ -103,7 +103,7 @@ def test_replays_of_other_models_equal_eager_steps(model):
 
 def test_experts_are_reeager_alongside_captured_attention(eager):
     """Selective recompute applies to the eager modules of partly captured layers."""
-    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe",)))
+    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
     plan = the_plan(graphs=parts_of("attn"), memory=again)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
@@ -201,7 +201,7 @@ def computations(entries) -> Iterator[Action]:
 
 
 def test_gradients_of_replays_start_reductions_early():
-    sharing = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    sharing = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=500)
     parallel = ParallelConfig(world_size=2)
 
     def train(config):

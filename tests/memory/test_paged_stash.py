@@ -72,14 +72,22 @@ def check_identical(plain: RunPlan, paged: RunPlan) -> None:
 
 def test_steps_with_expert_parallelism_are_identical_to_the_bit() -> None:
     """The activation is recomputed from an output that was unpacked from pages."""
-    check_identical(over_experts(None), over_experts(None, memory=MemoryConfig(stash=PAGES, recompute=ACT)))
+    check_identical(over_experts(None), over_experts(None, memory=MemoryConfig(paged_stash=PAGES, recompute=ACT)))
 
 
 def test_pages_of_interleaved_stages_are_freed_in_the_order_of_their_backwards() -> None:
     """Two ranks of two stages each, with no page to spare."""
     config = tiny.plan(model=tiny.model(num_layers=4), batch=BatchConfig(micro_batch_size=1, global_batch_size=4))
     plain = laid_out(config, "Et|t|t|tL", 2)
-    check_identical(plain, replace(plain, memory=MemoryConfig(stash=PagedStashConfig(page_size=4, factor=1.0))))
+    check_identical(
+        plain,
+        replace(
+            plain,
+            memory=MemoryConfig(
+                paged_stash=PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0)
+            ),
+        ),
+    )
 
 
 def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool, bool]:
@@ -93,7 +101,9 @@ def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool
 
 def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
     """All tokens are equal and go to two experts, which have pages for a quarter of all rows."""
-    plan = over_experts(PagedStashConfig(page_size=4, factor=1.0), num_ranks=4)
+    plan = over_experts(
+        PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0), num_ranks=4
+    )
     found = on_threads(plan.parallel, lambda context: one_step(plan, context))
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]

@@ -128,7 +128,7 @@ def test_losses_metrics_gradients_and_statistics_are_identical_to_the_bit(way, n
     [
         ("small ones together", "MLA", PipelineConfig()),
         ("uniform, two at a time", "MLA", PipelineConfig()),
-        ("small ones together", "GQA", PipelineConfig(overlap=True, split_backward=True)),
+        ("small ones together", "GQA", PipelineConfig(overlap=True, delay_wgrad_compute=True)),
     ],
     ids=["selective", "full", "selective, overlapped"],
 )

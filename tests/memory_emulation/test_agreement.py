@@ -158,7 +158,9 @@ def test_standard_permutation_saves_the_expert_outputs() -> None:
 
 def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
     plan = plan_of("m8")
-    one, two = (compare(replace(plan, memory=replace(plan.memory, expert_wgrad_interval=number))) for number in (1, 2))
+    one, two = (
+        compare(replace(plan, memory=replace(plan.memory, moe_expert_wgrad_interval=number))) for number in (1, 2)
+    )
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * (2 * 2048 + 3 * 1408) * 2
     assert two.closed.kept - one.closed.kept == expected
@@ -215,7 +217,9 @@ def test_attention_dropout_saves_values_per_query_key_pair(name: str, exchange: 
 
 def test_attention_recompute_frees_the_values_of_dropout() -> None:
     plan = with_attention_dropout(plan_of("m8"), "p2p", 1)
-    memory = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("core_attn",)))
+    memory = MemoryConfig(
+        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+    )
     assert abs(compare(replace(plan, memory=memory)).ratio - 1) < WITHIN
 
 

@@ -263,7 +263,7 @@ def test_backends_of_unknown_memory_are_rejected() -> None:
 
 
 def test_requested_plain_torch_is_replaced_only_where_it_reads_sizes_on_the_host() -> None:
-    kernels = emulated.emulated_bundle(KernelConfig(backend="reference"), BF16)
+    kernels = emulated.emulated_bundle(KernelConfig(kernel_backend="reference"), BF16)
     assert kernels.rms_norm is reference.rms_norm
     rows, offsets = torch.empty(6, 8), torch.empty(2, dtype=torch.int32)
     weight = torch.empty(2, 5, 8)

@@ -61,8 +61,8 @@ PLANS = {
     "stages": plan(pp=2),
     "interleaved stages with experts": plan(pp=2, vpp=2, ep=2),
     "overlapped": plan(pp=2, vpp=2, ep=2, pipeline=OVERLAPPED),
-    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, split_backward=True)),
-    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(expert_wgrad_interval=3)),
+    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, delay_wgrad_compute=True)),
+    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(moe_expert_wgrad_interval=3)),
     "overlapped reduction and gather": plan(
         pp=2,
         ep=2,
@@ -77,7 +77,7 @@ PLANS = {
 
 def without_host_reads() -> KernelSet:
     """Plain torch with fakes of the ops that read sizes on the host; runs on meta and real tensors."""
-    return emulated.emulated_kernels(KernelConfig(backend=reference.NAME), torch.float32)
+    return emulated.emulated_kernels(KernelConfig(kernel_backend=reference.NAME), torch.float32)
 
 
 def on(

@@ -66,7 +66,7 @@ def test_masters_exist_only_where_they_are_wider_than_the_weights() -> None:
 
 
 def test_embedding_and_head_use_the_decoupled_learning_rate() -> None:
-    plain, decoupled = Rig(), Rig(config=OptimizerConfig(beta2=0.95, eps=1e-6, decoupled_lr=1.0))
+    plain, decoupled = Rig(), Rig(config=OptimizerConfig(adam_beta2=0.95, adam_eps=1e-6, decoupled_lr=1.0))
     start = plain.weights()
     plain.apply(make_gradients(0))
     decoupled.apply(make_gradients(0))

@@ -153,7 +153,7 @@ def test_a_deferred_weight_gradient_counts_when_it_is_computed() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_parameter_without_gradient_is_zero_even_if_its_bucket_starts_early(sharded: bool) -> None:
-    config = DataParallelConfig(overlap_grad_reduce=True, bucket_size=10**6, sharded_optimizer=sharded)
+    config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=10**6, use_distributed_optimizer=sharded)
 
     def run(context: ParallelContext) -> Tensor:
         chain = Chain(context, config, uses={f"layers.{DEPTH - 1}.weight": 0})

@@ -89,7 +89,7 @@ def test_a_changed_schedule_is_rejected_with_every_value_that_differs() -> None:
 
 
 def test_override_selects_the_command_line_and_reports_it() -> None:
-    changed = LRSchedule(replace(SPEC, max_lr=3e-4, override=True))
+    changed = LRSchedule(replace(SPEC, max_lr=3e-4, override_opt_param_scheduler=True))
     schedule, notes = changed.resumed(through_json(LRSchedule(SPEC)))
     assert schedule == changed
     assert notes == ["learning rate schedule: max_lr 0.0003 (checkpoint: 0.001), the command line wins"]

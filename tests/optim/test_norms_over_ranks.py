@@ -38,7 +38,7 @@ FOLDS = {world_size: {name_of(config): config for config in folds(world_size)} f
 
 
 def measured(context: ParallelContext, sharded: bool) -> dict[str, Tensor]:
-    optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=sharded, bucket_size=100))
+    optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100))
     norms = step_with(optimizer, my_gradients(optimizer, 0))
     return {**norms, "zeros": count_zeros(optimizer.buffers), "weights": optimizer.params_norm()}
 
@@ -69,7 +69,7 @@ def test_norms_in_every_fold_of_eight_ranks_are_those_of_one(config: ParallelCon
 
 def test_a_non_finite_element_on_any_rank_makes_the_norm_non_finite_on_all() -> None:
     def norm(context: ParallelContext, bad_rank: int) -> Tensor:
-        optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=True))
+        optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=True))
         gradients = my_gradients(optimizer, 0)
         if context.rank == bad_rank:
             next(iter(gradients.values())).view(-1)[-1] = torch.nan

@@ -30,8 +30,8 @@ NARROW = {
     "fp16 masters": replace(BF16, main_params_dtype="fp16", exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"),
 }
 AWAY = {
-    "host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
-    "half on the host": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
+    "host": OptimizerOffloadConfig(fraction=1.0, cpu_step=True),
+    "half on the host": OptimizerOffloadConfig(fraction=0.5, cpu_step=True, overlap_cpu_optimizer_d2h_h2d=True),
     "streamed": OptimizerOffloadConfig(fraction=1.0),
     "half streamed, in chunks": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=2048),
 }
@@ -54,7 +54,7 @@ class Rig:
         self.parameters = make_parameters(dtype)
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
-        kernels = select_kernels(KernelConfig(backend=backend), torch.device(device), dtype)
+        kernels = select_kernels(KernelConfig(kernel_backend=backend), torch.device(device), dtype)
         context, config = ParallelContext.single(device=device), replace(config, offload=offload)
         self.buffers = GradBuffers(self.parameters.items(), precision, context, kernels, optimizer=config)
         self.optimizer = Optimizer(self.buffers, precision)
@@ -175,7 +175,7 @@ def test_the_fraction_sets_the_number_of_elements_in_host_memory() -> None:
 
 
 def test_the_torch_kernel_on_the_host_steps_as_the_reference_does() -> None:
-    config = replace(AWAY["host"], torch_kernel=True)
+    config = replace(AWAY["host"], use_torch_optimizer_for_cpu_offload=True)
     theirs, ours = Rig(FP32, config).steps(1, 5).weights(), Rig(FP32).steps(1, 5).weights()
     for name, weight in ours.items():
         assert float((theirs[name] - weight).abs().max()) < 1e-6, name
@@ -200,7 +200,7 @@ def test_shards_hold_the_same_state_as_one_rank(away: str | None) -> None:
 
 
 def test_another_layout_loads_a_checkpoint_of_narrow_state(tmp_path: Path) -> None:
-    zero = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+    zero = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
     precision = NARROW["bf16 moments"]
 
     def write(context: ParallelContext) -> optim_ranks.Run:

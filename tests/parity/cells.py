@@ -41,7 +41,7 @@ LATENT = 20
 STATE = MappingProxyType(
     {
         "device": OptimizerOffloadConfig(),
-        "cpu": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
+        "cpu": OptimizerOffloadConfig(fraction=0.5, cpu_step=True, overlap_cpu_optimizer_d2h_h2d=True),
         "streamed": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=1 << 16),
     }
 )
@@ -80,9 +80,11 @@ def run_rank(context: ParallelContext, name: str) -> RankRecord:
 
 def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
     """One rank of the cell in single precision, on the kernels that its device runs fastest."""
-    plan = replace(plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", master="fp32"))
+    plan = replace(
+        plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32")
+    )
     # torch's optimizer kernel scales gradients in place, but they are compared afterwards
-    requests = KernelConfig(per_op=(("adamw_", reference.NAME),))
+    requests = KernelConfig(kernel_per_op=(("adamw_", reference.NAME),))
     return record(plan, context, select_kernels(requests, context.device, context.dtype))
 
 
@@ -152,7 +154,7 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
         text = text if cell["mtp"] == "on" else text.replace("m", "")
         layout = parse_layout(text, pp=int(cell["pp"]), num_layers=None, num_mtp=None)
     overlap = cell["overlap"] == "experts"
-    return PipelineConfig(layout=layout, overlap=overlap, split_backward=overlap or cell["wgrad"] == "delayed")
+    return PipelineConfig(layout=layout, overlap=overlap, delay_wgrad_compute=overlap or cell["wgrad"] == "delayed")
 
 
 def model_of(cell: Cell) -> ModelConfig:

@@ -99,7 +99,7 @@ def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig, mtp: M
 
 def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
     """The degree of a microbatch depends on its document lengths."""
-    dynamic, plan = replace(CP2, max_seqlen_per_rank=24), packed(plan)
+    dynamic, plan = replace(CP2, max_seqlen_per_dp_cp_rank=24), packed(plan)
 
     def degrees(context: ParallelContext) -> set[int]:
         loader = build_train_loader(plan, context, build_data(plan, context))

@@ -63,7 +63,7 @@ def test_exit_duration_uses_the_latest_clock_of_all_ranks():
 
     def exit_of(context):
         times = iter([0.0, 60.0, 150.0 if context.rank else 100.0])
-        loop = replace(tiny.plan().loop, exit_duration_minutes=2.0)
+        loop = replace(tiny.plan().loop, exit_duration_in_mins=2.0)
         conditions = ExitConditions(loop, context, iteration=0, last_iteration=20, clock=lambda: next(times))
         return [conditions.now(1), conditions.now(2)], conditions.reason, conditions.preempted
 

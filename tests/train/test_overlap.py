@@ -28,9 +28,11 @@ from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),
-    "split backward": PipelineConfig(split_backward=True),
-    "weight gradients later": PipelineConfig(overlap=True, split_backward=True),
-    "attention early": PipelineConfig(overlap=True, split_backward=True, early_attention_backward=True),
+    "split backward": PipelineConfig(delay_wgrad_compute=True),
+    "weight gradients later": PipelineConfig(overlap=True, delay_wgrad_compute=True),
+    "attention early": PipelineConfig(
+        overlap=True, delay_wgrad_compute=True, ep_overlap_early_attn_memory_release=True
+    ),
 }
 
 

@@ -139,7 +139,9 @@ def test_p3_resume_on_the_same_layout_is_bitwise_equal(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
     """From shards of two ranks to one rank, and back. Checkpoints store moments in fp32."""
-    precision = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
+    precision = PrecisionConfig(
+        params="bf16", grads="fp32", main_params_dtype="fp32", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
     sharded, single = (replace(plan("bias, mtp", name), precision=precision) for name in ("dp=2 zero=on", "plain"))
     train_and_save(sharded, tmp_path / "a")
     resume(single, tmp_path / "a", tmp_path / "b")

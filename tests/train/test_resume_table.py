@@ -69,12 +69,17 @@ def test_changed_micro_batch_size_keeps_samples_and_weights(trained: tuple[Path,
 @pytest.mark.parametrize("override", [False, True], ids=["continues by samples", "the command line wins"])
 def test_changed_global_batch_size_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
     """100 iterations of 8 sequences become 100 of 4, so the schedule on the command line has half as many samples."""
-    plan = plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4))
-    halved = replace(plan, lr=replace(plan.lr, decay_samples=400, override=override))
+    plan = plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4))
+    halved = replace(
+        plan, lr_schedule=replace(plan.lr_schedule, decay_samples=400, override_opt_param_scheduler=override)
+    )
     run = start(halved)
     assert run.trainer.schedule.config.decay_samples == (400 if override else 800)
     assert "decay_samples 400 (checkpoint: 800), the" in run.start_notes
-    for lr in (replace(halved.lr, decay_samples=500, override=False), replace(halved.lr, max_lr=1.0, override=False)):
+    for lr in (
+        replace(halved.lr_schedule, decay_samples=500, override_opt_param_scheduler=False),
+        replace(halved.lr_schedule, max_lr=1.0, override_opt_param_scheduler=False),
+    ):
         with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
             start(replace(halved, lr_schedule=lr))
 
@@ -122,7 +127,7 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
     model = tiny.model(moe_config=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
     model = replace(model, layers=tuple(replace(layer, hidden_dropout=0.25) for layer in model.layers))
     plan = plan_of(load=trained[0], model=model)
-    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, beta2=0.5))
+    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, adam_beta2=0.5))
     reported = [line for line in start(plan).start_notes.splitlines() if line.startswith("differs")]
     assert reported == [
         "differs from the checkpoint: layers 0-2 hidden_dropout: 0.25, checkpoint 0.0",
@@ -133,7 +138,7 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
 
 
 def test_changed_global_batch_size_is_reported(trained: tuple[Path, Run]) -> None:
-    run = start(plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4)))
+    run = start(plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4)))
     assert (
         "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)"
         in run.start_notes
@@ -196,7 +201,7 @@ def test_low_precision_moments_resume_bitwise_and_convert_to_fp32(kept: StateNam
     saved = {key: tensor.boxes[0].data.clone() for key, tensor in saved_tensors(run.trainer, optimizer=True).items()}
     run.train(1)
     EXACT.check_all(resumed(plan_of(load=tmp_path, precision=narrow)).weights(), run.weights())
-    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg="fp32", exp_avg_sq="fp32")))
+    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")))
     loaded = saved_tensors(wide.trainer, optimizer=True)
     EXACT.check_all({key: tensor.boxes[0].data for key, tensor in loaded.items()}, saved)
 
@@ -204,7 +209,7 @@ def test_low_precision_moments_resume_bitwise_and_convert_to_fp32(kept: StateNam
 @pytest.mark.parametrize("host_steps", [True, False], ids=["stepped there", "parked there"])
 def test_partially_offloaded_state_resumes_bitwise(host_steps: bool, trained: tuple[Path, Run], tmp_path: Path) -> None:
     """The offloaded part ends within a parameter, whose moments are split."""
-    split = OptimizerOffloadConfig(fraction=0.5, host_steps=host_steps)
+    split = OptimizerOffloadConfig(fraction=0.5, cpu_step=host_steps)
     optimizer = replace(plan_of().optimizer, offload=split)
     run = start(plan_of(load=trained[0], save=tmp_path, optimizer=optimizer))
     states = saved_tensors(run.trainer, optimizer=True).items()

@@ -74,7 +74,7 @@ def run(steps, plan, timers=None):
 
 
 def test_params_norm_and_num_zeros_belong_to_their_step():
-    plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros=True))
+    plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True))
     one, (first,), _ = run(1, plan)
     _, (earlier, later), _ = run(2, plan)
     EXACT.check(earlier.figures["params_norm"], first.figures["params_norm"], "params norm after one step")

@@ -77,7 +77,7 @@ BALANCING_LOSSES = {
 @pytest.mark.parametrize("loss", BALANCING_LOSSES)
 def test_balancing_losses_of_per_token_loss_count_routed_tokens(loss):
     """Megatron-Core semantics: tokens masked by `--eod-mask-loss` are routed and count, padding does not."""
-    batch, context = BatchConfig(micro=8, global_size=8), ParallelContext.single(dtype=torch.float64)
+    batch, context = BatchConfig(micro_batch_size=8, global_batch_size=8), ParallelContext.single(dtype=torch.float64)
     datasets = random_datasets(tiny.plan(batch=batch), num_steps=1)
     (microbatch,) = build_train_loader(tiny.plan(batch=batch), context, datasets).next_step()
     num_routed, num_in_loss = int(microbatch.context.tokens.valid_BS.sum()), int(microbatch.loss_mask_BS.sum())
@@ -134,7 +134,7 @@ def test_gradients_are_clipped_by_the_global_norm():
     norm, clip = trainer.step(batches, TrainState()).norms["all"], plan.optimizer.clip_grad
     assert norm > clip
     # first moment after one step, relative to the unclipped gradient
-    share = (1 - plan.optimizer.beta1) * clip / (norm + 1e-6)
+    share = (1 - plan.optimizer.adam_beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
         FP64_LAYOUT.check(
             state.kept.moments["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}"

@@ -35,8 +35,8 @@ def test_reduced_plan_has_every_kind_of_layer_at_unchanged_sizes():
 
 def test_reduced_plan_covers_incomplete_weight_gradient_groups():
     """Steps of 4 microbatches with interval 3 leave an incomplete group of 1."""
-    plan = replace(tiny.plan(), memory=MemoryConfig(expert_wgrad_interval=3))
-    assert warmed_up(plan).batch.global_size == (3 + 3 + 1) * plan.batch.micro
+    plan = replace(tiny.plan(), memory=MemoryConfig(moe_expert_wgrad_interval=3))
+    assert warmed_up(plan).batch.global_batch_size == (3 + 3 + 1) * plan.batch.micro_batch_size
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL])

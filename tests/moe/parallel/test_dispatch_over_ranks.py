@@ -29,7 +29,7 @@ from tests.moe.routings import dense, draw, sparse
 
 EXPERTS, WIDTH = 8, 3
 REFERENCE = reference.bundle()
-NATIVE = select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
+NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
 KINDS = (AllGatherDispatcher, AllToAllDispatcher)
 FOLDS = (
     parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp")
