@@ -58,10 +58,9 @@ from megatron_moe.train.trainer import Trainer
 
 
 def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
-    rank, world_size = plan.launch.rank, plan.launch.world_size
-    watchdog = Watchdog(dict(plan.resilience.watchdog), plan.logging.run_dir, rank=rank, world_size=world_size)
-    watchdog.reports_to(status)
-    return watchdog
+    launch = plan.launch
+    seconds, run_dir = dict(plan.resilience.watchdog), plan.logging.run_dir
+    return Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size, status=status)
 
 
 def set_algorithms(plan: RunPlan) -> None:
@@ -185,7 +184,7 @@ def build_model(
     """This rank's part of the model, with initial weights unless `initial` is False; they do not depend on the layout.
     `host_copies`: for offloaded activations; None: those of the device."""
     saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
-    with room_asked_for(plan, context, 0):
+    with build_memory_guard(plan, context)():
         model = GPT(
             plan.model,
             context,
@@ -268,14 +267,14 @@ def build_trainer(
         memory_guard=memory_guard,
     )
     if context.device.type == "cuda":
-        check_recordable(plan.cuda_graphs, kernels)
+        check_capturable(plan.cuda_graphs, kernels)
         record_steps(
             trainer, CudaGraphRecorder(context.device), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval
         )
     return trainer
 
 
-def record_steps(trainer: Trainer, recorder: Recorder, config: CudaGraphConfig, interval: int = 1) -> None:
+def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGraphConfig, interval: int = 1) -> None:
     """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
     rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
     assert interval == 1 or not rows, f"replays of {sorted(rows)} overwrite the rows of {interval} microbatches"
@@ -327,7 +326,7 @@ def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datase
 def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
     """One loader per validation set, by name, and "test" if there is a test set."""
     eval_iters = None if plan.data.full_validation else plan.loop.eval_iters
-    named = {each.name: (each.samples, eval_iters) for each in datasets.valid}
+    named = {name: (samples, eval_iters) for name, samples in datasets.valid.items()}
     if datasets.test is not None:
         named["test"] = (datasets.test, plan.loop.eval_iters)
     return {

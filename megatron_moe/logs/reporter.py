@@ -98,7 +98,7 @@ class Reporter:
         self._run_yaml = run_yaml
         self._command_line = command_line
         self._lock: RunLock | None = None
-        every_rank_does(self._prepare, context)
+        on_every_rank(self._prepare, context)
         self._seq_length = seq_length
         self._last_iteration = train_iters
         on_gpu = context.device.type == "cuda"

@@ -27,8 +27,9 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     for op in OPS:
         name, function = _selected(op, requests.get(op, config.kernel_backend), dtype)
         functions[op] = function
-        reason = "memory only, nothing is computed" if name != reference.NAME else "plain torch"
-        choices.append(Selection(op, name, reason))
+        choices.append(
+            Selection(op, name, "memory only, nothing is computed" if name != reference.NAME else "plain torch")
+        )
     return KernelSet.of(functions, tuple(choices))
 
 
@@ -38,16 +39,13 @@ def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[
             f"memory emulation on a CPU does not know the memory of '{op}' in kernel backend '{request}'; use auto, "
             f"hopper, {', '.join(_FAKED)} or {reference.NAME}, or emulate on a GPU"
         )
-    plain = request == reference.NAME or dtype is torch.float64
-    if plain:
-        return reference.NAME, _HOST_READS.get(op) or getattr(reference, op)
-    if request == torch_native.NAME and op in torch_native.PROVIDES:
-        return NATIVE, native.FAKES.get(op, getattr(torch_native, op))
-    for name, known in ((OURS, triton.FAKES), (NATIVE, native.FAKES)):
-        if op in known:
-            return name, known[op]
-    if op in torch_native.PROVIDES:
-        return torch_native.NAME, getattr(torch_native, op)
+    if request == reference.NAME or dtype is torch.float64:
+        # emulated tensors have no sizes that the reference could read on the host
+        return reference.NAME, getattr(fake_backend(_HOST_READS[op]) if op in _HOST_READS else reference, op)
+    for name in (torch_native.NAME,) if request == torch_native.NAME else _FAKED:
+        backend = fake_backend(name)
+        if op in backend.PROVIDES:
+            return f"as {name}", getattr(backend, op)
     return reference.NAME, getattr(reference, op)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, internal_dtype
+from megatron_moe.kernels.ops import Kernels, QueryKeyTransform, internal_dtype
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm, UnitNorm
 from megatron_moe.moe.moe_layer import ModelResources

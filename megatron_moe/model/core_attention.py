@@ -97,7 +97,7 @@ class _CoreAttention:
         """Attention over a sequence that this rank holds whole and in order."""
         (q_SBND, k_SBGD, v_SBGE, sinks_N), tp = heads, self.ctx.group("tp")
         state = (self.config, sinks_N, self.segments_BS, self.dropout_key, (tp.rank, tp.size))
-        return self.kernels.attention(q_SBND, k_SBGD, v_SBGE, *state)
+        return self.kernels.attention(AttentionInputs(q_SBND, k_SBGD, v_SBGE, *state))
 
     def over_ranks(self, heads: Heads, part: SequencePart) -> Tensor:
         """Attention over a sequence that is split over context-parallel ranks."""
@@ -221,8 +221,8 @@ class _BlockAttention(torch.autograd.Function):
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
             if (visible := blocks.visible(source)) is not None:
                 rows, keys, mask = visible
-                q, k, v = q_SBND[rows], k_held[keys], v_held[keys]
-                blocks.kernels.attention_block(q, k, v, *mask, out_SBNE[rows], lse_SBN[rows])
+                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
+                blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
@@ -235,16 +235,15 @@ class _BlockAttention(torch.autograd.Function):
         grad_SBNE, wide = grads[0], lse_SBN.dtype
         delta_SBN = (grad_SBNE.to(wide) * out_SBNE).sum(dim=-1)
         grad_q_SBND = q_SBND.new_zeros(q_SBND.shape, dtype=wide)
-        landing: Landing | None = None
+        landing: Wait | None = None
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
             total = k_held.new_zeros(k_held.numel() + v_held.numel(), dtype=wide)
             grad_k, grad_v = unpack(total, (k_held, v_held))
             if (visible := blocks.visible(source)) is not None:
                 rows, keys, mask = visible
-                grad, q, k, v = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]
-                out, lse, delta = out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]
-                into = grad_q_SBND[rows], grad_k[keys], grad_v[keys]
-                blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *mask, into)
+                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
+                found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows], delta_SBN[rows])
+                blocks.kernels.attention_block_grad(given, found, (grad_q_SBND[rows], grad_k[keys], grad_v[keys]))
             # The gradient sum follows its keys around the ring and returns to their owner after the last step.
             if landing is not None:
                 total += landing()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPUS
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, state_table
+from megatron_moe.cost_model.memory import RankBytes, RankMemory
 from megatron_moe.planner.memory_options import MemoryOption, more_switches, saved
 from megatron_moe.planner.search import Planner
 
@@ -41,7 +41,7 @@ def gib(size: float) -> str:
 
 
 def _expected(rank: RankBytes) -> Iterator[str]:
-    rows = [*state_table(rank.state), *((f"activations of {name}", size) for name, size in rank.activations)]
+    rows = [*vars(rank.state).items(), *((f"activations of {name}", size) for name, size in rank.activations)]
     rows += [("dispatch buffers", rank.dispatch), ("workspace of the current layer", rank.working)]
     rows += [("pipeline buffers", rank.transfers)]
     yield f"expected on pipeline rank {rank.rank}: {gib(rank.total)} without CUDA, NCCL and library workspaces:"

@@ -184,5 +184,5 @@ def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
     """Sum over the plan's selectively recomputed modules and its offload."""
     return (
         sum(of_options[name] for name in plan.memory.recompute.recompute_modules)
-        + of_options[plan.memory.offload.recompute_modules]
+        + of_options[plan.memory.offload.offload_modules]
     )

@@ -49,7 +49,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
         full_iteration=modules == WHOLE,
         cuda_graph_warmup_steps=2,
     )
-    run = Run(replace(plan, cuda_graphs=graphs))
+    run = TimedRun(replace(plan, cuda_graphs=graphs))
     figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)

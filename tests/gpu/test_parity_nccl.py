@@ -46,11 +46,9 @@ def check(comparison: Comparison, record_property: Callable[[str, object], None]
     assert comparison.equal, comparison.text()
 
 
-@pytest.mark.parametrize("name", CELLS)
 def test_fp64_layouts_match_one_rank(name, record_property):
     check(compared(name, run_rank, torch.float64, FP64_LAYOUT.rtol), record_property)
 
 
-@pytest.mark.parametrize("name", CELLS)
 def test_fp32_layouts_on_the_fastest_kernels_match_one_rank(name, record_property):
     check(compared(name, run_rank_in_fp32, torch.float32, FP32_LAYOUT.rtol), record_property)

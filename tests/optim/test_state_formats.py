@@ -61,7 +61,7 @@ class Rig:
 
     def apply(self, gradients: dict[str, Tensor], *, proceed: bool = True, lr: float = 3e-2, clip: float = 1.0) -> None:
         """One step from these gradients."""
-        give(self.buffers, gradients)
+        set_grads(self.buffers, gradients)
         scale = clip_coefficient(gradient_norms(self.buffers, self.buffers.context)["all"], clip)
         flag = torch.full((), proceed, device=self.buffers.device)
         decoupled_lr = None if self.buffers.optimizer.decoupled_lr is None else 10 * lr

@@ -121,7 +121,7 @@ def test_waiting_rank_names_the_collective_and_its_group() -> None:
         while context.rank == 1 and "all_reduce" not in reported:  # until the other rank waits
             frame = sys._current_frames().get(threads.get(0, 0))
             reported = waiting_in(frame) if frame else ""
-        barrier(context.group("dp"))
+        all_reduce_(torch.zeros(1), context.group("dp"))
         return reported
 
     _, reported = on_threads(ParallelConfig(world_size=2), main)

@@ -98,17 +98,6 @@ def run(plan: RunPlan, main) -> None:
         on_threads(plan.parallel, main, dtype=dtype)
 
 
-def whole(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, assembled from their pieces."""
-    manifest, reader = open_verified(path)
-    tensors = {}
-    for key, entry in manifest.tensors.items():
-        tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        read = lambda piece, place, k=key, e=entry: reader.piece(k, e, piece, place)  # noqa: E731
-        fill(SavedTensor.whole(tensors[key]), entry, read)
-    return tensors
-
-
 @pytest.mark.parametrize(
     "model, writer, reader",
     [
@@ -120,7 +109,7 @@ def test_p4_checkpoint_resumes_on_another_layout(model: str, writer: str, reader
     """P4, fault 23."""
     train_and_save(plan(model, writer), tmp_path / "a")
     resume(plan(model, reader), tmp_path / "a", tmp_path / "b")
-    saved = whole(tmp_path / "a" / "iter_0000001")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
     assert {key.partition(".")[0] for key in saved} == {"model", "exp_avg", "exp_avg_sq", "optimizer"}
     assert any("mtp" in key or "expert_bias" in key for key in saved) or model == "mla, latent"
     EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
@@ -133,7 +122,7 @@ def test_p3_resume_on_the_same_layout_is_bitwise_equal(tmp_path: Path) -> None:
     same = plan("bias, mtp", PAIRS[0][2])
     train_and_save(same, tmp_path / "a")
     resume(same, tmp_path / "a", tmp_path / "b")
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000002"), whole(tmp_path / "a" / "iter_0000002"))
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), stored_tensors(tmp_path / "a" / "iter_0000002"))
 
 
 @pytest.mark.slow
@@ -146,7 +135,7 @@ def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
     train_and_save(sharded, tmp_path / "a")
     resume(single, tmp_path / "a", tmp_path / "b")
     resume(sharded, tmp_path / "b", tmp_path / "c")
-    saved = whole(tmp_path / "a" / "iter_0000001")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
     kinds = {key.partition(".")[0]: value.dtype for key, value in saved.items() if "word_embeddings" in key}
     assert kinds == {
         "model": torch.bfloat16,
