@@ -61,7 +61,7 @@ def flag(
     """Declares a dataclass field as a flag.
 
     Args:
-        default: value of a flag that is not given; `REQUIRED`: there is none.
+        default: value of a flag that is not given; `REQUIRED`: no default.
         names: alternative spellings with the same meaning, with dashes.
         off: alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
         status: comparison with Megatron's flag of that name.

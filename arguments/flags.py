@@ -109,8 +109,9 @@ GROUPS: Mapping[str, type] = MappingProxyType(
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with `values`; its other parameters get the flag of the same name, if any. A
-    text for a parameter of type Path is converted; an empty one is no path."""
+    """Calls a config class or function with `values`; other parameters that are named like a flag get its value.
+
+    Text is converted for parameters of type `Path | None`: an empty text becomes None."""
     named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
     return function(**named, **values)
 

@@ -260,8 +260,8 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
 
 
 def _deadlines(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
-    """Watchdog timeout in seconds of each phase. An evaluation gets one step timeout per batch and one more; with
-    --full-validation the number of batches is unknown, so there is no timeout."""
+    """Watchdog timeout in seconds of each phase. The timeout of an evaluation is one step timeout per batch plus one;
+    with --full-validation it is unlimited, because the number of batches is unknown."""
     steps = 0 if flags.full_validation else 1 + loop.eval_iters
     phases = {
         "start": flags.start_deadline,
