@@ -27,7 +27,7 @@ Case = Callable[[Any], tuple[Tensor | tuple[Tensor, ...], list[Tensor]]]
 
 BF16 = torch.bfloat16
 META = torch.device("meta")
-KERNELS = emulated.emulated_bundle(KernelConfig(), BF16)
+KERNELS = emulated.emulated_kernels(KernelConfig(), BF16)
 ROUTER = RouterConfig(hidden_size=32, num_experts=8, topk=2, score_function="sigmoid", balancing=(), aux_loss_coeffs=())
 
 
@@ -227,7 +227,7 @@ def test_norm_backward_has_two_weight_gradient_shares_per_multiprocessor() -> No
 )
 def test_fp32_attention_materialises_all_logits(case: Case) -> None:
     """Neither cuDNN nor our kernels compute it on a GPU."""
-    kernels = emulated.emulated_bundle(KernelConfig(), torch.float32)
+    kernels = emulated.emulated_kernels(KernelConfig(), torch.float32)
     assert memory_of(case, kernels)[0][0] > 3 * 2 * 4 * 64 * 64 * 4
 
 
@@ -259,11 +259,11 @@ def test_causal_block_takes_the_workspace_of_cudnn() -> None:
 
 def test_backends_of_unknown_memory_are_rejected() -> None:
     with pytest.raises(EnvironmentProblem, match="memory of 'linear_forward' in kernel backend 'transformer_engine'"):
-        emulated.emulated_bundle(KernelConfig(kernel_backend="transformer_engine"), BF16)
+        emulated.emulated_kernels(KernelConfig(kernel_backend="transformer_engine"), BF16)
 
 
 def test_requested_plain_torch_is_replaced_only_where_it_reads_sizes_on_the_host() -> None:
-    kernels = emulated.emulated_bundle(KernelConfig(kernel_backend="reference"), BF16)
+    kernels = emulated.emulated_kernels(KernelConfig(kernel_backend="reference"), BF16)
     assert kernels.rms_norm is reference.rms_norm
     rows, offsets = torch.empty(6, 8), torch.empty(2, dtype=torch.int32)
     weight = torch.empty(2, 5, 8)

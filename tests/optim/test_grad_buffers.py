@@ -17,11 +17,11 @@ from tests.helpers.optim_parameters import (
     BF16,
     FP32,
     FP64,
-    give,
     main_grads,
     make_buffers,
     make_gradients,
     make_parameters,
+    set_grads,
 )  # fmt: skip
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
@@ -230,7 +230,7 @@ def test_finished_gradients_of_one_rank_are_unchanged_and_finite_without_any_tok
     gradients, context = make_gradients(0), ParallelContext.single()
     for count in (None, torch.zeros((), dtype=torch.float64)):
         buffers = make_buffers(make_parameters())
-        give(buffers, gradients)
+        set_grads(buffers, gradients)
         finish_grads(buffers, context, token_count=count)
         EXACT.check_all(main_grads(buffers), gradients, f"gradients with token count {count}")
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from tests.helpers.command_lines import SMALL, words
-from tests.scripts.stubs import asked, write_stubs
+from tests.scripts.stubs import logged_commands, write_stubs
 from tools.launch import ROOT, main, parser, size_of
 
 GOLDENS = ROOT / "tests" / "goldens"
@@ -55,14 +55,14 @@ def test_dry_run_prints_the_submitted_script_and_writes_nothing(here, capsys):
     assert sorted(here.iterdir()) == before
     printed(capsys, "--submit", "--gpus-per-node", "4", *FLAGS)
     path = here / "runs" / "megatron-moe" / "job.sbatch"
-    assert path.read_text() == script and asked(here) == [f"sbatch {path}"]
+    assert path.read_text() == script and logged_commands(here) == [f"sbatch {path}"]
     assert (path.parent / "slurm").is_dir(), "SLURM makes no folder for its logs"
 
 
 def test_script_is_written_with_the_command_to_start_it(here, capsys):
     out = printed(capsys, "--launcher", "torchrun", "--gpus-per-node", "2", *FLAGS, "--run-dir", "runs/x")
     assert out == f"wrote {here}/runs/x/job.sh; start it with: bash {here}/runs/x/job.sh\n"
-    assert asked(here) == []
+    assert logged_commands(here) == []
 
 
 @pytest.mark.parametrize("mode", ["--submit", "--dry-run"])
@@ -70,7 +70,7 @@ def test_invalid_layout_is_rejected_before_anything_is_written(here, capsys, mod
     words = [mode, "--nodes", "2", "--gpus-per-node", "4", *FLAGS, "--expert-model-parallel-size", "16"]
     assert main(words) == ExitCode.CONFIG
     assert "--expert-model-parallel-size" in capsys.readouterr().err
-    assert asked(here) == [] and not (here / "runs").exists()
+    assert logged_commands(here) == [] and not (here / "runs").exists()
 
 
 def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(here, capsys):
@@ -82,7 +82,7 @@ def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(her
     for more in ([], ["--submit"]):
         assert main([*more, *flags]) == ExitCode.CONFIG
         assert "is not available yet" in capsys.readouterr().err
-    assert asked(here) == [] and not (here / "runs").exists()
+    assert logged_commands(here) == [] and not (here / "runs").exists()
 
 
 def test_job_and_folder_are_named_after_the_recipe(here, capsys):
@@ -150,7 +150,7 @@ def test_torchrun_cannot_start_other_machines(here, capsys):
 def test_values_with_newlines_are_rejected(here, capsys, words):
     assert main(["--submit", "--gpus-per-node", "4", *FLAGS, *words]) == ExitCode.CONFIG
     assert "which contains the character U+000A" in capsys.readouterr().err
-    assert asked(here) == [] and not (here / "runs").exists()
+    assert logged_commands(here) == [] and not (here / "runs").exists()
 
 
 def test_missing_sbatch_is_reported(here, capsys, monkeypatch):
