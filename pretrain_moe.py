@@ -53,12 +53,12 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     begun = time.monotonic()
     from megatron_moe.resilience.launcher import supervise
 
-    signals, status = supervise(plan, stack)  # writes status.json from here on
+    launch, run_dir = plan.launch, plan.logging.run_dir
+    signals, status = supervise(launch, run_dir, plan.resilience.exit_signals, stack)  # writes status.json from here on
     with signals.exit_at_once(status):  # torch is imported here, so that --help and flag errors do not need it
         from megatron_moe import build
         from megatron_moe.parallel.agreement import check_agreement
         from megatron_moe.resilience.peer_failure import PeerFailures
-        from megatron_moe.train.checkpointing import Checkpointing
         from megatron_moe.train.exit_conditions import ExitConditions
         from megatron_moe.train.training_log import TrainingLog
         from megatron_moe.train.warmup import warm_up_kernels
@@ -66,7 +66,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     # process groups, reporting, kernels
     watchdog = stack.enter_context(build.build_watchdog(plan, status))
     compiled = warm_up_kernels(plan, watchdog)
-    peers = PeerFailures(plan.logging.run_dir, status, rank=plan.launch.rank, world_size=plan.launch.world_size)
+    peers = PeerFailures(run_dir, status, rank=launch.rank, world_size=launch.world_size)
     with peers:
         context = build.build_context(plan)
         stack.callback(context.stop)
@@ -91,11 +91,12 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     reporter.note(compiled)
 
     # resume from the newest checkpoint, or start at iteration 0
-    checkpointing = Checkpointing(plan, context, trainer, saver, reporter, status)
+    checkpointing = build.build_checkpointing(plan, trainer, saver, reporter, status)
+    config = build.build_train_state_config(plan)
     stack.callback(checkpointing.close)
     stack.callback(signals.ignore)  # runs first at exit: signals no longer change the exit code
     state = checkpointing.restore(loader)
-    last = state.last_iteration(plan)
+    last = state.last_iteration(config)
     reporter.begin(iteration=state.iteration, last_iteration=last, consumed_samples=state.consumed_samples)
 
     # training loop
@@ -109,7 +110,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
             log.pass_over(loader, state)
             continue
         outcome = trainer.step(log.next_step(loader), state)
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, config)
         status.update(state="running", iteration=state.iteration)
         log.after(outcome)
         checkpointing.commit_if_written()

@@ -45,10 +45,10 @@ def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
     gpu, first = machine(start, environ)
     config = EmulationConfig(
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
-        imbalance=values["emulate_imbalance"],
+        emulate_imbalance=values["emulate_imbalance"],
         gpu=gpu.kind,
-        json=_path(values["emulate_json"]),
-        plot=plot,
+        emulate_json=_path(values["emulate_json"]),
+        emulate_plot=plot,
     )
     return Emulation(config, first)
 
@@ -69,7 +69,7 @@ def _path(name: str | None) -> Path | None:
 
 def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
     """Adds the emulation to the plan. Raises FlagErrors if no routing has the requested imbalance."""
-    imbalance, problems = emulated.config.imbalance, []
+    imbalance, problems = emulated.config.emulate_imbalance, []
     for config in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}:
         experts, topk = config.router.num_experts, config.router.topk
         most = min(plan.parallel.ep, experts / topk)

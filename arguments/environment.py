@@ -69,7 +69,7 @@ def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[
 
 
 def _needed(flags: Flags) -> Iterator[Variable]:
-    if flags.kernels.device != "cpu":
+    if flags.device != "cpu":
         yield from _reproducible(flags)
         yield from _connections(flags)
         yield from _memory(flags)
@@ -77,7 +77,7 @@ def _needed(flags: Flags) -> Iterator[Variable]:
 
 def _reproducible(flags: Flags) -> Iterator[Variable]:
     """Variables that select deterministic reductions in cuBLAS, NCCL and Transformer Engine."""
-    if flags.precision.deterministic_mode:
+    if flags.deterministic_mode:
         because = "--deterministic-mode: "
         yield Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", because + "cuBLAS is deterministic with fixed workspaces")
         yield Variable("NCCL_ALGO", "^NVLS", because + "reductions in NVLink switches have no fixed order")
@@ -87,15 +87,15 @@ def _reproducible(flags: Flags) -> Iterator[Variable]:
 
 
 def _connections(flags: Flags) -> Iterator[Variable]:
-    if flags.parallel.overlap_moe_expert_parallel_comm:
+    if flags.overlap_moe_expert_parallel_comm:
         reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
 
 
 def _memory(flags: Flags) -> Iterator[Variable]:
-    if flags.parallel.expert_model_parallel_size > 1:
+    if flags.expert_model_parallel_size > 1:
         reason = "--expert-model-parallel-size: token counts per rank vary between steps, which fragments memory"
         yield Variable("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, reason)
-        if flags.kernels.cuda_graph_impl != "none":
+        if flags.cuda_graph_impl != "none":
             reason = f"--cuda-graph-impl: NCCL must not register graph buffers allocated with {_EXPANDABLE}"
             yield Variable("NCCL_GRAPH_REGISTER", "0", reason)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from arguments.deprecated import old_names
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import Flag, docstrings
-from arguments.flags import Registry, group_classes, normal
+from arguments.flags import GROUPS, Registry, normal
 from arguments.parser import near, unknown_flag
 from arguments.recipes import recipe_files
 from arguments.recognised import find_recognised, recognised_flags
@@ -73,12 +73,13 @@ def derived(plan: RunPlan) -> list[str]:
     parallel, batch, model = plan.parallel, plan.batch, plan.model
     ranks, replicas = parallel.world_size, parallel.dp
     num_moe = sum(layer.is_moe for layer in model.layers)
-    microbatches = batch.global_size // (batch.micro * replicas)
+    microbatches = batch.global_batch_size // (batch.micro_batch_size * replicas)
     layers = [f"derived: {len(model.layers) - num_moe} dense and {num_moe} MoE layers"]
     return [
         "All flags of this run with the origin of each value. Repeat the run with --config THIS_FILE.",
         f"derived: {ranks} ranks = {replicas} data-parallel x {ranks // replicas} model-parallel",
-        f"derived: a step is {batch.global_size} sequences = {microbatches} microbatches of {batch.micro} per rank",
+        f"derived: a step is {batch.global_batch_size} sequences = {microbatches} microbatches of "
+        f"{batch.micro_batch_size} per rank",
         *([] if plan.unknown_layers else layers),
         f"derived: vocabulary of {plan.data.vocab_size} tokens, padded to {model.vocab_size}",
         f"derived: {plan.loop.train_iters} iterations",
@@ -89,8 +90,8 @@ def _help(topic: str, registry: Registry) -> str:
     if topic.startswith("--") and topic != "--help":
         return _flag_page(topic, registry)
     if topic == "all":
-        return "\n\n".join(_group_page(group, registry) for group in group_classes())
-    if topic in group_classes():
+        return "\n\n".join(_group_page(group, registry) for group in GROUPS)
+    if topic in GROUPS:
         return _group_page(topic, registry)
     if registry.find(f"--{topic}"):
         return _flag_page(f"--{topic}", registry)
@@ -100,8 +101,8 @@ def _help(topic: str, registry: Registry) -> str:
 
 
 def _unknown_topic(topic: str, registry: Registry) -> Problem:
-    close = near(topic, [*group_classes(), *registry.spellings])
-    known = f"groups: {', '.join(group_classes())}"
+    close = near(topic, [*GROUPS, *registry.spellings])
+    known = f"groups: {', '.join(GROUPS)}"
     remedy = f"did you mean {' or '.join(close)}? ({known})" if close else f"{known}; search with --find WORD"
     return Problem(what=f"there is no group and no flag {topic!r}", remedy=remedy)
 
@@ -111,13 +112,13 @@ def _front_page(registry: Registry) -> str:
     for flag, text in _documented(registry):
         if flag.declaration.essential:
             lines.append(_one_line(flag, text))
-    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in group_classes()]
+    counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in GROUPS]
     lines += ["", *textwrap.wrap("Groups and their numbers of flags: " + ", ".join(counts), _WIDTH), _POINTERS]
     return "\n".join(lines)
 
 
 def _group_page(group: str, registry: Registry) -> str:
-    heading = " ".join((group_classes()[group].__doc__ or "").split())
+    heading = " ".join((GROUPS[group].__doc__ or "").split())
     lines = [f"{group}: {heading}"]
     for flag, text in _documented(registry, group):
         lines += ["", f"  {_signature(flag)}"]
@@ -139,7 +140,7 @@ def _flag_page(option: str, registry: Registry) -> str:
             return f"{option} {known[0].reason}. {outcome}"
         raise FlagErrors([unknown_flag(option, registry)])
     flag = found[0]
-    text = docstrings(group_classes()[flag.group]).get(flag.name, "")
+    text = docstrings(GROUPS[flag.group]).get(flag.name, "")
     recipes = recipes_with(flag)
     rows = [
         ("type", describe(flag.type)),
@@ -188,7 +189,7 @@ def recipes_with(flag: Flag) -> list[str]:
 def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
     """Flags with their help, by group."""
     found = []
-    for group, group_class in group_classes().items():
+    for group, group_class in GROUPS.items():
         if only in (None, group):
             texts = docstrings(group_class)
             found += [(flag, texts.get(flag.name, "")) for flag in registry.flags.values() if flag.group == group]
@@ -220,22 +221,10 @@ def _status(flag: Flag) -> str:
     return f"{meaning}: {flag.declaration.note}" if flag.declaration.note else meaning
 
 
-def surface(registry: Registry) -> str:
-    """One line per flag with type, default and status, as a golden text of the command-line interface."""
-    rows = [
-        (flag.option, describe(flag.type), _default(flag), flag.declaration.status, " ".join(_other_options(flag)))
-        for flag in sorted(registry.flags.values(), key=lambda flag: flag.option)
-    ]
-    lines = [" | ".join(row).rstrip(" |") for row in rows]
-    lines += [f"{old} -> {today}" for old, today in old_names().items()]
-    lines += [f"{name} -> {outcome}" for name, outcome in _outcomes()]
-    return "\n".join(lines) + "\n"
-
-
 def document(registry: Registry) -> str:
     """Text of docs/flags.md."""
     lines = [_DOCUMENT_HEAD]
-    for group, group_class in group_classes().items():
+    for group, group_class in GROUPS.items():
         heading = " ".join((group_class.__doc__ or "").split())
         lines += [
             f"## {group}",

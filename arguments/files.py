@@ -19,7 +19,7 @@ import yaml
 
 from arguments.environment import misnamed, unprintable
 from arguments.errors import Problem
-from arguments.flags import Registry, group_classes, normal
+from arguments.flags import GROUPS, Registry, normal
 from arguments.parser import Given
 from arguments.recognised import find_recognised
 
@@ -197,7 +197,7 @@ class _Reader:
         for name, value in pairs:
             if name in without:
                 continue
-            if groups and name in group_classes() and isinstance(value, yaml.MappingNode):
+            if groups and name in GROUPS and isinstance(value, yaml.MappingNode):
                 self._read_flags(self._pairs(value), false_is_absent=false_is_absent)
             else:
                 self._read_flag(name, value, false_is_absent)

@@ -9,9 +9,10 @@ declares `--hidden-size`. The annotation gives its type and choices; a `bool` fi
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
 """Comparison with Megatron-LM: same meaning; close (the note states the difference); ours, not in Megatron-LM; not
@@ -28,8 +29,7 @@ class _Required:
 REQUIRED: Final = _Required()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Declaration:
+class Declaration(NamedTuple):
     """Metadata that `flag()` adds to a dataclass field."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ def flag(
     """Declares a dataclass field as a flag.
 
     Args:
-        default: value if the flag is not given; `REQUIRED`: the flag must be given.
+        default: value of a flag that is not given; `REQUIRED`: no default.
         names: alternative spellings with the same meaning, with dashes.
         off: alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
         status: comparison with Megatron's flag of that name.
@@ -73,19 +73,13 @@ def flag(
         essential: listed by a plain `--help`.
         bare: value of the flag when it is given without a value.
     """
-    declaration = Declaration(
-        names=names,
-        off=off,
-        status=status,
-        least=least,
-        below=below,
-        works=works,
-        note=note,
-        harmless=harmless,
-        essential=essential,
-        bare=bare,
-    )
+    declaration = Declaration(names, off, status, least, below, works, note, harmless, essential, bare)
     return field(default=default, metadata={"flag": declaration})
+
+
+def not_yet(note: str, **options: Any) -> Callable[..., Any]:
+    """Returns a `flag` function for the flags of a feature that is not available yet."""
+    return partial(flag, status="not yet", note=note, **options)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from inspect import signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +12,7 @@ from arguments.flag import Flag, flag, flags_of
 from arguments.groups.attention import AttentionFlags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.data import DataFlags
-from arguments.groups.kernels import KernelFlags
+from arguments.groups.kernels import KernelsFlags
 from arguments.groups.logging import LoggingFlags
 from arguments.groups.memory import OffloadFlags, RecomputeFlags
 from arguments.groups.model import ModelFlags
@@ -80,51 +81,58 @@ class StartFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
-    """Values of all flags, by group. Used in `arguments` only; the program receives the `RunPlan`."""
-
-    start: StartFlags
-    model: ModelFlags
-    attention: AttentionFlags
-    moe: MoEFlags
-    training: TrainingFlags
-    optimizer: OptimizerFlags
-    data: DataFlags
-    precision: PrecisionFlags
-    checkpoint: CheckpointFlags
-    logging: LoggingFlags
-    kernels: KernelFlags
-    resilience: ResilienceFlags
-    parallel: ParallelFlags
-    pipeline: PipelineFlags
-    recompute: RecomputeFlags
-    offload: OffloadFlags
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Flags":
-        """Builds the groups from the value of every flag, by name."""
-        groups = {
-            name: group(**{entry.name: values[entry.name] for entry in fields(group)})
-            for name, group in group_classes().items()
-        }
-        return cls(**groups)
+class Flags(
+    StartFlags,
+    ModelFlags,
+    AttentionFlags,
+    MoEFlags,
+    TrainingFlags,
+    OptimizerFlags,
+    DataFlags,
+    PrecisionFlags,
+    CheckpointFlags,
+    LoggingFlags,
+    KernelsFlags,
+    ResilienceFlags,
+    ParallelFlags,
+    PipelineFlags,
+    RecomputeFlags,
+    OffloadFlags,
+):
+    """Values of all flags, by name. Used in `arguments` only; the program receives the `RunPlan`."""
 
 
-def group_classes() -> dict[str, Any]:
-    return {group.name: group.type for group in fields(Flags)}
+GROUPS: Mapping[str, type] = MappingProxyType(
+    {group.__name__.removesuffix("Flags").lower(): group for group in Flags.__bases__}
+)
+"""Groups of flags by name: `model` is `ModelFlags`."""
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with `values`; its other parameters get the flag of the same name, if any."""
-    named = {name: getattr(getattr(flags, group), name) for name, group in _flag_parameters(function)}
-    return function(**{**named, **values})
+    """Calls a config class or function with `values`; other parameters that are named like a flag get its value.
+
+    Text is converted for parameters of type `Path | None`: an empty text becomes None."""
+    named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
+    return function(**named, **values)
 
 
 @cache
-def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
-    """(flag, group) of every parameter with the name of a flag."""
-    group_of = {entry.name: group for group, group_class in group_classes().items() for entry in fields(group_class)}
-    return tuple((name, group_of[name]) for name in signature(function).parameters if name in group_of)
+def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """(flag, conversion) of every parameter with the name of a flag."""
+    names = {entry.name for entry in fields(Flags)}
+    return tuple(
+        (name, _path if parameter.annotation == Path | None else _unchanged)
+        for name, parameter in signature(function).parameters.items()
+        if name in names
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class Registry:
 
     @classmethod
     def declared(cls) -> "Registry":
-        return cls.over(entry for name, group in group_classes().items() for entry in flags_of(name, group))
+        return cls.over(entry for name, group in GROUPS.items() for entry in flags_of(name, group))
 
     @classmethod
     def over(cls, flags: Iterable[Flag]) -> "Registry":

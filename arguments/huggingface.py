@@ -7,7 +7,7 @@ from typing import Any
 
 from arguments import derive
 from arguments.checks import attention, model, moe, moe_router
-from arguments.checks.run import broken_rules, missing_flags, parameters, shown
+from arguments.checks.run import broken_rules, missing_flags, shown
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
 from arguments.flags import Flags, Registry
@@ -62,7 +62,7 @@ def _flags(values: Mapping[str, Any]) -> Flags:
     """All flags: the given values and defaults; required flags of other groups are set to 1."""
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
-    return Flags.of({**defaults, **values})
+    return Flags(**{**defaults, **values})
 
 
 def _norm(norm: NormConfig) -> dict[str, Any]:
@@ -302,22 +302,13 @@ def _published(path: Path) -> ModelConfig:
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
     """Model described by the settings, ignoring all other flags; `vocab_size` is the default vocabulary size."""
-    flags = settings.registry.flags
     missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
-    rules = _rules_of_the_model(settings.registry)
-    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), rules)]
+    rules = (*model.RULES, *attention.RULES, *moe.RULES, *moe_router.RULES)
+    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), rules, _MODEL_GROUPS)]
     if problems:
         raise FlagErrors(problems)
-    values = {name: settings.setting(name).value for name in flags}
-    complete = Flags.of({name: 1 if value is REQUIRED else value for name, value in values.items()})
-    return model_config(complete, complete.data.vocab_size or vocab_size)
-
-
-def _rules_of_the_model(registry: Registry) -> list[Callable[..., tuple[str, str] | None]]:
-    """Rules that depend on model flags only."""
-    rules = (*model.RULES, *attention.RULES, *moe.RULES, *moe_router.RULES)
-    own = {flag.name for flag in registry.flags.values() if flag.group in _MODEL_GROUPS}
-    return [rule for rule in rules if own.issuperset(parameters(rule))]
+    flags = _flags({name: setting.value for name, setting in settings.values.items()})
+    return model_config(flags, flags.vocab_size or vocab_size)
 
 
 def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConfig) -> list[tuple[str, str, str]]:

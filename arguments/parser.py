@@ -9,7 +9,7 @@ from typing import Any, Literal
 from arguments.deprecated import depends_on_other_flags, translate
 from arguments.errors import Problem
 from arguments.flag import Flag
-from arguments.flags import Registry, normal
+from arguments.flags import Flags, Registry, normal
 from arguments.recognised import find_recognised
 from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within, words_of
 
@@ -64,6 +64,11 @@ class Settings:
     def setting(self, name: str) -> Setting:
         """Current setting of a flag."""
         return self.values.get(name, Setting(self.registry.flags[name].default, "default"))
+
+    @property
+    def flags(self) -> Flags:
+        """Current values as attributes; a required flag that is missing is `REQUIRED`."""
+        return Flags(**{name: self.setting(name).value for name in self.registry.flags})
 
     def known(self, name: str) -> bool:
         """Whether the flag has a usable value."""

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from arguments.checks.batch import train_length_given_once
@@ -21,30 +20,17 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.planner.search import PlannedLayout, Planner
 
-_ONE_RANK: Mapping[str, object] = MappingProxyType(
-    {
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": False,
-        "micro_batch_size": 1,
-        "pipeline_model_parallel_layout": None,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "num_virtual_stages_per_pipeline_rank": None,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "microbatch_group_size_per_virtual_pipeline_stage": None,
-        "hierarchical_context_parallel_sizes": None,
-        "overlap_moe_expert_parallel_comm": False,
-        "delay_wgrad_compute": False,
-        "ep_overlap_early_attn_memory_release": False,
-    }
+_LAYOUT_FLAGS = (
+    *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
+    *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "microbatch_group_size_per_virtual_pipeline_stage"),
+    *("hierarchical_context_parallel_sizes", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    "ep_overlap_early_attn_memory_release",
 )
-"""Layout flags that a search chooses, with their values on one rank."""
+"""Flags that a search chooses, apart from the microbatch size; their defaults describe one rank."""
 _NEEDED = ("model", "attention", "training")
 """Groups whose required flags must be given to plan a layout."""
 _FILES = ("recipe", "config", "from_hf_config")
@@ -81,7 +67,7 @@ def unplannable(settings: Settings) -> list[Problem]:
     if unknown:
         what = f"the cost model does not know the layers of {' '.join(unknown)}, which cannot be built yet"
         missing.append(Problem(what=what, remedy="plan a model of attention, MLP and MoE layers"))
-    return missing or _forbidden(_with(settings, _ONE_RANK), 1, (*FULL_SIZE_RULES, train_length_given_once))
+    return missing or _forbidden(_on_one_rank(settings), 1, (*FULL_SIZE_RULES, train_length_given_once))
 
 
 def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:
@@ -96,7 +82,7 @@ def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list
 
 def to_search(settings: Settings, num_gpus: int) -> RunPlan:
     """Plan with all layout axes at one, from which a search starts."""
-    return as_given(_with(settings, _ONE_RANK), num_gpus)
+    return as_given(_on_one_rank(settings), num_gpus)
 
 
 def as_given(settings: Settings, num_gpus: int) -> RunPlan:
@@ -108,10 +94,14 @@ def as_given(settings: Settings, num_gpus: int) -> RunPlan:
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
     """The settings with the found memory options and, if `layout`, the found layout."""
-    changes = dict(_switches(plan))
     if layout:
-        changes = {**_ONE_RANK, **dict(_axes(plan)), **changes}
-    return _with(settings, changes)
+        settings = _with(_on_one_rank(settings), dict(_axes(plan)))
+    return _with(settings, dict(_switches(plan)))
+
+
+def _on_one_rank(settings: Settings) -> Settings:
+    defaults = {name: settings.registry.flags[name].default for name in _LAYOUT_FLAGS}
+    return _with(settings, {**defaults, "micro_batch_size": 1})
 
 
 def _with(settings: Settings, changes: Mapping[str, object]) -> Settings:
@@ -132,26 +122,27 @@ def _axes(plan: RunPlan) -> Iterator[tuple[str, object]]:
     yield "expert_model_parallel_size", parallel.ep
     yield "expert_tensor_parallel_size", parallel.etp
     yield "sequence_parallel", parallel.sequence_parallel
-    yield "micro_batch_size", plan.batch.micro
+    yield "micro_batch_size", plan.batch.micro_batch_size
     yield "overlap_moe_expert_parallel_comm", plan.pipeline.overlap
-    yield "delay_wgrad_compute", plan.pipeline.split_backward
+    yield "delay_wgrad_compute", plan.pipeline.delay_wgrad_compute
     if parallel.pp > 1:
         yield "pipeline_model_parallel_layout", str(plan.layout)
 
 
 def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
     recompute, offload, precision = plan.memory.recompute, plan.memory.offload, plan.precision
-    whole = recompute.granularity == "full"
-    yield "recompute_granularity", None if recompute.granularity == "none" else recompute.granularity
-    yield "recompute_modules", recompute.modules if recompute.granularity == "selective" else None
-    yield "recompute_method", recompute.method if whole else None
-    yield "recompute_num_layers", recompute.num_layers if whole else None
-    yield "fine_grained_activation_offloading", bool(offload.modules)
-    yield "offload_modules", offload.modules
-    if plan.optimizer.offload.host_steps:
+    granularity = recompute.recompute_granularity
+    whole = granularity == "full"
+    yield "recompute_granularity", None if granularity == "none" else granularity
+    yield "recompute_modules", recompute.recompute_modules if granularity == "selective" else None
+    yield "recompute_method", recompute.recompute_method if whole else None
+    yield "recompute_num_layers", recompute.recompute_num_layers if whole else None
+    yield "fine_grained_activation_offloading", bool(offload.offload_modules)
+    yield "offload_modules", offload.offload_modules
+    if plan.optimizer.offload.cpu_step:
         yield from (("optimizer_cpu_offload", True), ("overlap_cpu_optimizer_d2h_h2d", True))
         yield "use_precision_aware_optimizer", True
-    if precision.exp_avg == precision.exp_avg_sq == "bf16":
+    if precision.exp_avg_dtype == precision.exp_avg_sq_dtype == "bf16":
         yield "use_precision_aware_optimizer", True
         yield from (("exp_avg_dtype", "bf16"), ("exp_avg_sq_dtype", "bf16"))
 
@@ -212,12 +203,12 @@ def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
 def switches_text(plan: RunPlan) -> str:
     """Short description of the memory options of a plan."""
     recompute, offload, words = plan.memory.recompute, plan.memory.offload, []
-    if recompute.granularity == "full":
+    if recompute.recompute_granularity == "full":
         words.append("recompute of whole layers")
-    elif recompute.granularity == "selective" and recompute.modules:
-        words.append(f"recompute of {' '.join(recompute.modules)}")
-    if offload.modules:
-        words.append(f"offload of {' '.join(offload.modules)}")
+    elif recompute.recompute_granularity == "selective" and recompute.recompute_modules:
+        words.append(f"recompute of {' '.join(recompute.recompute_modules)}")
+    if offload.offload_modules:
+        words.append(f"offload of {' '.join(offload.offload_modules)}")
     return " and ".join(words)
 
 
@@ -225,11 +216,11 @@ def layout_text(found: PlannedLayout) -> str:
     """One line with axes, microbatch size and memory options."""
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
-    axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro}"]
+    axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro_batch_size}"]
     more = [
         "overlap" if plan.pipeline.overlap else "",
         switches_text(plan),
-        "moments in bf16" if plan.precision.exp_avg == plan.precision.exp_avg_sq == "bf16" else "",
-        "the optimizer on the host" if plan.optimizer.offload.host_steps else "",
+        "moments in bf16" if plan.precision.exp_avg_dtype == plan.precision.exp_avg_sq_dtype == "bf16" else "",
+        "the optimizer on the host" if plan.optimizer.offload.cpu_step else "",
     ]
     return ", ".join([" ".join(axes), *filter(None, more)])

@@ -10,7 +10,6 @@ from arguments import derive, environment, explain
 from arguments.checks import data as data_checks
 from arguments.checks.kernels import slow_sizes
 from arguments.checks.run import (
-    MODEL_PARALLEL,
     RULES,
     Rule,
     broken_rules,
@@ -156,10 +155,9 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
     Raises FlagErrors.
     """
-    setting = _parsed(argv, environ, Registry.declared()).settings.setting
-    tp, cp, pp = (setting(name).value for name in MODEL_PARALLEL)
-    ep, etp = setting("expert_model_parallel_size").value, setting("expert_tensor_parallel_size").value
-    return lcm(tp * cp, derive.expert_ranks(ep, etp, tp)) * int(pp)
+    flags = _parsed(argv, environ, Registry.declared()).settings.flags
+    dense = flags.tensor_model_parallel_size * flags.context_parallel_size
+    return lcm(dense, derive.expert_ranks(flags)) * flags.pipeline_model_parallel_size
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
@@ -242,7 +240,7 @@ def _checked(
         ignored = ignored_flags(settings)
         settings.notes += ignored.values()
         values |= {name: settings.registry.flags[name].default for name in ignored}
-    return Flags.of(values), launch, blocking
+    return Flags(**values), launch, blocking
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
@@ -252,13 +250,13 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Settings) -> int:
     """The given vocabulary size, checked against the tokenizer's, or the tokenizer's."""
-    given = flags.data.vocab_size
+    given = flags.vocab_size
     if vocab_size_of is None:
         if given is None:
             raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
         return given
     needed = vocab_size_of(tokenizer_config(flags))
-    rows = flags.model.padded_vocab_size
+    rows = flags.padded_vocab_size
     if rows is not None and rows < needed:
         raise _too_few("padded_vocab_size", rows, needed, f"--padded-vocab-size {needed} or more", settings)
     if given is None or given == needed:

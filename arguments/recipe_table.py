@@ -7,7 +7,7 @@ from types import MappingProxyType
 from arguments.checks.run import broken_rules, unavailable_flags, unknown_layers
 from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
-from arguments.flags import Flags, Registry
+from arguments.flags import Registry
 from arguments.parser import Settings, settle
 from arguments.read import read_plan
 from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_names
@@ -92,8 +92,8 @@ def row_of(name: str, registry: Registry) -> Row:
 
 def planned(settings: Settings, launch: Launch) -> RunPlan:
     """Plan of settings that break no rule, including features that are not available."""
-    flags = Flags.of({name: settings.setting(name).value for name in settings.registry.flags})
-    plan = run_plan(flags, launch, flags.data.vocab_size or _QUICKSTART_VOCABULARY)
+    flags = settings.flags
+    plan = run_plan(flags, launch, flags.vocab_size or _QUICKSTART_VOCABULARY)
     return replace(plan, unknown_layers=unknown_layers(settings))
 
 
@@ -147,7 +147,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _parameters(row),
         gpus,
         f"{parallel.tp} x {parallel.cp} x {stages}, {parallel.ep} x {parallel.etp}",
-        f"{batch.micro} / {batch.global_size}, {plan.data.seq_length}",
+        f"{batch.micro_batch_size} / {batch.global_batch_size}, {plan.data.seq_length}",
         _numbers(row),
         row.about.source or "ours",
         row.about.published or "-",

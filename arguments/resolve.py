@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from arguments import derive
 from arguments.flags import Flags, from_flags
-from arguments.groups.checkpoint import CheckpointFlags
-from arguments.groups.logging import LoggingFlags
 from arguments.resolve_model import model_config
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, DataConfig, TokenizerConfig
@@ -43,7 +41,9 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     loop = _loop(flags, batch)
     model = model_config(flags, vocab_size)
     layout = _layout(flags, model)
-    return RunPlan(
+    return from_flags(
+        RunPlan,
+        flags,
         model=model,
         parallel=replace(parallel, virtual_stages=layout.vpp),
         pipeline=_pipeline(flags, layout),
@@ -51,240 +51,170 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
         precision=_precision(flags),
         memory=_memory(flags),
         optimizer=_optimizer(flags),
-        lr=_lr(flags, batch, loop),
+        lr_schedule=_lr(flags, batch, loop),
         batch=batch,
         data=_data(flags, vocab_size),
         loop=loop,
         checkpoint=_checkpoint(flags),
-        logging=_logging(flags),
-        profile=_profile(flags.logging),
+        logging=from_flags(LoggingConfig, flags),
+        profile=_profile(flags),
         resilience=_resilience(flags, loop),
         kernels=_kernels(flags),
-        graphs=_graphs(flags, model),
+        cuda_graphs=_graphs(flags, model),
         launch=launch,
-        device=flags.kernels.device,
         **provenance,
     )
 
 
 def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
-    parallel, pipeline = flags.parallel, flags.pipeline
-    tp = parallel.tensor_model_parallel_size
+    tp = flags.tensor_model_parallel_size
     return from_flags(
         ParallelConfig,
         flags,
         tp=tp,
-        pp=pipeline.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
+        pp=flags.pipeline_model_parallel_size,
+        cp=flags.context_parallel_size,
         cp_sub_axes=_cp_sub_axes(flags),
-        max_seqlen_per_rank=parallel.max_seqlen_per_dp_cp_rank if parallel.hybrid_context_parallel else None,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size or tp,
+        max_seqlen_per_dp_cp_rank=flags.max_seqlen_per_dp_cp_rank if flags.hybrid_context_parallel else None,
+        ep=flags.expert_model_parallel_size,
+        etp=flags.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,
-        sequence_parallel=parallel.sequence_parallel and tp > 1,
-        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        timeout_minutes=float(parallel.distributed_timeout_minutes),
+        sequence_parallel=flags.sequence_parallel and tp > 1,
+        order="tp-cp-ep-pp-dp" if flags.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
 
 
 def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
-    parallel = flags.parallel
-    sizes = parallel.hierarchical_context_parallel_sizes
-    if parallel.context_parallel_size == 1 or sizes is None or "a2a+p2p" not in parallel.cp_comm_type:
+    sizes = flags.hierarchical_context_parallel_sizes
+    if flags.context_parallel_size == 1 or sizes is None or "a2a+p2p" not in flags.cp_comm_type:
         return None
     heads, ring = sizes
     return heads, ring
 
 
 def _layout(flags: Flags, model: ModelConfig) -> PipelineLayout:
-    return from_flags(derive.pipeline_layout, flags, costs=flop_costs(model, flags.model.seq_length))
+    return derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
-    parallel = flags.parallel
-    return PipelineConfig(
-        layout=layout,
-        group_size=flags.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
-        # one expert-parallel rank has no expert communication to overlap
-        overlap=parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1,
-        split_backward=parallel.delay_wgrad_compute,
-        early_attention_backward=parallel.ep_overlap_early_attn_memory_release,
-    )
+    # one expert-parallel rank has no expert communication to overlap
+    overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
+    return from_flags(PipelineConfig, flags, layout=layout, overlap=overlap)
 
 
 def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
-    parallel = flags.parallel
-    # without replicas there is no gradient or parameter communication to overlap
+    # only replicas communicate gradients and parameters
     has_replicas = max(grid.dp * grid.cp, grid.edp) > 1
-    return DataParallelConfig(
-        sharded_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce and has_replicas,
-        overlap_param_gather=parallel.overlap_param_gather and has_replicas,
-        bucket_size=parallel.ddp_bucket_size,
-        num_buckets=parallel.ddp_num_buckets,
-        pad_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        average_in_collective=parallel.ddp_average_in_collective,
-        fp32_sums=parallel.ddp_reduce_scatter_with_fp32_accumulation,
+    return from_flags(
+        DataParallelConfig,
+        flags,
+        overlap_grad_reduce=flags.overlap_grad_reduce and has_replicas,
+        overlap_param_gather=flags.overlap_param_gather and has_replicas,
     )
 
 
 def batch_config(flags: Flags, data_parallel_size: int) -> BatchConfig:
-    training = flags.training
-    return BatchConfig(
-        micro=training.micro_batch_size,
-        global_size=from_flags(derive.global_batch_size, flags, data_parallel_size=data_parallel_size),
-        rampup=training.rampup_batch_size,
-    )
+    size = derive.global_batch_size(flags, data_parallel_size=data_parallel_size)
+    return from_flags(BatchConfig, flags, global_batch_size=size)
 
 
 def tokenizer_config(flags: Flags) -> TokenizerConfig:
-    data = flags.data
-    name = from_flags(derive.tokenizer_type, flags)
+    name = derive.tokenizer_type(flags)
     assert name is not None
     return from_flags(
         TokenizerConfig,
         flags,
-        kind=OTHER_TOKENIZER_NAMES.get(name, name),
-        model=_path(data.tokenizer_model),
-        vocab_file=_path(data.vocab_file),
-        merge_file=_path(data.merge_file),
-        eod=data.null_tokenizer_eod_id,
-        pad=data.null_tokenizer_pad_id,
-        num_special_tokens=data.tiktoken_num_special_tokens,
-        special_tokens=data.tokenizer_special_tokens or (),
+        tokenizer_type=OTHER_TOKENIZER_NAMES.get(name, name),
+        tokenizer_special_tokens=flags.tokenizer_special_tokens or (),
     )
 
 
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None
-
-
 def _precision(flags: Flags) -> PrecisionConfig:
-    precision = flags.precision
-    low_params = precision.fp8_param_gather or precision.fp4_param_gather
-    if precision.fp64:
-        return PrecisionConfig(params="fp64", grads="fp64", master="fp64", deterministic=precision.deterministic_mode)
-    return PrecisionConfig(
-        params="bf16" if precision.bf16 else "fp32",
-        grads="bf16" if precision.grad_reduce_in_bf16 or precision.main_grads_dtype == "bf16" else "fp32",
-        master=precision.main_params_dtype,
-        deterministic=precision.deterministic_mode,
-        exp_avg=precision.exp_avg_dtype,
-        exp_avg_sq=precision.exp_avg_sq_dtype,
-        remainders=(
-            precision.use_precision_aware_optimizer
-            and precision.store_param_remainders
-            and precision.bf16
-            and precision.main_params_dtype == "fp32"
-            and not low_params  # the 16-bit remainder completes a bf16 parameter only
-        ),
-        low=_low_precision(flags),
-        low_params=low_params,
+    low_params = flags.fp8_param_gather or flags.fp4_param_gather
+    params, grads = ("bf16" if flags.bf16 else "fp32"), "fp32"
+    if flags.grad_reduce_in_bf16 or flags.main_grads_dtype == "bf16":
+        grads = "bf16"
+    # the 16-bit remainder completes a bf16 parameter only
+    has_remainders = flags.use_precision_aware_optimizer and flags.bf16 and not low_params
+    return from_flags(
+        PrecisionConfig,
+        flags,
+        params="fp64" if flags.fp64 else params,
+        grads="fp64" if flags.fp64 else grads,
+        main_params_dtype="fp64" if flags.fp64 else flags.main_params_dtype,
+        store_param_remainders=(flags.store_param_remainders and has_remainders and flags.main_params_dtype == "fp32"),
+        low_precision=_low_precision(flags),
+        low_precision_params=low_params,
     )
 
 
 def _low_precision(flags: Flags) -> LowPrecision | None:
-    precision = flags.precision
-    if precision.fp4_format is not None:
-        return precision.fp4_recipe
-    return None if precision.fp8_format is None else precision.fp8_recipe
+    if flags.fp4_format is not None:
+        return flags.fp4_recipe
+    return None if flags.fp8_format is None else flags.fp8_recipe
 
 
 def _memory(flags: Flags) -> MemoryConfig:
-    recompute, offload = flags.recompute, flags.offload
-    cpu_step = offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0
-    streamed = offload.optimizer_state_offload_fraction if offload.chunked_optimizer_state_offload else 0.0
-    return MemoryConfig(
-        recompute=RecomputeConfig(
-            granularity=recompute.recompute_granularity or "none",
-            method=recompute.recompute_method or "uniform",
-            num_layers=recompute.recompute_num_layers or 1,
-            modules=recompute.recompute_modules or ("core_attn",),
-            distribute=recompute.distribute_saved_activations,
+    cpu_step = flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0
+    streamed = flags.optimizer_state_offload_fraction if flags.chunked_optimizer_state_offload else 0.0
+    return from_flags(
+        MemoryConfig,
+        flags,
+        recompute=from_flags(
+            RecomputeConfig,
+            flags,
+            recompute_granularity=flags.recompute_granularity or "none",
+            recompute_method=flags.recompute_method or "uniform",
+            recompute_num_layers=flags.recompute_num_layers or 1,
+            recompute_modules=flags.recompute_modules or ("core_attn",),
         ),
-        offload=ActivationOffloadConfig(
-            modules=offload.offload_modules if offload.fine_grained_activation_offloading else (),
-            fraction=offload.activation_offload_fraction,
-            min_elements=offload.min_offloaded_tensor_size,
-            stay_bytes_per_stage=offload.delta_offload_bytes_across_pp_ranks,
-            max_inflight=offload.fine_grained_offloading_max_inflight_offloads,
+        offload=from_flags(
+            ActivationOffloadConfig,
+            flags,
+            offload_modules=flags.offload_modules if flags.fine_grained_activation_offloading else (),
             optimizer_fraction=max(cpu_step, streamed),
         ),
-        stash=_stash(flags),
-        expert_wgrad_interval=flags.moe.moe_expert_wgrad_interval,
-    )
-
-
-def _stash(flags: Flags) -> PagedStashConfig | None:
-    offload = flags.offload
-    if not offload.moe_paged_stash:
-        return None
-    return PagedStashConfig(
-        page_size=offload.moe_paged_stash_page_size, factor=offload.moe_paged_stash_buffer_size_factor_cuda
+        paged_stash=from_flags(PagedStashConfig, flags) if flags.moe_paged_stash else None,
     )
 
 
 def _optimizer(flags: Flags) -> OptimizerConfig:
-    optimizer = flags.optimizer
-    return from_flags(
-        OptimizerConfig,
-        flags,
-        beta1=optimizer.adam_beta1,
-        beta2=optimizer.adam_beta2,
-        eps=optimizer.adam_eps,
-        decay_qk_norm=optimizer.apply_wd_to_qk_layernorm,
-        offload=_state_offload(flags),
-        in_forward=optimizer.overlap_optimizer_step,
-    )
-
-
-def _state_offload(flags: Flags) -> OptimizerOffloadConfig:
-    offload = flags.offload
-    if offload.optimizer_cpu_offload:
-        return OptimizerOffloadConfig(
-            fraction=offload.optimizer_offload_fraction,
-            host_steps=True,
-            overlap=offload.overlap_cpu_optimizer_d2h_h2d,
-            torch_kernel=offload.use_torch_optimizer_for_cpu_offload,
-            pin_grads=offload.pin_cpu_grads,
-            pin_params=offload.pin_cpu_params,
-        )
-    if offload.chunked_optimizer_state_offload:
-        return OptimizerOffloadConfig(
-            fraction=offload.optimizer_state_offload_fraction,
-            chunk_bytes=offload.optimizer_state_offload_chunk_size_mb << 20,
-        )
-    return OptimizerOffloadConfig()
+    state = OptimizerOffloadConfig()
+    if flags.optimizer_cpu_offload:
+        fraction = flags.optimizer_offload_fraction
+        state = from_flags(OptimizerOffloadConfig, flags, fraction=fraction, cpu_step=True)
+    elif flags.chunked_optimizer_state_offload:
+        chunk_bytes = flags.optimizer_state_offload_chunk_size_mb << 20
+        state = OptimizerOffloadConfig(fraction=flags.optimizer_state_offload_fraction, chunk_bytes=chunk_bytes)
+    return from_flags(OptimizerConfig, flags, offload=state)
 
 
 def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
     """Converts schedule lengths to samples: iterations are multiplied by the global batch size."""
-    optimizer, size = flags.optimizer, batch.global_size
-    if flags.training.train_samples is not None:
-        length, wsd = flags.training.train_samples, optimizer.lr_wsd_decay_samples
-        decay, warmup = optimizer.lr_decay_samples, optimizer.lr_warmup_samples
+    size = batch.global_batch_size
+    if flags.train_samples is not None:
+        length, wsd = flags.train_samples, flags.lr_wsd_decay_samples
+        decay, warmup = flags.lr_decay_samples, flags.lr_warmup_samples
     else:
-        length, wsd = loop.train_iters * size, _times(optimizer.lr_wsd_decay_iters, size)
-        decay, warmup = _times(optimizer.lr_decay_iters, size), optimizer.lr_warmup_iters * size
+        length, wsd = loop.train_iters * size, _times(flags.lr_wsd_decay_iters, size)
+        decay, warmup = _times(flags.lr_decay_iters, size), flags.lr_warmup_iters * size
     decay = length if decay is None else decay
-    share = optimizer.lr_warmup_fraction
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    share = flags.lr_warmup_fraction
+    start, end = flags.start_weight_decay, flags.end_weight_decay
     return from_flags(
         LRConfig,
         flags,
-        max_lr=optimizer.lr,
-        init_lr=optimizer.lr_warmup_init,
-        style=optimizer.lr_decay_style,
+        max_lr=flags.lr,
+        init_lr=flags.lr_warmup_init,
+        style=flags.lr_decay_style,
         warmup_samples=warmup if share is None else share * decay,
         decay_samples=decay,
-        wsd_style=optimizer.lr_wsd_decay_style,
+        wsd_style=flags.lr_wsd_decay_style,
         wsd_decay_samples=wsd,
-        start_weight_decay=optimizer.weight_decay if start is None else start,
-        end_weight_decay=optimizer.weight_decay if end is None else end,
-        weight_decay_style=optimizer.weight_decay_incr_style,
+        start_weight_decay=flags.weight_decay if start is None else start,
+        end_weight_decay=flags.weight_decay if end is None else end,
+        weight_decay_style=flags.weight_decay_incr_style,
         weight_decay_samples=length,
-        override=optimizer.override_opt_param_scheduler,
-        use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
     )
 
 
@@ -293,162 +223,84 @@ def _times(iterations: int | None, size: int) -> int | None:
 
 
 def _loop(flags: Flags, batch: BatchConfig) -> LoopConfig:
-    training = flags.training
-    train_iters = training.train_iters
+    train_iters = flags.train_iters
     if train_iters is None:
-        assert training.train_samples is not None
-        train_iters = batch.steps_for(training.train_samples)
-    minutes = training.exit_duration_in_mins
-    return from_flags(
-        LoopConfig,
-        flags,
-        train_iters=train_iters,
-        eval_iters=from_flags(derive.eval_iters, flags, train_iters=train_iters),
-        exit_duration_minutes=None if minutes is None else float(minutes),
-        per_token_loss=flags.model.calculate_per_token_loss,
-        check_nonfinite=flags.resilience.check_for_nan_in_loss_and_grad,
-    )
+        assert flags.train_samples is not None
+        train_iters = batch.steps_for(flags.train_samples)
+    eval_iters = derive.eval_iters(flags, train_iters=train_iters)
+    return from_flags(LoopConfig, flags, train_iters=train_iters, eval_iters=eval_iters)
 
 
 def _data(flags: Flags, vocab_size: int) -> DataConfig:
-    data = flags.data
     return from_flags(
         DataConfig,
         flags,
-        train=data.train_data_path,
-        valid=data.valid_data_path,
-        test=data.test_data_path,
-        blend=data.data_path,
-        split="969, 30, 1" if data.split is None else data.split,
-        mock=data.mock_data,
-        cache_dir=_path(data.data_cache_path),
+        split="969, 30, 1" if flags.split is None else flags.split,
         tokenizer=tokenizer_config(flags),
         vocab_size=vocab_size,
-        reset_position_ids=data.reset_position_ids or data.dataloader_inter_document_masking,
-        reset_attention_mask=data.reset_attention_mask or data.dataloader_inter_document_masking,
-        mmap=data.mmap_bin_files,
-        surplus=data.mid_level_dataset_surplus,
-        dataloader="cyclic" if data.dataloader_type == "cyclic" else "single",
+        reset_position_ids=flags.reset_position_ids or flags.dataloader_inter_document_masking,
+        reset_attention_mask=flags.reset_attention_mask or flags.dataloader_inter_document_masking,
+        dataloader_type="cyclic" if flags.dataloader_type == "cyclic" else "single",
     )
 
 
 def _checkpoint(flags: Flags) -> CheckpointConfig:
-    checkpoint, moe = flags.checkpoint, flags.moe
+    sources = (flags.load, flags.pretrained_checkpoint)
+    hf_folders = [source.removeprefix("hf:") for source in sources if source and source.startswith("hf:")]
+    hf_config = flags.save_hf_config or next(iter(hf_folders), None)
     return from_flags(
         CheckpointConfig,
         flags,
-        save=from_flags(derive.save_folder, flags),
-        load=checkpoint.load or None,
-        pretrained=checkpoint.pretrained_checkpoint,
-        weights_only=flags.training.skip_train,
-        load_optim=checkpoint.load_optim and not moe.moe_use_upcycling,
-        override_iteration=checkpoint.override_ckpt_iteration,
-        exit_on_missing=checkpoint.exit_on_missing_checkpoint,
-        keep_last=checkpoint.keep_last_checkpoints,
-        retain_interval=checkpoint.save_retain_interval,
-        keep_best=checkpoint.keep_best_checkpoint,
-        in_background=checkpoint.async_save,
-        most_failures=1 if checkpoint.on_save_failure == "stop" else CheckpointConfig.most_failures,
-        upcycle=moe.moe_use_upcycling,
-        upcycle_granularity=moe.moe_upcycling_granularity,
-        hf_interval=checkpoint.save_hf_interval,
-        hf_config=_hf_config(checkpoint),
+        save=derive.save_folder(flags),
+        load=flags.load or None,
+        load_optim=flags.load_optim and not flags.moe_use_upcycling,
+        max_save_failures=1 if flags.on_save_failure == "stop" else CheckpointConfig.max_save_failures,
+        save_hf_config=Path(hf_config) if hf_config else None,
     )
 
 
-def _hf_config(checkpoint: CheckpointFlags) -> Path | None:
-    """Folder with the config.json that exports copy: given, or the hf: folder that weights are loaded from."""
-    sources = (checkpoint.load, checkpoint.pretrained_checkpoint)
-    folders = [source.removeprefix("hf:") for source in sources if source and source.startswith("hf:")]
-    return _path(checkpoint.save_hf_config or next(iter(folders), None))
-
-
 def _deadlines(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
-    """Watchdog timeout in seconds of each phase. An evaluation gets one step timeout per batch and one more; with
-    --full-validation the number of batches is unknown, so there is no timeout."""
-    resilience = flags.resilience
-    steps = 0 if flags.data.full_validation else 1 + loop.eval_iters
+    """Watchdog timeout in seconds of each phase. The timeout of an evaluation is one step timeout per batch plus one;
+    with --full-validation it is unlimited, because the number of batches is unknown."""
+    steps = 0 if flags.full_validation else 1 + loop.eval_iters
     phases = {
-        "start": resilience.start_deadline,
-        "step": resilience.step_deadline,
-        "evaluation": resilience.step_deadline * steps,
-        "save": resilience.save_deadline,
-        "exit": resilience.exit_deadline,
+        "start": flags.start_deadline,
+        "step": flags.step_deadline,
+        "evaluation": flags.step_deadline * steps,
+        "save": flags.save_deadline,
+        "exit": flags.exit_deadline,
     }
     return tuple((phase, float(min(seconds, _MAX_TIMEOUT_S))) for phase, seconds in phases.items() if seconds)
 
 
 def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
-    resilience = flags.resilience
-    signals = (resilience.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if resilience.exit_signal_handler else ()
+    signals = (flags.exit_signal, "SIGTERM", "SIGINT", "SIGUSR1") if flags.exit_signal_handler else ()
     return from_flags(
         ResilienceConfig,
         flags,
         exit_signals=tuple(dict.fromkeys(signals)),
         watchdog=_deadlines(flags, loop),
-        compare_replicas_interval=resilience.check_weight_hash_across_dp_replicas_interval,
-        most_skips=resilience.max_skipped_iterations,
-        report_spiky_loss=resilience.check_for_spiky_loss,
-        report_large_grads=resilience.check_for_large_grads,
-        timeout_after_start=resilience.distributed_timeout_seconds_after_init,
-        rerun=resilience.rerun_mode,
-        faults=tuple(map(parse_fault, resilience.inject)),
+        faults=tuple(map(parse_fault, flags.inject)),
     )
 
 
-def _logging(flags: Flags) -> LoggingConfig:
-    logging = flags.logging
-    return from_flags(
-        LoggingConfig,
-        flags,
-        run_dir=_path(logging.run_dir),
-        style=logging.log_style,
-        tensorboard_dir=_path(logging.tensorboard_dir),
-        tensorboard_interval=logging.tensorboard_log_interval,
-        wandb_project=logging.wandb_project or "",
-        wandb_exp_name=logging.wandb_exp_name or "",
-        wandb_entity=logging.wandb_entity or "",
-        wandb_save_dir=_path(logging.wandb_save_dir),
-        log_num_zeros=logging.log_num_zeros_in_grad,
-        log_memory=logging.log_memory_to_tensorboard,
-        memory_interval=logging.log_memory_interval,
-        log_device_memory=logging.log_device_memory_used,
-        log_timers=logging.log_timers_to_tensorboard,
-        log_validation_ppl=logging.log_validation_ppl_to_tensorboard,
-        log_world_size=logging.log_world_size_to_tensorboard,
-        stragglers_named=logging.straggler_minmax_count,
-        timing_level=logging.timing_log_level,
-        timing_option=logging.timing_log_option,
-        per_layer_moe=flags.moe.moe_per_layer_logging,
-    )
-
-
-def _profile(logging: LoggingFlags) -> ProfileConfig:
+def _profile(flags: Flags) -> ProfileConfig:
     tool: Literal["none", "cuda", "torch"] = "none"
-    if logging.profile:
-        tool = "torch" if logging.use_pytorch_profiler else "cuda"
-    return ProfileConfig(
-        tool=tool,
-        after=logging.profile_step_start,
-        last=logging.profile_step_end,
-        ranks=logging.profile_ranks,
-        shapes=logging.pytorch_profiler_collect_shapes,
-        stacks=logging.pytorch_profiler_collect_callstack,
-        marks=logging.nvtx_ranges,
-        memory_snapshot=logging.memory_snapshot_path if logging.record_memory_history else None,
-    )
+    if flags.profile:
+        tool = "torch" if flags.use_pytorch_profiler else "cuda"
+    snapshot = flags.memory_snapshot_path if flags.record_memory_history else None
+    return from_flags(ProfileConfig, flags, tool=tool, memory_snapshot=snapshot)
 
 
 def _graphs(flags: Flags, model: ModelConfig) -> CudaGraphConfig:
-    kernels = flags.kernels
-    warmup = max(kernels.cuda_graph_warmup_steps, 1)  # the first step compiles kernels and creates library plans
-    match kernels.cuda_graph_impl:
+    warmup = max(flags.cuda_graph_warmup_steps, 1)  # the first step compiles kernels and creates library plans
+    match flags.cuda_graph_impl:
         case "none":
-            return CudaGraphConfig(warmup_steps=warmup)
+            return CudaGraphConfig(cuda_graph_warmup_steps=warmup)
         case "full_iteration":
-            return CudaGraphConfig(full_iteration=True, warmup_steps=warmup)
-    modules: Any = kernels.cuda_graph_modules or _all_graph_modules(flags, model)  # checks/cuda_graphs.py rejects mamba
-    return CudaGraphConfig(modules=modules, warmup_steps=warmup)
+            return CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=warmup)
+    modules: Any = flags.cuda_graph_modules or _all_graph_modules(flags, model)  # checks/cuda_graphs.py rejects mamba
+    return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=warmup)
 
 
 def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, ...]:
@@ -457,19 +309,10 @@ def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, .
     if not all(layer.is_moe for layer in model.layers):
         modules.append("mlp")
     if any(layer.is_moe for layer in model.layers):
-        ranks = from_flags(derive.expert_ranks, flags)
-        captures_experts = from_flags(derive.experts_are_recorded, flags, num_expert_ranks=ranks)
-        modules.append("moe" if captures_experts else "moe_router")
+        modules.append("moe" if derive.experts_are_captured(flags) else "moe_router")
     return tuple(modules)
 
 
 def _kernels(flags: Flags) -> KernelConfig:
-    kernels = flags.kernels
-    requests = (request.partition("=") for request in kernels.kernel_per_op)
-    return from_flags(
-        KernelConfig,
-        flags,
-        backend=kernels.kernel_backend,
-        per_op=tuple((op, backend) for op, _, backend in requests),
-        cache_dir=_path(kernels.kernel_cache_dir),
-    )
+    requests = (request.partition("=") for request in flags.kernel_per_op)
+    return from_flags(KernelConfig, flags, kernel_per_op=tuple((op, backend) for op, _, backend in requests))

@@ -1,7 +1,7 @@
-"""The only assembler: from a RunPlan to the objects of a run, each made from its own narrow spec."""
+"""Assembly of a run: makes its objects from a RunPlan, each from its own narrow config."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +11,9 @@ from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.cost_model.flops import flops_per_step
-from megatron_moe.cost_model.memory import checkpoint_bytes
-from megatron_moe.cost_model.paged_stash import pages_of_rank
+from megatron_moe.cost_model.memory import checkpoint_bytes, pages_of_rank
 from megatron_moe.cost_model.parameters import count_expert_elements, count_parameters
 from megatron_moe.data.datasets import Datasets, build_datasets
 from megatron_moe.data.loader import EvalLoader, TrainLoader, train_loader
@@ -26,7 +26,7 @@ from megatron_moe.logs.reporter import Reporter
 from megatron_moe.logs.timers import Timers
 from megatron_moe.logs.writers import Sink
 from megatron_moe.memory.activation_offload import ActivationOffload
-from megatron_moe.memory.cuda_graphs.capture import CaptureReport, CudaGraphRecorder, Recorder, check_recordable
+from megatron_moe.memory.cuda_graphs.capture import CaptureReport, CudaGraphRecorder, check_capturable
 from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
 from megatron_moe.memory.cuda_graphs.instances import GraphInstancePool
 from megatron_moe.memory.paged_stash import PagedStash
@@ -43,14 +43,16 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
+from megatron_moe.planner.memory_advice import memory_advice
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.stragglers import Stragglers
 from megatron_moe.resilience.watchdog import Watchdog
+from megatron_moe.train.checkpointing import Checkpointing
 from megatron_moe.train.evaluation import Evaluation
 from megatron_moe.train.events import GarbageCollection, RunEvents
-from megatron_moe.train.oom_report import room_asked_for
+from megatron_moe.train.oom_report import report_out_of_memory
 from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.trainer import Trainer
 
@@ -58,22 +60,20 @@ from megatron_moe.train.trainer import Trainer
 def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
     launch = plan.launch
     seconds, run_dir = dict(plan.resilience.watchdog), plan.logging.run_dir
-    watchdog = Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size)
-    watchdog.reports_to(status)
-    return watchdog
+    return Watchdog(seconds, run_dir, rank=launch.rank, world_size=launch.world_size, status=status)
 
 
 def set_algorithms(plan: RunPlan) -> None:
-    """What torch computes with in the whole process."""
-    if plan.precision.deterministic:
+    """Sets torch's process-wide options for deterministic algorithms."""
+    if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        # Nothing is read before it is written.
+        # no memory is read before it is written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
 def build_context(plan: RunPlan) -> ParallelContext:
-    """Meets the other ranks; sets what the whole process computes with."""
+    """Connects to the other ranks and sets process-wide options."""
     set_algorithms(plan)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     return ParallelContext.start(
@@ -109,16 +109,64 @@ def build_saver(
     saver = CheckpointSaver(
         config.save,
         context,
-        keep_last=config.keep_last,
-        retain_interval=config.retain_interval,
-        keep_best=config.keep_best,
+        keep_last=config.keep_last_checkpoints,
+        retain_interval=config.save_retain_interval,
+        keep_best=config.keep_best_checkpoint,
         fresh=config.fresh,
-        stop_after=config.most_failures,
+        stop_after=config.max_save_failures,
         expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
         say=reporter.note,
     )
     stack.callback(saver.close)
     return saver
+
+
+def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
+    optimizer, data, precision = plan.optimizer, plan.data, plan.precision
+    return TrainStateConfig(
+        model=plan.model,
+        batch=plan.batch,
+        loop=plan.loop,
+        seq_length=data.seq_length,
+        data_seed=data.seed,
+        training={
+            "--global-batch-size": plan.batch.global_batch_size,
+            "--adam-beta1": optimizer.adam_beta1,
+            "--adam-beta2": optimizer.adam_beta2,
+            "--adam-eps": optimizer.adam_eps,
+            "--clip-grad": optimizer.clip_grad,
+            "--apply-wd-to-qk-layernorm": optimizer.apply_wd_to_qk_layernorm,
+            "--calculate-per-token-loss": plan.loop.calculate_per_token_loss,
+            "--seed": plan.loop.seed,
+            "--eod-mask-loss": data.eod_mask_loss,
+            "--reset-position-ids": data.reset_position_ids,
+            "--reset-attention-mask": data.reset_attention_mask,
+            "type of gradients": precision.grads,
+            "matrix products in low precision": precision.low_precision,
+        },
+        run_yaml=plan.resolved_yaml,
+    )
+
+
+def build_checkpointing(
+    plan: RunPlan, trainer: Trainer, saver: CheckpointSaver | None, reporter: Reporter, status: RunStatus
+) -> Checkpointing:
+    return Checkpointing(
+        plan.checkpoint,
+        build_train_state_config(plan),
+        trainer,
+        saver,
+        reporter,
+        status,
+        log_progress=plan.logging.log_progress,
+        launcher=plan.launch.launcher if plan.resilience.exit_signals else None,
+    )
+
+
+def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[..., AbstractContextManager[None]]:
+    """Function that returns a context manager which reports a lack of memory; argument: the iteration."""
+    advice = partial(memory_advice, plan, context.group("pp").rank)
+    return partial(report_out_of_memory, context, plan.logging.run_dir, advice)
 
 
 def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
@@ -133,24 +181,24 @@ def build_model(
     initial: bool = True,
     host_copies: HostCopies | None = None,
 ) -> GPT:
-    """This rank's part of the model with its initial weights, which do not depend on the layout; without them if
-    `initial` is False. `host_copies`: of offloaded activations; None: those of the device."""
-    saved_tensors = build_saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
-    with room_asked_for(plan, context, 0):
+    """This rank's part of the model, with initial weights unless `initial` is False; they do not depend on the layout.
+    `host_copies`: for offloaded activations; None: those of the device."""
+    saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
+    with build_memory_guard(plan, context)():
         model = GPT(
             plan.model,
             context,
             kernels,
             chunks=plan.layout.chunks(context.group("pp").rank),
             saved_tensors=saved_tensors,
-            expert_comm=build_expert_comm(plan, context, kernels),
+            expert_comm=_expert_comm(plan, context, kernels),
         )
         if initial:
             init_parameters(model, plan.loop.seed, plan.model.init)
     return model
 
 
-def build_expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
+def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
     """Shared resources of all token dispatchers; None for a model without MoE layers."""
     moe = [layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)]
     kinds = {each.dispatcher for each in moe}
@@ -158,17 +206,16 @@ def build_expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSe
     return new_expert_comm(moe[0], context, kernels) if moe else None
 
 
-def build_saved_tensor_policy(
+def _saved_tensor_policy(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, host_copies: HostCopies
 ) -> SavedTensorPolicy:
-    """What waits for the backward in another form, or elsewhere."""
-    config, offload = plan.memory.offload, None
-    if config.modules:
-        stay = config.stay_bytes_per_stage * context.group("pp").rank
-        offload = ActivationOffload(config, host_copies, stay_bytes=stay)
-    stash = None
-    if plan.memory.stash is not None:
-        stash = PagedStash(plan.memory.stash, pages_of_rank(plan, context.group("pp").rank), kernels)
+    config, pp_rank, offload, stash = plan.memory.offload, context.group("pp").rank, None, None
+    if config.offload_modules:
+        offload = ActivationOffload(
+            config, host_copies, stay_bytes=config.delta_offload_bytes_across_pp_ranks * pp_rank
+        )
+    if plan.memory.paged_stash is not None:
+        stash = PagedStash(plan.memory.paged_stash, pages_of_rank(plan, pp_rank), kernels)
     return SavedTensorPolicy(plan.memory.recompute, offload=offload, stash=stash, tp=context.group("tp"))
 
 
@@ -181,12 +228,13 @@ def build_trainer(
     *,
     has_peers: bool = True,
 ) -> Trainer:
-    """Gradient buffers, optimizer and the step around them. The model's parameters become views of the buffers.
+    """Gradient buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
-    `has_peers`: False for one rank of a world without the others, whose counts cannot be compared.
+    `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
     """
     parallel, rule = plan.data_parallel, AdamW(plan.optimizer, plan.precision)
-    with room_asked_for(plan, context, 0):
+    memory_guard = build_memory_guard(plan, context)
+    with memory_guard():
         buffers = GradBuffers(
             named_parameters(model),
             plan.precision,
@@ -194,14 +242,14 @@ def build_trainer(
             kernels,
             optimizer=plan.optimizer,
             data_parallel=parallel,
-            expert_interval=plan.memory.expert_wgrad_interval,
+            expert_interval=plan.memory.moe_expert_wgrad_interval,
             alignment=rule.alignment,
         )
         optimizer = Optimizer(buffers, plan.precision, rule)
     experts = count_expert_elements(plan.model)
     if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
-    if plan.optimizer.in_forward:
+    if plan.optimizer.overlap_optimizer_step:
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
@@ -210,40 +258,43 @@ def build_trainer(
         pipeline,
         buffers,
         optimizer,
-        LRSchedule.of(plan.lr, plan.optimizer),
+        LRSchedule.of(plan.lr_schedule, plan.optimizer),
         MetricAccumulator(),
         loop=plan.loop,
         resilience=plan.resilience,
         logging=plan.logging,
-        micro_batch_size=plan.batch.micro,
+        micro_batch_size=plan.batch.micro_batch_size,
         timers=timers,
-        memory_guard=partial(room_asked_for, plan, context),
+        memory_guard=memory_guard,
     )
     if context.device.type == "cuda":
-        check_recordable(plan.graphs, kernels)
-        record_steps(trainer, CudaGraphRecorder(context.device), plan.graphs, plan.memory.expert_wgrad_interval)
+        check_capturable(plan.cuda_graphs, kernels)
+        record_steps(
+            trainer, CudaGraphRecorder(context.device), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval
+        )
     return trainer
 
 
-def record_steps(trainer: Trainer, recorder: Recorder, config: CudaGraphConfig, interval: int = 1) -> None:
-    """Makes the trainer capture and replay what `config` selects. `interval`:
-    `--moe-expert-wgrad-interval`."""
-    rows = {"moe", "moe_preprocess"} & set(config.modules)
-    assert interval == 1 or not rows, f"rows of {interval} microbatches wait where replays of {sorted(rows)} write"
+def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGraphConfig, interval: int = 1) -> None:
+    """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
+    rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
+    assert interval == 1 or not rows, f"replays of {sorted(rows)} overwrite the rows of {interval} microbatches"
     if config.full_iteration:
-        trainer.full_iteration = FullIterationGraph(recorder, config.warmup_steps, tuple(trainer.buffers.slots))
-    elif config.modules:
-        trainer.model.capture(config.modules)
-        trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.warmup_steps)
+        trainer.full_iteration = FullIterationGraph(
+            recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
+        )
+    elif config.cuda_graph_modules:
+        trainer.model.capture(config.cuda_graph_modules)
+        trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.cuda_graph_warmup_steps)
 
 
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
     """None without --log-straggler."""
     if not plan.logging.log_straggler:
         return None
-    num_samples = plan.batch.global_size / plan.parallel.world_size
+    num_samples = plan.batch.global_batch_size / plan.parallel.world_size
     flops = flops_per_step(plan.model, 1, plan.data.seq_length) * num_samples
-    return Stragglers(trainer.model, trainer.context, num_named=plan.logging.stragglers_named, flops=flops)
+    return Stragglers(trainer.model, trainer.context, num_named=plan.logging.straggler_minmax_count, flops=flops)
 
 
 def build_run_events(
@@ -253,14 +304,14 @@ def build_run_events(
     garbage = stack.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     stack.callback(profile.close)
-    if plan.profile.marks:
+    if plan.profile.nvtx_ranges:
         mark_parts(trainer.model, context.device)
     faults = plan.resilience.faults
     for fault in faults:
         reporter.note(f"--inject: {fault}")
     injectors = [FaultInjector(faults, context.rank, trainer.model).enter] if faults else []
-    recorded = trainer.full_iteration or trainer.pipeline.graph_instances
-    reports = [CaptureReport(recorded, reporter.note).enter] if recorded is not None else []
+    captured = trainer.full_iteration or trainer.pipeline.graph_instances
+    reports = [CaptureReport(captured.summary, reporter.note).enter] if captured is not None else []
     return RunEvents(watchdog.enter, garbage.enter, profile.enter, *reports, *injectors)
 
 
@@ -274,27 +325,27 @@ def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datase
 
 
 def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
-    """One loader per validation set, and "test" when there is one; by name."""
-    named = {each.name: each.samples for each in datasets.valid}
+    """One loader per validation set, by name, and "test" if there is a test set."""
+    eval_iters = None if plan.data.full_validation else plan.loop.eval_iters
+    named = {name: (samples, eval_iters) for name, samples in datasets.valid.items()}
     if datasets.test is not None:
-        named["test"] = datasets.test
-    wholly = plan.data.full_validation
-    eval_iters = {name: None if wholly and name != "test" else plan.loop.eval_iters for name in named}
+        named["test"] = (datasets.test, plan.loop.eval_iters)
     return {
-        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=eval_iters[name])
-        for name, samples in named.items()
+        name: EvalLoader(samples, plan.batch, datasets.masks, context, eval_iters=number)
+        for name, (samples, number) in named.items()
     }
 
 
 def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, reporter: Reporter) -> Evaluation:
-    loaders = build_eval_loaders(plan, pipeline.context, datasets)
-    return Evaluation(plan.loop, plan.batch, pipeline, loaders, reporter)
+    valid = build_eval_loaders(plan, pipeline.context, datasets)
+    test = valid.pop("test", None)
+    return Evaluation(plan.loop, plan.batch, pipeline, valid, test, reporter)
 
 
 def introduce(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, model: GPT, datasets: Datasets, reporter: Reporter
 ) -> None:
-    """Reports what a run is, before its first step."""
+    """Reports the set-up of a run before its first step."""
     for line in introduction(plan, context, model, datasets):
         reporter.note(line)
     where = "see log.txt" if plan.logging.run_dir else "--run-dir D lists them in D/log.txt"
@@ -306,8 +357,8 @@ def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: 
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes
-    if context.device.type == "cpu" and (plan.graphs.full_iteration or plan.graphs.modules):
-        yield "--cuda-graph-impl: nothing is recorded on a CPU, every step is computed"
+    if context.device.type == "cpu" and (plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules):
+        yield "--cuda-graph-impl: no CUDA graphs are captured on a CPU"
     held = sum(parameter.numel() for parameter in model.parameters())
     total, active = count_parameters(plan.model), count_parameters(plan.model, active=True)
     yield f"parameters: {total.total:,} in all, {active.total:,} active per token, {held:,} on this rank"

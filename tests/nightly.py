@@ -86,7 +86,7 @@ def slow_lines(names: Sequence[str], ran: Sequence[xml.Element]) -> Iterator[Lin
 
 
 def report(lines: Sequence[Line], seconds: float) -> str:
-    """A table in Markdown."""
+    """Formats the lines as a Markdown table."""
     rows = [f"| {line.what} | {line.passed} | {line.failed} | {line.not_run} | {line.seconds:.0f} |" for line in lines]
     head = ["| tests | passed | failed | not run | s |", "|---|---|---|---|---|"]
     command = f"`python -m tests.nightly {' '.join(sys.argv[1:])}`".replace(" `", "`")

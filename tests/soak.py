@@ -1,13 +1,12 @@
-"""A run that is broken again and again, and must end with the bits of one that nobody disturbed.
+"""Soak test: a run under random faults must end bitwise equal to an undisturbed one.
 
 python -m tests.soak                        20 minutes on 4 ranks; the table goes to benchmarks/ (`make soak`)
-python -m tests.soak --faults 5 --seed 3    so many faults instead
+python -m tests.soak --faults 5 --seed 3    a number of faults instead
 
-A supervisor starts the same command line over and over, as a launcher would, and breaks each start in a way drawn by
-chance: from outside by signals, from inside by `--inject`, or by damage to the newest checkpoint between two starts. In
-the end one start is left alone until it finishes, and so is a second run that was never disturbed. Exit code 1 when
-weights, optimizer or losses of the two differ in one bit, a checkpoint was half there, or an exit code was not the one
-that `config/exit_codes.py` promises.
+Starts one command line repeatedly, as a launcher would, and interrupts each start by a random fault: signals,
+`--inject`, or damage to the newest checkpoint between two starts. The last start, and a second run, are undisturbed.
+Exit code 1 if weights, optimizer or losses of the two differ in one bit, an incomplete checkpoint was visible, or an
+exit code was not one that `config/exit_codes.py` promises.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from tests.helpers.soak_faults import FAULTS, Fault, damage
 RANKS = 4
 SAVE_INTERVAL = 10
 MORE_ITERATIONS = 20
-"""What the last start trains, undisturbed, beyond the newest checkpoint."""
+"""Iterations of the last, undisturbed start after the newest checkpoint."""
 FLAGS = f"""
 --train-iters 1000000 --lr-decay-iters 2000 --eval-iters 0 --save-interval {SAVE_INTERVAL} --keep-last-checkpoints 3
 --exit-signal-handler --step-deadline 5 --check-weight-hash-across-dp-replicas-interval {SAVE_INTERVAL // 2}
@@ -40,40 +39,40 @@ FLAGS = f"""
 
 
 @dataclass
-class Tally:
-    """What one kind of fault did."""
+class FaultCounts:
+    """Effects of one kind of fault."""
 
     times: int = 0
     codes: set[int] = field(default_factory=set)
     lost: int = 0
-    """Most iterations between where a start ended and where the next one began."""
+    """Largest number of iterations repeated after a restart."""
     seconds: float = 0.0
     """Longest time from the fault to the end of the last rank."""
 
 
 class Soak:
-    """One soak in a folder of its own."""
+    """One soak test in a separate folder."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.random = random.Random(seed)
         self.run = folder / "run"
         self.data = make_data(folder)
-        self.tallies: dict[str, Tally] = {}
+        self.counts: dict[str, FaultCounts] = {}
         self.problems: list[str] = []
         self.damaged: set[int] = set()
-        """Iterations of checkpoints that were damaged on purpose."""
+        """Iterations of deliberately damaged checkpoints."""
 
-    def break_once(self) -> None:
-        """One start with one fault, or damage between two starts."""
+    def inject_fault(self) -> None:
+        """Starts the run with one fault, or damages the folder between two starts."""
         before = self.newest()
         fault = self.random.choice([fault for fault in FAULTS if before or not fault.needs_checkpoint])
-        metrics = self.tallies.setdefault(fault.name, Tally())
-        metrics.times += 1
+        found = self.counts.setdefault(fault.name, FaultCounts())
+        found.times += 1
         if fault.damage:
             path = damage(fault.damage, self.run / "checkpoints", self.random)
             if path is not None and not verify(path):
-                self.problems.append(f"{fault.name}: {path.name} verifies all the same")
+                self.problems.append(f"{fault.name}: {path.name} is not detected as damaged")
             if path is not None:
                 self.damaged.add(int(path.name.removeprefix("iter_")))
             return
@@ -81,10 +80,10 @@ class Soak:
         if codes is None:
             self.problems.append(f"{fault.name}: the ranks had to be killed")
             return
-        metrics.codes |= set(codes)
-        metrics.seconds = max(metrics.seconds, seconds)
+        found.codes |= set(codes)
+        found.seconds = max(found.seconds, seconds)
         after = self.newest()
-        metrics.lost = max(metrics.lost, reached - after)
+        found.lost = max(found.lost, reached - after)
         wrong = set(codes) - fault.codes
         if wrong:
             self.problems.append(f"{fault.name}: codes {codes}, expected only {sorted(fault.codes)}")
@@ -93,7 +92,7 @@ class Soak:
         self._check_visible(fault.name)
 
     def finish(self) -> int:
-        """The last start, left alone; returns its last iteration."""
+        """Runs the last start without faults; returns its last iteration."""
         end = self.newest() + MORE_ITERATIONS
         self._undisturbed(self.run, end)
         undisturbed = self.folder / "undisturbed"
@@ -102,17 +101,17 @@ class Soak:
         leftovers = [
             path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith((".tmp", ".old"))
         ]
-        self.problems += [f"left behind: {name}" for name in leftovers]
+        self.problems += [f"not removed: {name}" for name in leftovers]
         return end
 
     def newest(self) -> int:
-        """Iteration of the newest checkpoint that nobody damaged."""
+        """Iteration of the newest undamaged checkpoint."""
         there = [found.iteration for found in list_checkpoints(self.run / "checkpoints")]
         return max((iteration for iteration in there if iteration not in self.damaged), default=0)
 
     def _start(self, fault: Fault, before: int) -> tuple[list[int] | None, float, int]:
-        """Codes of all ranks (None: somebody had to kill them), seconds from the fault to the last end, and the last
-        iteration that was reported."""
+        """Exit codes of all ranks (None if they had to be killed), seconds from the fault to the last end, and the last
+        reported iteration."""
         inject = []
         if fault.inject:
             soon = before + self.random.randint(1, 2 * SAVE_INTERVAL)
@@ -137,7 +136,7 @@ class Soak:
         return codes, seconds, reached
 
     def _still_damaged(self, iteration: int) -> bool:
-        """Unless it was deleted, or the start has written it anew."""
+        """True unless the checkpoint was deleted or written again."""
         found = self.run / "checkpoints" / f"iter_{iteration:07d}"
         return found.exists() and bool(verify(found))
 
@@ -154,11 +153,11 @@ class Soak:
         for found in list_checkpoints(self.run / "checkpoints"):
             trouble = verify(found.path)
             if trouble and found.iteration not in self.damaged:
-                self.problems.append(f"after {after}: {found.path.name} is visible and not whole: {trouble[0]}")
+                self.problems.append(f"after {after}: {found.path.name} is visible but incomplete: {trouble[0]}")
 
 
 def differences(run: Path, undisturbed: Path, end: int) -> list[str]:
-    """What is not the same bits in the last checkpoints of the two, or in their losses."""
+    """Differences between the last checkpoints and losses of two runs."""
     found = []
     folders = [each / "checkpoints" / f"iter_{end:07d}" for each in (run, undisturbed)]
     names = {path.name for folder in folders for path in folder.glob("*.safetensors")}
@@ -176,13 +175,13 @@ def differences(run: Path, undisturbed: Path, end: int) -> list[str]:
 
 
 def report(soak: Soak, end: int, minutes: float, command: str) -> str:
-    """A table in Markdown."""
+    """Formats the results as a Markdown table."""
     rows = [
         f"| {name} | {metrics.times} | {', '.join(map(str, sorted(metrics.codes))) or '-'} | {metrics.lost} | "
         f"{metrics.seconds:.1f} |"
-        for name, metrics in sorted(soak.tallies.items())
+        for name, metrics in sorted(soak.counts.items())
     ]
-    faults = sum(metrics.times for metrics in soak.tallies.values())
+    faults = sum(metrics.times for metrics in soak.counts.values())
     verdict = "Weights, optimizer and losses are those of an undisturbed run, bit for bit."
     if soak.problems:
         verdict = "\n".join(["**Failed:**", "", *(f"- {problem}" for problem in soak.problems)])
@@ -205,10 +204,10 @@ def report(soak: Soak, end: int, minutes: float, command: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="A run under random faults.")
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long to break it")
-    parser.add_argument("--faults", type=int, help="how often to break it, instead")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the faults")
-    parser.add_argument("--store", action="store_true", help="keep the table in benchmarks/")
+    parser.add_argument("--minutes", type=float, default=20.0, help="duration")
+    parser.add_argument("--faults", type=int, help="number of faults instead of a duration")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the faults")
+    parser.add_argument("--store", action="store_true", help="store the table in benchmarks/")
     given = parser.parse_args(argv)
     print(f"seed {given.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -219,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
         minutes = (time.monotonic() - begun) / 60
         if number == given.faults or (given.faults is None and minutes > given.minutes):
             break
-        soak.break_once()
+        soak.inject_fault()
         number += 1
         print(f"{minutes:5.1f} min, fault {number}, checkpoint {soak.newest()}", flush=True)
     end = soak.finish() if not soak.problems else soak.newest()

@@ -1,4 +1,4 @@
-"""Helpers shared by the tools: command-line arguments, exit, output files, worker processes. Imports no torch."""
+"""Helpers shared by the tools: command line, errors, output files, worker processes. Imports no torch."""
 
 import argparse
 import multiprocessing
@@ -9,16 +9,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
+from arguments.errors import Finished
 from arguments.flags import Registry
 from arguments.parser import start_settings
-from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError
 
+ROOT = Path(__file__).resolve().parent.parent
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def tool_parser(docstring: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Parser that prints the docstring of the tool as its help."""
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=docstring, formatter_class=style, **options)
 
 
 def positive(text: str) -> int:
@@ -47,11 +56,34 @@ def requested_cluster(
     return cluster_of(cluster, start, environ, otherwise=default)
 
 
+def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, str]:
+    """Environment of rank 0 as set by torchrun; by default, all ranks are on one node."""
+    local = str(ranks_per_node or world_size)
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}
+
+
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Arguments of the tool, and those of pretrain_moe.py after the first `--`."""
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
+
+
+def reports_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorator of a tool's `main`: prints a RunError, or a text that the flags request, and returns its exit code."""
+
+    @wraps(main)
+    def run(*args: Any) -> int:
+        try:
+            return int(main(*args))
+        except Finished as answer:
+            print(answer.text)
+            return int(answer.code)
+        except RunError as problem:
+            print(problem, file=sys.stderr)
+            return int(problem.code)
+
+    return run
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:

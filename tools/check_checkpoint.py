@@ -4,7 +4,6 @@ Accepts checkpoints, folders of checkpoints and run folders. A checkpoint with N
 Exit code 0: all are valid; 5: one is invalid, or there is none.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -16,22 +15,19 @@ from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.verify import VerificationReport, verify_checkpoint
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.train.train_state import check_train_state
-from tools._common import run_main
+from tools._common import reports_errors, run_main, tool_parser
 
 _HEADINGS = ("checkpoint", "tensors", "files", "GB", "seconds", "state")
 _MAX_SHOWN = 20
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="checkpoints, folders of checkpoints, run folders")
     parser.add_argument("--newest", action="store_true", help="only the newest checkpoint of every folder")
     options = parser.parse_args(argv)
-    try:
-        by_folder = [find_checkpoints(folder) for folder in options.folders]
-    except CheckpointProblem as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
+    by_folder = [find_checkpoints(folder) for folder in options.folders]
     found = [candidate for folder in by_folder for candidate in (folder[:1] if options.newest else folder)]
     width = max(len(str(candidate.path)) for candidate in found)
     print(_line(_HEADINGS, width))
@@ -42,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         print(_line(_cells(report, time.monotonic() - started), width))
         _print_details(report)
         valid = valid and report.valid
-    return int(ExitCode.OK if valid else CheckpointProblem.code)
+    return ExitCode.OK if valid else CheckpointProblem.code
 
 
 def _cells(report: VerificationReport, seconds: float) -> tuple[str, ...]:

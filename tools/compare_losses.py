@@ -4,17 +4,17 @@ Reads `metrics.jsonl` of both run folders and prints their common steps, the fir
 tolerance, and the result. Exit code 0: equal within the tolerance; 6: not; 4: a curve cannot be read.
 """
 
-import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
+from megatron_moe.config.exit_codes import DataProblem, ExitCode
 from megatron_moe.logs.metrics_file import read_metrics
-from tools._common import writing
+from tools._common import reports_errors, run_main, tool_parser, writing
 
 ROWS = 12
 """Maximum number of steps in the table."""
@@ -34,10 +34,8 @@ class Comparison:
 
     def first_difference(self, rtol: float) -> int | None:
         """First iteration that differs by more than `rtol`; NaN differs from every value."""
-        for iteration, difference in zip(self.iterations, self.relative(), strict=True):
-            if not difference <= rtol:
-                return iteration
-        return None
+        pairs = zip(self.iterations, self.relative(), strict=True)
+        return next((iteration for iteration, difference in pairs if not difference <= rtol), None)
 
 
 def read_curve(run: Path, key: str) -> dict[int, float]:
@@ -65,14 +63,13 @@ def compare(first: dict[int, float], second: dict[int, float]) -> Comparison:
 
 
 def table(comparison: Comparison, names: tuple[str, str]) -> str:
-    """Up to `ROWS` evenly chosen steps as text."""
-    count = len(comparison.iterations)
-    shown = sorted({round(i * (count - 1) / max(ROWS - 1, 1)) for i in range(ROWS)}) if count > 1 else [0]
+    """Up to `ROWS` evenly spaced steps as text."""
+    last = len(comparison.iterations) - 1
     lines = [f"{'iteration':>10}  {names[0][-24:]:>24}  {names[1][-24:]:>24}  {'relative':>10}"]
-    relative = comparison.relative()
-    for i in shown:
-        a, b = comparison.first[i], comparison.second[i]
-        lines.append(f"{comparison.iterations[i]:>10}  {a:>24.12g}  {b:>24.12g}  {relative[i]:>10.2e}")
+    columns = comparison.iterations, comparison.first, comparison.second, comparison.relative()
+    for i in sorted({round(place * last / (ROWS - 1)) for place in range(ROWS)}):
+        iteration, a, b, relative = (column[i] for column in columns)
+        lines.append(f"{iteration:>10}  {a:>24.12g}  {b:>24.12g}  {relative:>10.2e}")
     return "\n".join(lines)
 
 
@@ -98,8 +95,9 @@ def plot(comparison: Comparison, names: tuple[str, str], key: str, path: Path) -
     figure.savefig(path, dpi=120)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+@reports_errors
+def main(argv: Sequence[str]) -> int:
+    parser = tool_parser(__doc__)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--key", default="lm loss", help="metric to compare (default: lm loss)")
@@ -112,27 +110,19 @@ def main(argv: list[str]) -> int:
     if not options.rtol >= 0:
         parser.error(f"--rtol {options.rtol:g} must be at least 0")
     names = tuple(options.names) if options.names else (str(options.first), str(options.second))
-    try:
-        comparison = compare(read_curve(options.first, options.key), read_curve(options.second, options.key))
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return int(error.code)
+    comparison = compare(read_curve(options.first, options.key), read_curve(options.second, options.key))
     print(table(comparison, names))
     if options.plot:
-        try:
-            with writing(options.plot):
-                plot(comparison, names, options.key, options.plot)
-        except RunError as error:
-            print(error, file=sys.stderr)
-            return int(error.code)
+        with writing(options.plot):
+            plot(comparison, names, options.key, options.plot)
     at = comparison.first_difference(options.rtol)
     largest = max(comparison.relative())
     if at is None:
         print(f"equal within {options.rtol:g} over {len(comparison.iterations)} iterations (largest {largest:.2e})")
-        return int(ExitCode.OK)
+        return ExitCode.OK
     print(f"differ by more than {options.rtol:g} from iteration {at} on (largest {largest:.2e})")
-    return int(ExitCode.NUMERICS)
+    return ExitCode.NUMERICS
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

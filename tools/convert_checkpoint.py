@@ -14,29 +14,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
-from arguments.flags import Registry  # noqa: E402
-from arguments.huggingface import published_flags  # noqa: E402
-from arguments.read import read_plan  # noqa: E402
-from megatron_moe.checkpoint.directory import as_checkpoint  # noqa: E402
-from megatron_moe.checkpoint.huggingface.compare_logits import compare_logits  # noqa: E402
-from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf  # noqa: E402
-from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES  # noqa: E402
-from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype  # noqa: E402
-from megatron_moe.checkpoint.load import HUGGING_FACE  # noqa: E402
-from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.config.run import KernelConfig, RunPlan  # noqa: E402
-from megatron_moe.cost_model.parameters import count_parameters  # noqa: E402
-from megatron_moe.data.tokenizer import local_copy, vocab_size_of  # noqa: E402
-from megatron_moe.kernels.reference import bundle  # noqa: E402
-from megatron_moe.model.gpt import GPT  # noqa: E402
-from megatron_moe.parallel.context import ParallelContext, torch_dtype  # noqa: E402
-from megatron_moe.train.train_state import TrainState  # noqa: E402
-from tools._common import positive, run_main  # noqa: E402
-from tools.generate import load_model, newest, plan_of  # noqa: E402
+from arguments.errors import FlagErrors, Problem
+from arguments.flags import Registry
+from arguments.huggingface import published_flags
+from arguments.read import read_plan
+from megatron_moe.build import build_train_state_config  # noqa: E402
+from megatron_moe.checkpoint.directory import as_checkpoint
+from megatron_moe.checkpoint.huggingface.compare_logits import compare_logits
+from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
+from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES
+from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype
+from megatron_moe.checkpoint.load import HUGGING_FACE
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.run import KernelConfig, RunPlan
+from megatron_moe.cost_model.parameters import count_parameters
+from megatron_moe.data.tokenizer import local_copy, vocab_size_of
+from megatron_moe.kernels.reference import bundle
+from megatron_moe.model.gpt import GPT
+from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.train.train_state import TrainState
+from tools._common import positive, reports_errors, run_main, tool_parser
+from tools.generate import load_model, newest, plan_of
 
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
@@ -57,22 +57,9 @@ class Outcome:
     plan: RunPlan
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     options, flags = _parser().parse_known_args(argv)
-    try:
-        return int(_convert(options, flags))
-    except Finished as answer:
-        print(answer.text)
-        return int(answer.code)
-    except FlagErrors as problems:
-        print(problems.report(), file=sys.stderr)
-        return int(ExitCode.CONFIG)
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
-
-
-def _convert(options: argparse.Namespace, flags: Sequence[str]) -> ExitCode:
     load, save = options.load, options.save
     if load.startswith(HUGGING_FACE) == save.startswith(HUGGING_FACE):
         what = f"one of --load {load} and --save {save} must be hf:FOLDER, the other a folder of checkpoints"
@@ -98,7 +85,8 @@ def _from_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Out
     folder, save = Path(options.load.removeprefix(HUGGING_FACE)), Path(options.save)
     plan = read_plan([*_flags_of_folder(folder), *flags], {}, vocab_size_of=vocab_size_of)
     texts = {"run.yaml": plan.resolved_yaml}
-    report = from_hf(folder, save, skeleton(plan, folder), plan.model, TrainState().to_json(plan), texts)
+    train_state = TrainState().to_json(build_train_state_config(plan))
+    report = from_hf(folder, save, skeleton(plan, folder), plan.model, train_state, texts)
     return Outcome(report, save, folder, report.target, plan)
 
 
@@ -149,10 +137,10 @@ def skeleton(plan: RunPlan, folder: Path) -> GPT:
 
 def _template(plan: RunPlan) -> Path:
     """Hugging Face folder that the run loaded its weights or its tokenizer from."""
-    loaded = (plan.checkpoint.load, plan.checkpoint.pretrained)
+    loaded = (plan.checkpoint.load, plan.checkpoint.pretrained_checkpoint)
     folders = [Path(path.removeprefix(HUGGING_FACE)) for path in loaded if path and path.startswith(HUGGING_FACE)]
-    if plan.data.tokenizer.model is not None:
-        folders.append(local_copy(plan.data.tokenizer.model))
+    if plan.data.tokenizer.tokenizer_model is not None:
+        folders.append(local_copy(plan.data.tokenizer.tokenizer_model))
     found = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     if found is None:
         raise CheckpointProblem(
@@ -180,17 +168,13 @@ def _parse_size(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False
+    parser = tool_parser(__doc__, allow_abbrev=False)
     parser.add_argument("--load", required=True, help="hf:FOLDER, or a checkpoint, or a folder of them (the newest)")
     parser.add_argument("--save", required=True, help="folder for checkpoints, or hf:FOLDER, which must not exist")
     parser.add_argument("--hf-config", type=Path, help="folder with config.json and tokenizer for the export")
-    parser.add_argument(
-        "--shard-size", default=f"{SHARD_BYTES // 10**9}GB", help="maximum size of an exported file (5GB)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("keep", "bf16", "fp32"), default="keep", help="dtype of exported weights (keep)"
-    )
+    size, dtypes = f"{SHARD_BYTES // 10**9}GB", ("keep", "bf16", "fp32")
+    parser.add_argument("--shard-size", default=size, help="maximum size of an exported file (%(default)s)")
+    parser.add_argument("--dtype", choices=dtypes, default="keep", help="dtype of exported weights (%(default)s)")
     parser.add_argument("--compare-logits", type=positive, metavar="N", help="compare both models on N positions")
     return parser
 

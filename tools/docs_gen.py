@@ -1,11 +1,10 @@
 """Generates documents and golden texts: `python tools/docs_gen.py [flags] [recipes] [dry-runs]` (default: all).
 
-flags      docs/flags.md, tests/goldens/{flags,help}.txt and the status column of docs/optimize.md
+flags      docs/flags.md, tests/goldens/help.txt and the status column of docs/optimize.md
 recipes    docs/recipes.md and tests/goldens/recipes_*.txt
 dry-runs   tests/goldens/{dry_run/,dry_run_totals.tsv} and the example in docs/dry-run.md
 """
 
-import argparse
 import json
 import re
 import shlex
@@ -14,18 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments import explain, recipe_table  # noqa: E402
-from arguments.dry_run.report import report  # noqa: E402
-from arguments.dry_run.request import figures  # noqa: E402
-from arguments.errors import Finished  # noqa: E402
-from arguments.flags import Registry  # noqa: E402
-from arguments.read import read_plan  # noqa: E402
-from arguments.recipes import recipe_names  # noqa: E402
-from arguments.recognised import find_recognised  # noqa: E402
-from arguments.values import parse  # noqa: E402
+from arguments import explain, recipe_table
+from arguments.dry_run.report import report
+from arguments.dry_run.request import figures
+from arguments.errors import Finished
+from arguments.flags import Registry
+from arguments.read import read_plan
+from arguments.recipes import recipe_names
+from arguments.recognised import find_recognised
+from arguments.values import parse
+from tools._common import ROOT, tool_parser
 
 DOCS, GOLDENS = ROOT / "docs", ROOT / "tests" / "goldens"
 DRY_RUNS = GOLDENS / "dry_run"
@@ -65,7 +64,6 @@ def flag_texts() -> Texts:
     guide = DOCS / "optimize.md"
     yield guide, with_status(guide.read_text(encoding="utf-8"), registry)
     yield DOCS / "flags.md", explain.document(registry)
-    yield GOLDENS / "flags.txt", explain.surface(registry)
     yield GOLDENS / "help.txt", f"{explain.answer(['--help'], registry)}\n"
 
 
@@ -170,7 +168,7 @@ def _status(words: Sequence[str], registry: Registry) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     generators = {"flags": flag_texts, "recipes": recipe_texts, "dry-runs": dry_run_texts}
     parser.add_argument("kinds", nargs="*", metavar="kind", help=f"of {', '.join(generators)}; default: all")
     kinds = parser.parse_args(argv).kinds or list(generators)

@@ -3,21 +3,20 @@
 Exit code 0: a run can start; 3: something required is missing, wrong or broken.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-import torch  # noqa: E402
+import torch
 
-from arguments.flags import Registry  # noqa: E402
-from megatron_moe.config.exit_codes import ExitCode  # noqa: E402
-from megatron_moe.kernels.registry import BACKENDS, Backend, discover  # noqa: E402
-from megatron_moe.resilience.machine import Probe, probes  # noqa: E402
-from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all  # noqa: E402
+from arguments.flags import Registry
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.kernels.registry import BACKENDS, Backend, discover
+from megatron_moe.resilience.machine import probes
+from megatron_moe.resilience.packages import CONSTRAINTS, HOW_TO_BUILD, InstalledPackage, Package, find_all
+from tools._common import run_main, tool_parser
 
 
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
@@ -48,10 +47,6 @@ def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend]
     return lines
 
 
-def probe_lines(tried: Sequence[Probe]) -> list[str]:
-    return [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
-
-
 def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
     """Build instructions for missing packages that the package index does not have."""
     lines = []
@@ -62,23 +57,20 @@ def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
     return lines
 
 
-def device_of(name: str) -> torch.device:
-    """Requested device; `auto` is a GPU if there is one."""
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = tool_parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="file with the tested versions")
     options = parser.parse_args(argv)
     if options.constraints != CONSTRAINTS and not options.constraints.is_file():
         parser.error(f"--constraints {options.constraints} is not a file")
-    found, tried = find_all(options.constraints), probes(device_of(options.device))
-    backends = discover(BACKENDS)
+    on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    found, tried = find_all(options.constraints), probes(torch.device("cuda" if on_gpu else "cpu"))
     lines = [f"packages, against {options.constraints.name}"]
-    lines += package_lines(found, backends, Registry.declared())
-    lines += ["", "this machine", *probe_lines(tried), *build_lines(found), ""]
+    lines += package_lines(found, discover(BACKENDS), Registry.declared())
+    lines += ["", "this machine"]
+    lines += [f"  {probe.name:<22}{'works' if probe.works else 'FAILS':<8}{probe.text}" for probe in tried]
+    lines += [*build_lines(found), ""]
     bad = [each.package.name for each in found if each.verdict == "wrong"]
     bad += [each.package.name for each in found if each.package.required and each.verdict == "missing"]
     bad += [probe.name for probe in tried if not probe.works]
@@ -88,4 +80,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -17,22 +17,21 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.errors import FlagErrors
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
 from megatron_moe.checkpoint.directory import Candidate, as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
-from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
+from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
-from megatron_moe.data.tokenizer import load_tokenizer, vocab_size_of
+from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
-from tools._common import run_main
+from tools._common import rank_0_of, reports_errors, run_main, tool_parser
 
 
 def newest(folder: Path) -> Candidate:
@@ -61,9 +60,7 @@ def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
     """Plan of a run for a single process: on `num_ranks` ranks, or on the fewest that its layout allows if these do not
     divide `num_ranks` (imported checkpoints are written by one rank). Raises FlagErrors."""
     fewest = fewest_ranks(words, {})
-    world_size = str(fewest if num_ranks % fewest else num_ranks)
-    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    return read_plan(words, launch, vocab_size_of=vocab_size_of)
+    return read_plan(words, rank_0_of(fewest if num_ranks % fewest else num_ranks), vocab_size_of=vocab_size_of)
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
@@ -77,31 +74,21 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
 
 
 @torch.no_grad()
-def continue_text(
-    model: GPT,
-    prompt: Sequence[int],
-    *,
-    num_new: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    end: int,
-    vocab_size: int,
-) -> list[int]:
-    """Extends the prompt's ids by up to `num_new` ids; stops before the id `end`. Temperature 0 is greedy.
+def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> list[int]:
+    """Extends the prompt's ids by up to `options.max_new_tokens` ids; stops at the end of the document.
 
-    Ids from `vocab_size` on are padding of the embedding table and never chosen.
+    Ids outside the tokenizer's vocabulary are padding of the embedding table and never chosen.
     """
     device = next(model.parameters()).device
     ids = list(prompt)
-    for step in range(num_new):
+    for step in range(options.max_new_tokens):
         window = torch.tensor([ids[-model.config.max_positions :]], device=device)
         mb = MicrobatchContext(
             tokens=TokenMeta(positions_BS=torch.arange(window.shape[1], device=device)[None]), training=False
         )
-        logits_V = model.logits(window, mb)[-1, 0, :vocab_size].double().cpu()
-        chosen = pick(logits_V, temperature, top_k, (seed, "generate", step))
-        if chosen == end:
+        logits_V = model.logits(window, mb)[-1, 0, : tokenizer.vocab_size].double().cpu()
+        chosen = pick(logits_V, options.temperature, options.top_k, (options.seed, "generate", step))
+        if chosen == tokenizer.eod:
             break
         ids.append(chosen)
     return ids
@@ -116,8 +103,9 @@ def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
     return int(ids[torch.multinomial(probabilities, 1, generator=rng.generator(key))])
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", type=Path, required=True, help="checkpoint, or folder of checkpoints (the newest)")
     parser.add_argument("--prompt", default="", help="text to continue; empty: from the start of a document")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -130,30 +118,14 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--temperature {options.temperature:g} must be at least 0")
     if options.top_k < 1 or options.max_new_tokens < 0:
         parser.error("--top-k must be at least 1, --max-new-tokens at least 0")
-    try:
-        candidate = newest(options.load)
-        plan = plan_of(candidate, options.device)
-        tokenizer = load_tokenizer(plan.data.tokenizer)
-        prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
-        ids = continue_text(
-            load_model(candidate, plan),
-            prompt,
-            num_new=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            seed=options.seed,
-            end=tokenizer.eod,
-            vocab_size=tokenizer.vocab_size,
-        )
-    except FlagErrors as problems:
-        print(problems.report(), file=sys.stderr)
-        return int(ExitCode.CONFIG)
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
+    candidate = newest(options.load)
+    plan = plan_of(candidate, options.device)
+    tokenizer = load_tokenizer(plan.data.tokenizer)
+    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
+    ids = continue_text(load_model(candidate, plan), tokenizer, prompt, options)
     print(f"--- {candidate.path}, {len(ids) - len(prompt)} new tokens, temperature {options.temperature:g}{os.linesep}")
     print(tokenizer.decode(ids))
-    return int(ExitCode.OK)
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

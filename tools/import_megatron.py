@@ -9,45 +9,34 @@ Then start with `--load runs/my/checkpoints`, which resumes at that iteration, o
 weights. Nothing that the checkpoint's pickles reference is executed.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.errors import Finished, FlagErrors  # noqa: E402
-from megatron_moe.checkpoint.directory import TRACKER, iteration_folder, list_checkpoints, read_tracker  # noqa: E402
-from megatron_moe.checkpoint.megatron.source import import_model, open_megatron  # noqa: E402
-from megatron_moe.checkpoint.save import CheckpointSaver  # noqa: E402
-from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.parallel.context import ParallelContext  # noqa: E402
-from megatron_moe.train.train_state import TrainState  # noqa: E402
-from tools._common import run_main, split_at_dashes  # noqa: E402
-from tools.convert_checkpoint import skeleton  # noqa: E402
-from tools.generate import plan_of_run  # noqa: E402
+from megatron_moe.build import build_train_state_config  # noqa: E402
+from megatron_moe.checkpoint.directory import TRACKER, iteration_folder, list_checkpoints, read_tracker
+from megatron_moe.checkpoint.megatron.source import import_model, open_megatron
+from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.train_state import TrainState
+from tools._common import reports_errors, run_main, split_at_dashes, tool_parser
+from tools.convert_checkpoint import skeleton
+from tools.generate import plan_of_run
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     own, flags = split_at_dashes(argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", type=Path, required=True, help="iter_NNNNNNN, or the folder that contains it")
     parser.add_argument("--save", type=Path, required=True, help="folder for checkpoints, which must not hold any")
     parser.add_argument("--no-optimizer", action="store_true", help="import only the weights, as iteration 0")
     options = parser.parse_args(own)
-    try:
-        print(convert(newest(options.load), options.save, flags, optimizer=not options.no_optimizer))
-    except Finished as answer:
-        print(answer.text)
-        return int(ExitCode.OK)
-    except FlagErrors as problems:
-        print(problems.report(), file=sys.stderr)
-        return int(ExitCode.CONFIG)
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
-    return int(ExitCode.OK)
+    print(convert(newest(options.load), options.save, flags, optimizer=not options.no_optimizer))
+    return ExitCode.OK
 
 
 def newest(folder: Path) -> Path:
@@ -73,7 +62,8 @@ def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) 
         state.consumed_tokens = state.consumed_samples * plan.data.seq_length
     saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1)
     try:
-        path = saver.save(state.iteration, source.tensors, state.to_json(plan), texts={"run.yaml": plan.resolved_yaml})
+        train_state = state.to_json(build_train_state_config(plan))
+        path = saver.save(state.iteration, source.tensors, train_state, texts={"run.yaml": plan.resolved_yaml})
     finally:
         saver.close()
     notes = "".join(f"\n{note}" for note in source.notes)

@@ -16,25 +16,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.statistics import Difference, OpenCheckpoint
 from megatron_moe.checkpoint.verify import sizes_by_kind
-from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.exit_codes import ExitCode
+from tools._common import reports_errors, run_main, tool_parser
 
 _HEADINGS = ("tensor", "dtype", "shape", "pieces", "norm", "rms", "max abs", "nonfinite")
 _SETTING = re.compile(r"\s+(?P<name>[a-z0-9-]+): (?P<value>.*?)\s+# (?P<origin>.*)")
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    try:
-        checkpoint = OpenCheckpoint(find_checkpoints(options.checkpoint)[0].path)
-        if options.against is not None:
-            return int(_compare(checkpoint, OpenCheckpoint(find_checkpoints(options.against)[0].path), options.only))
-        for line in _summary(checkpoint, every=options.settings):
-            print(line)
-        _print_table(_rows(checkpoint, options.only, norms=not options.no_norms))
-    except CheckpointProblem as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
-    return int(ExitCode.OK)
+    checkpoint = OpenCheckpoint(find_checkpoints(options.checkpoint)[0].path)
+    if options.against is not None:
+        return _compare(checkpoint, OpenCheckpoint(find_checkpoints(options.against)[0].path), options.only)
+    print(*_summary(checkpoint, every=options.settings), sep="\n")
+    _print_table(list(_rows(checkpoint, options.only, norms=not options.no_norms)))
+    return ExitCode.OK
 
 
 def _summary(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
@@ -90,13 +87,10 @@ def _difference_row(found: Difference) -> tuple[str, ...]:
     return (found.key, found.kind, *numbers)
 
 
-def _print_table(rows: Sequence[tuple[str, ...]] | Iterator[tuple[str, ...]]) -> None:
-    table = list(rows)
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+def _print_table(table: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
-        left = [f"{cell:<{width}}" for cell, width in zip(row[:3], widths[:3], strict=True)]
-        right = [f"{cell:>{width}}" for cell, width in zip(row[3:], widths[3:], strict=True)]
-        print("  ".join([*left, *right]).rstrip())
+        print("  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]).rstrip())
 
 
 def _pattern(text: str) -> str:
@@ -108,20 +102,14 @@ def _pattern(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint, folder of checkpoints (the newest), or run folder")
     parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint")
-    parser.add_argument(
-        "--only",
-        type=_pattern,
-        default="",
-        metavar="PATTERN",
-        help="tensors whose name matches this regular expression",
-    )
+    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help="regular expression for tensors")
     parser.add_argument("--no-norms", action="store_true", help="print the manifest only, without reading weights")
     parser.add_argument("--settings", action="store_true", help="every setting of the run, not only those given")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

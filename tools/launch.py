@@ -18,19 +18,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.environment import Variable  # noqa: E402
-from arguments.errors import Finished, FlagErrors, Problem  # noqa: E402
-from arguments.explain import derived  # noqa: E402
-from arguments.parser import split  # noqa: E402
-from arguments.read import read_plan  # noqa: E402
-from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script  # noqa: E402
-from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError  # noqa: E402
-from megatron_moe.config.run import RunPlan  # noqa: E402
-from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
-from tools._common import add_cluster_options, positive, requested_cluster, run_command, run_main, writing  # noqa: E402
+from arguments.environment import Variable
+from arguments.errors import FlagErrors, Problem
+from arguments.explain import derived
+from arguments.parser import split
+from arguments.read import read_plan
+from arguments.slurm import Job, slurm_script, slurm_setting, torchrun_script
+from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.tokenizer import vocab_size_of
+from tools._common import (
+    ROOT,
+    add_cluster_options,
+    positive,
+    rank_0_of,
+    reports_errors,
+    requested_cluster,
+    run_command,
+    run_main,
+    tool_parser,
+    writing,
+)
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
 _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
@@ -38,27 +48,17 @@ _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-        epilog="All other arguments go to pretrain_moe.py.",
-    )
+    parser = tool_parser(__doc__, allow_abbrev=False)
     add_cluster_options(parser)
     parser.add_argument("--launcher", choices=("slurm", "torchrun"), default="slurm")
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script only")
     parser.add_argument("--name", help="name of the job (default: that of the recipe or file)")
-    parser.add_argument(
-        "--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p time=4:00:00; no-mem removes mem"
-    )
+    parser.add_argument("--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p; no-mem removes mem")
     parser.add_argument("--container", help="image for pyxis")
     parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
-    parser.add_argument(
-        "--grace", type=positive, default=300, help="ranks get SIGTERM this many seconds before the end (300)"
-    )
-    parser.add_argument(
-        "--python", default=None, help="interpreter of the ranks (default: this one; python in a container)"
-    )
+    parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
+    parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
     return parser
 
 
@@ -67,22 +67,16 @@ def plan_of(
 ) -> RunPlan:
     """Plan of rank 0 on the cluster. Raises FlagErrors with all problems; `waiting` ignores missing features and
     inputs."""
-    ranks = {"RANK": "0", "WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_RANK": "0"}
-    ranks |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
     here = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS + _PLANNED)}
+    ranks = rank_0_of(nodes * ranks_per_node, ranks_per_node)
     return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of, waiting=waiting)
 
 
 def name_of(flags: Sequence[str]) -> str:
     """Name of the recipe or of the first file."""
-    source = value_of(flags, "--recipe") or value_of(flags, "--config")
-    return Path(source).stem if source else "megatron-moe"
-
-
-def value_of(flags: Sequence[str], option: str) -> str:
-    """First value of an option; empty if it is not given."""
-    words = [given.words for given in split(flags)[0] if given.option == option]
-    return words[-1][0] if words and words[-1] else ""
+    given = {each.option: each.words for each in split(flags)[0]}
+    source = given.get("--recipe") or given.get("--config")
+    return Path(source[0]).stem if source else "megatron-moe"
 
 
 def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
@@ -158,26 +152,20 @@ def submit(path: Path, job: Job, launcher: str) -> int:
     return run_command(["bash", str(path)])
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     options, flags = parser().parse_known_args(argv)
-    try:
-        job = job_of(options, flags, os.environ)
-        script = script_of(job, options.launcher)
-        if options.dry_run:
-            print(script, end="")
-            return int(ExitCode.NOT_READY if job.waits else ExitCode.OK)
-        path = write(job, script, options.launcher)
-        if options.submit:
-            return submit(path, job, options.launcher)
-        starter = "sbatch" if options.launcher == "slurm" else "bash"
-        print(f"wrote {path}; start it with: {starter} {shlex.quote(str(path))}")
-        return 0
-    except Finished as answer:
-        print(answer.text)
-        return int(answer.code)
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
+    job = job_of(options, flags, os.environ)
+    script = script_of(job, options.launcher)
+    if options.dry_run:
+        print(script, end="")
+        return ExitCode.NOT_READY if job.waits else ExitCode.OK
+    path = write(job, script, options.launcher)
+    if options.submit:
+        return submit(path, job, options.launcher)
+    starter = "sbatch" if options.launcher == "slurm" else "bash"
+    print(f"wrote {path}; start it with: {starter} {shlex.quote(str(path))}")
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Writes `corpus.jsonl`, one {"text": ...} per source or documentation file, and w
 packages are excluded. The order is a hash of the file names, so that any part of it is a fair sample.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -14,13 +13,14 @@ import os
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import EnvironmentProblem, RunError
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.data.textfiles import TEXT_SEPARATOR, write_whole
+from tools._common import reports_errors, run_main, tool_parser
 
 _EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _SUFFIXES = frozenset({".py", ".rst", ".txt"})
@@ -53,10 +53,7 @@ def read_text(path: Path) -> str | None:
 
 def documents(library: Path) -> Iterator[str]:
     """Text of every file of the corpus."""
-    for path in corpus_files(library):
-        text = read_text(path)
-        if text is not None:
-            yield text
+    yield from filter(None, map(read_text, corpus_files(library)))
 
 
 def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[Path, int]:
@@ -77,20 +74,17 @@ def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[P
     return {output_dir / name: len(content.encode()) for name, content in contents.items()}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@reports_errors
+def main(argv: Sequence[str]) -> int:
+    parser = tool_parser(__doc__)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into; created if missing")
     parser.add_argument("--text", action="store_true", help="write corpus.txt as well")
     args = parser.parse_args(argv)
-    try:
-        sizes = write_corpus(Path(sysconfig.get_path("stdlib")), args.output_dir, plain_text=args.text)
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.code
+    sizes = write_corpus(Path(sysconfig.get_path("stdlib")), args.output_dir, plain_text=args.text)
     for path, size in sizes.items():
         print(f"{path}: {size / 1e6:.1f} MB")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

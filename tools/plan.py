@@ -18,22 +18,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from arguments import plan_search
-from arguments.errors import FlagErrors, Problem
+from arguments.errors import FlagErrors
 from arguments.flags import Registry
 from arguments.parser import Settings
-from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
 from megatron_moe.planner.search import PlannedLayout
-from tools._common import add_cluster_options, positive, requested_cluster, run_main, writing
+from tools._common import (
+    add_cluster_options,
+    positive,
+    reports_errors,
+    requested_cluster,
+    run_main,
+    tool_parser,
+    writing,
+)
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     options, words = _parse(argv)
-    try:
-        return int(_fit(options, words) if options.fit else _search(options, words))
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
+    return _fit(options, words) if options.fit else _search(options, words)
 
 
 def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
@@ -56,7 +61,8 @@ def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _inputs(options, words)
-    _refuse(plan_search.forbidden(settings, num_gpus))
+    if problems := plan_search.forbidden(settings, num_gpus):
+        raise FlagErrors(problems)
     planner, plan = plan_search.planner_of(settings, gpu, options.imbalance), plan_search.as_given(settings, num_gpus)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
@@ -76,16 +82,11 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
 
 
 def _inputs(options: argparse.Namespace, words: Sequence[str]) -> tuple[Settings, GPU, int]:
-    registry = Registry.declared()
-    settings = plan_search.settings_of(words, registry)
-    _refuse(settings.problems or plan_search.unplannable(settings))
+    settings = plan_search.settings_of(words, Registry.declared())
+    if problems := settings.problems or plan_search.unplannable(settings):
+        raise FlagErrors(problems)
     cluster = requested_cluster(options, words, {})
     return settings, cluster.gpu, cluster.world_size
-
-
-def _refuse(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise FlagErrors(problems)
 
 
 def _print(place: int, found: PlannedLayout, gpu: GPU) -> None:
@@ -103,8 +104,7 @@ def _write(folder: Path, name: str, text: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False
+    parser = tool_parser(__doc__, allow_abbrev=False)
     parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
     add_cluster_options(parser)
     parser.add_argument("--best", type=positive, default=10, help="number of layouts to print (10)")

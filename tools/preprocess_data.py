@@ -25,25 +25,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
-from megatron_moe.config.exit_codes import DataProblem, ExitCode, RunError
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
 from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from tools._common import map_in_order, start_workers
+from tools._common import map_in_order, reports_errors, run_main, start_workers, tool_parser
 
 _CHUNKS_AHEAD = 4
 """Maximum number of chunks in flight per worker."""
 _SHOWN_BAD_LINES = 20
 _SIZED = ("NullTokenizer", "TikTokenizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Settings of the workers."""
-
-    tokenizer: TokenizerConfig
-    keys: tuple[str, ...]
-    append_eod: bool
 
 
 @dataclass
@@ -66,14 +57,14 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     return load_tokenizer(config)
 
 
-def encode(job: Job, chunk: Chunk) -> Encoded:
+def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chunk: Chunk) -> Encoded:
     """Parses and tokenizes the records of a chunk, in order; runs in a worker."""
-    tokenizer = tokenizer_of(job.tokenizer)
-    end = [tokenizer.eod] if job.append_eod else []
+    tokenizer = tokenizer_of(config)
+    end = [tokenizer.eod] if append_eod else []
     encoded = Encoded(num_bytes=sum(len(record.content) for record in chunk.records), file_bytes=chunk.file_bytes)
     for record in chunk.records:
         try:
-            texts = parse_record(record, job.keys)
+            texts = parse_record(record, keys)
         except BadLine as error:
             encoded.bad.append(f"{record.path}, line {record.line}: {error}")
             continue
@@ -143,15 +134,15 @@ def write_documents(
 def preprocess(args: argparse.Namespace) -> Progress:
     kind: Any = OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type)
     config = TokenizerConfig(
-        kind=kind,
-        model=args.tokenizer_model,
+        tokenizer_type=kind,
+        tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
-        num_special_tokens=args.tiktoken_num_special_tokens,
+        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
     )
-    job = Job(tokenizer=config, keys=tuple(args.json_keys), append_eod=args.append_eod)
+    encode_chunk = functools.partial(encode, config, tuple(args.json_keys), args.append_eod)
     dtype = token_dtype(tokenizer_of(config).vocab_size)
     chunks = (chunk for path in args.input for chunk in read_chunks(path))
     with ExitStack() as stack:
@@ -160,21 +151,21 @@ def preprocess(args: argparse.Namespace) -> Progress:
             stack.callback(pool.shutdown, cancel_futures=True)
         progress = Progress(args.log_interval, sum(path.stat().st_size for path in args.input if path.is_file()))
         stack.callback(progress.stop)
-        prefixes = [f"{args.output_prefix}_{key}_document" for key in job.keys]
+        prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
         for path in (path for prefix in prefixes for path in unfinished_files(prefix)):
             print(f"{path} is incomplete: remove it if its process was killed, or wait for it", file=sys.stderr)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        results = map_in_order(pool, functools.partial(encode, job), chunks, _CHUNKS_AHEAD * args.workers)
+        results = map_in_order(pool, encode_chunk, chunks, _CHUNKS_AHEAD * args.workers)
         write_documents(results, writers, progress, args.on_bad_line)
         if progress.tokens == 0:
             raise DataProblem(f"no text in {', '.join(map(str, args.input))}; check --input and --json-keys")
     return progress
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = tool_parser(__doc__)
     add = parser.add_argument
-    kinds = get_args(get_type_hints(TokenizerConfig)["kind"])
+    kinds = get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
     add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files per key")
@@ -201,23 +192,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def failed(sentence: str, code: ExitCode) -> ExitCode:
-    print(sentence, file=sys.stderr)
-    return code
-
-
-def main(argv: list[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         progress = preprocess(args)
-    except RunError as error:
-        return failed(str(error), error.code)
     except BrokenProcessPool:
-        return failed("a worker died, most likely out of memory; use fewer --workers", ExitCode.ENVIRONMENT)
+        raise EnvironmentProblem("a worker died, most likely out of memory; use fewer --workers") from None
     except OSError as error:
-        return failed(f"cannot write {args.output_prefix}: {error.strerror}; choose another path", ExitCode.DATA)
+        raise DataProblem(f"cannot write {args.output_prefix}: {error.strerror}; choose another path") from None
     except KeyboardInterrupt:
-        return failed("interrupted; nothing was written", ExitCode.INTERRUPTED)
+        print("interrupted; nothing was written", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     skipped = [f"{progress.bad:,} malformed lines"] if progress.bad else []
     skipped += [f"{progress.empty:,} empty texts"] if progress.empty else []
     print(f"wrote {progress}" + (f"; skipped {' and '.join(skipped)}" if skipped else ""))
@@ -228,4 +214,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as for Ctrl-C
-    sys.exit(main())
+    run_main(main)

@@ -4,7 +4,6 @@ For job scripts. Prints one line; exit code 0: start it again, 1: do not. Needs 
 epoch) is the begin of this start; an older status.json is ignored.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -12,11 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.resilience.requeue import judge  # noqa: E402
+from megatron_moe.resilience.requeue import judge
+from tools._common import run_main, tool_parser
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = tool_parser(__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with the run's status.json")
     parser.add_argument("--exit-code", type=int, required=True, help="exit code of torchrun or srun")
     parser.add_argument("--since", type=float, default=0.0, help="begin of this start, seconds since the epoch")
@@ -36,4 +36,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -32,12 +32,10 @@ def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
     names = [f"rank {rank} " for rank in range(len(rows))]
     margin = max(map(len, names))
     step = max(width - margin, 20)
-    blocks = []
-    for start in range(0, len(rows[0]), step):
-        blocks.append(
-            "\n".join(f"{name:<{margin}}{row[start : start + step]}" for name, row in zip(names, rows, strict=True))
-        )
-    return "\n\n".join(blocks)
+    return "\n\n".join(
+        "\n".join(f"{name:<{margin}}{row[start : start + step]}" for name, row in zip(names, rows, strict=True))
+        for start in range(0, len(rows[0]), step)
+    )
 
 
 def text_legend(vpp: int) -> str:
@@ -65,16 +63,14 @@ def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
     from matplotlib.patches import Patch
 
     ranks = len(report.spans)
-    figure, axes = pyplot.subplots(
-        figsize=(16, 1.5 + 0.5 * ranks), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
-    )
+    margins = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
+    figure, axes = pyplot.subplots(figsize=(16, 1.5 + 0.5 * ranks), layout=margins)
     for rank, spans in enumerate(report.spans):
         axes.barh(rank, report.time, left=0, height=0.86, color=IDLE, zorder=0)
         for span in spans:
             _bar(axes, rank, span, vpp, report.time)
-        axes.text(
-            report.time * 1.008, rank, f"{report.in_flight[rank]} in flight", va="center", fontsize=9, color="#555"
-        )
+        in_flight = f"{report.in_flight[rank]} in flight"
+        axes.text(report.time * 1.008, rank, in_flight, va="center", fontsize=9, color="#555")
     axes.set_xlim(0, report.time)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
@@ -99,15 +95,8 @@ def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> Non
     for place, action in enumerate(actions):
         middle = rank - 0.43 + height * (place + 0.5)
         colour = _colour(action, vpp)
-        axes.barh(
-            middle,
-            long,
-            left=span.start,
-            height=height,
-            color=colour,
-            edgecolor="white",
-            linewidth=min(0.8, 90 * long / time),
-        )
+        edge = min(0.8, 90 * long / time)
+        axes.barh(middle, long, height, span.start, color=colour, edgecolor="white", linewidth=edge)
         text = label(action, vpp)
         # About 150 characters of this size fit the width of the chart.
         size = min(9.0, 9.0 * (long / time) * 150 / (len(text) + 0.6), 9.0 if len(actions) == 1 else 8.0)

@@ -15,23 +15,31 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # started as a script, from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.errors import Finished  # noqa: E402
-from arguments.read import read_plan  # noqa: E402
-from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
-from megatron_moe.pipeline.auto_layout import cost_table, flop_costs  # noqa: E402
-from megatron_moe.pipeline.layout import LayoutError, parse_layout  # noqa: E402
-from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule  # noqa: E402
-from megatron_moe.pipeline.simulator import Durations, SimulationReport, simulate  # noqa: E402
-from tools._common import add_cluster_options, requested_cluster, split_at_dashes, writing  # noqa: E402
-from tools.schedule_drawing import draw, text_chart, text_legend  # noqa: E402
+from arguments.read import read_plan
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
+from megatron_moe.pipeline.layout import LayoutError, parse_layout
+from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, build_schedule
+from megatron_moe.pipeline.simulator import Durations, SimulationReport, simulate
+from tools._common import (
+    add_cluster_options,
+    rank_0_of,
+    reports_errors,
+    requested_cluster,
+    run_main,
+    split_at_dashes,
+    tool_parser,
+    writing,
+)
+from tools.schedule_drawing import draw, text_chart, text_legend
 
 CHARTS = (".svg", ".png", ".pdf")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = tool_parser(__doc__)
     parser.add_argument("--pp", type=int, default=1, help="pipeline ranks")
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages per rank")
     parser.add_argument("--microbatches", type=int, default=8, help="per step")
@@ -46,12 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layout", help="layers of the stages, such as 'Ett|(ttt|)*2tL'; defines --vpp")
     add_cluster_options(parser, "--ranks")
     parser.add_argument("--lists", action="store_true", help="print every rank's actions, including sends and receives")
-    parser.add_argument(
-        "--draw", type=Path, action="append", default=[], metavar="FILE", help="chart: .svg, .png, .pdf"
-    )
-    parser.add_argument(
-        "--width", type=int, default=shutil.get_terminal_size((120, 40)).columns, help="columns of the text"
-    )
+    parser.add_argument("--draw", type=Path, action="append", default=[], metavar="FILE", help=" or ".join(CHARTS))
+    columns = shutil.get_terminal_size((120, 40)).columns
+    parser.add_argument("--width", type=int, default=columns, help="columns of the text")
     options = parser.parse_args(argv)
     times = (options.forward_time, options.backward_time)
     if not all(0 < time < inf for time in times) or not 0 <= options.transfer_time < inf:
@@ -76,58 +81,45 @@ class ShownSchedule:
 
 def of_sizes(options: argparse.Namespace) -> ShownSchedule:
     """Schedule of the given sizes and layout."""
-    layout = None
+    pp, vpp, table = options.pp, options.vpp, ""
     if options.layout is not None:
-        layout = parse_layout(options.layout, pp=options.pp, num_layers=None, num_mtp=None)
-    config = ScheduleConfig(
-        num_microbatches=options.microbatches,
-        pp=options.pp,
-        vpp=layout.vpp if layout else options.vpp,
-        group_size=options.group_size,
-    )
-    return ShownSchedule(config, layout.table() if layout else "")
+        layout = parse_layout(options.layout, pp=pp, num_layers=None, num_mtp=None)
+        vpp, table = layout.vpp, layout.table()
+    sizes = ScheduleConfig(num_microbatches=options.microbatches, pp=pp, vpp=vpp, group_size=options.group_size)
+    return ShownSchedule(sizes, table)
 
 
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
     """Schedule of a training run, even if it lacks a feature or data. Raises FlagErrors."""
-    ranks = str(requested_cluster(options, words, {}).world_size)
-    environ = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}
-    plan = read_plan(words, environ, waiting=True)
-    num_microbatches = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    plan = read_plan(words, rank_0_of(requested_cluster(options, words, {}).world_size), waiting=True)
+    config = plan.schedule(plan.num_microbatches)
     if plan.unknown_layers:
-        table = f"layers of {' '.join(plan.unknown_layers)} cannot be built yet"
-        return ShownSchedule(plan.schedule(num_microbatches), table)
+        return ShownSchedule(config, f"layers of {' '.join(plan.unknown_layers)} cannot be built yet")
     costs = flop_costs(plan.model, plan.data.seq_length)
-    return ShownSchedule(
-        plan.schedule(num_microbatches),
-        f"{plan.layout}\n{cost_table(plan.layout, costs)}",
-        tuple(costs.of(stage) for stage in plan.layout.stages),
-    )
+    stage_costs = tuple(map(costs.of, plan.layout.stages))
+    return ShownSchedule(config, f"{plan.layout}\n{cost_table(plan.layout, costs)}", stage_costs)
 
 
 def name(config: ScheduleConfig) -> str:
     """Kind and sizes of a schedule."""
     kind = "one stage" if config.pp == 1 else "1F1B" if config.vpp == 1 else "interleaved 1F1B"
-    extras = (
-        ", overlapped" * config.overlap
-        + ", backward split" * config.split_backward
-        + ", forward only" * config.forward_only
-    )
+    extras = ", overlapped" * config.overlap + ", backward split" * config.split_backward
+    extras += ", forward only" * config.forward_only
     virtual = f", VPP {config.vpp} in groups of {config.group}" if config.vpp > 1 else ""
     return f"{kind}{extras}: PP {config.pp}{virtual}, {config.num_microbatches} microbatches"
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
     """Lines about correctness and cost."""
-    right = "no deadlock with blocking sends; every microbatch once, in order"
-    found = [*strict.problems, *(problem for problem in loose.problems if problem not in strict.problems)]
-    lines = [right] if not found else ["WRONG:", *(f"  {problem}" for problem in found)]
+    lines = ["no deadlock with blocking sends; every microbatch once, in order"]
+    if found := dict.fromkeys((*strict.problems, *loose.problems)):
+        lines = ["WRONG:", *(f"  {problem}" for problem in found)]
     in_flight = " ".join(map(str, loose.in_flight))
-    return "\n".join(
-        [*lines, f"bubble {loose.bubble:.1%} of time {loose.time:.4g}; peak in flight per rank: {in_flight}"]
-    )
+    lines.append(f"bubble {loose.bubble:.1%} of time {loose.time:.4g}; peak in flight per rank: {in_flight}")
+    return "\n".join(lines)
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     own, words = split_at_dashes(argv)
     options = parse(own)
@@ -140,17 +132,13 @@ def main(argv: Sequence[str]) -> int:
             forward_only=options.forward_only,
         )
         schedule = build_schedule(config)
-    except Finished as answer:
-        print(answer.text)
-        return int(answer.code)
-    except (ScheduleError, LayoutError, RunError) as error:
+    except (ScheduleError, LayoutError) as error:
         print(error, file=sys.stderr)
-        return int(ExitCode.CONFIG)
-    half = options.backward_time / 2
+        return ExitCode.CONFIG
     durations = Durations(
         forward=options.forward_time,
-        backward_input=half,
-        backward_weight=half,
+        backward_input=options.backward_time / 2,
+        backward_weight=options.backward_time / 2,
         transfer=options.transfer_time,
         stage_costs=shown.stage_costs,
     )
@@ -166,15 +154,11 @@ def main(argv: Sequence[str]) -> int:
     print(verdict(strict, loose))
     for path in options.draw:
         deadlock = "no deadlock" if not strict.problems else strict.problems[0]
-        try:
-            with writing(path):
-                draw(loose, config.vpp, f"{name(config)}     bubble {loose.bubble:.1%}, {deadlock}", path)
-        except RunError as error:
-            print(error, file=sys.stderr)
-            return int(error.code)
+        with writing(path):
+            draw(loose, config.vpp, f"{name(config)}     bubble {loose.bubble:.1%}, {deadlock}", path)
         print(f"wrote {path}")
-    return int(ExitCode.BUG if strict.problems or loose.problems else ExitCode.OK)
+    return ExitCode.BUG if strict.problems or loose.problems else ExitCode.OK
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -12,15 +12,16 @@ import io
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, RunError
+from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 from megatron_moe.data.textfiles import read_documents, write_whole
 from megatron_moe.data.tokenizer import SentencePieceTokenizer
+from tools._common import reports_errors, run_main, tool_parser
 
 _NUM_THREADS = 2
 """Fixed, because the result depends on it."""
@@ -95,8 +96,8 @@ def report(path: Path, texts: Iterator[str]) -> str:
     )
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = tool_parser(__doc__)
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL or plain text, also .gz and .zst")
     parser.add_argument("--json-key", default="text", help="key of the text in JSONL (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="the model file to write")
@@ -116,19 +117,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     begin = time.perf_counter()
-    try:
-        lines = sample_lines(args.input, args.json_key, int(args.sample_mb * 1e6))
-        write_whole(args.output, train(lines, args.vocab_size, args.model_type))
-        seconds = time.perf_counter() - begin
-        print(f"{report(args.output, read_documents(args.input, args.json_key))}, made in {seconds:.0f} s")
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.code
+    lines = sample_lines(args.input, args.json_key, int(args.sample_mb * 1e6))
+    write_whole(args.output, train(lines, args.vocab_size, args.model_type))
+    seconds = time.perf_counter() - begin
+    print(f"{report(args.output, read_documents(args.input, args.json_key))}, made in {seconds:.0f} s")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -12,20 +12,19 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from arguments.errors import Finished
 from arguments.proxy.fold import Sizes, fold, lost_axes, smallest_fold
 from arguments.read import layout_to_fold, read_plan
-from megatron_moe.config.exit_codes import ExitCode, RunError
+from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.layout_check.fault_seeds import FaultSeed
 from megatron_moe.layout_check.record import STEADY_EPS
-from megatron_moe.layout_check.verify import summary, verify_layout
-from tools._common import positive, run_main
+from megatron_moe.layout_check.table import summary
+from megatron_moe.layout_check.verify import verify_layout
+from tools._common import positive, rank_0_of, reports_errors, run_main, tool_parser
 
 MOST_RANKS = 8
 STEPS = 3
@@ -39,55 +38,33 @@ NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-
 """Used with context parallelism, whose ranks draw other random numbers than one rank."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """Layout to verify."""
-
-    argv: tuple[str, ...]
-    """Flags of the full-size run."""
-    pinned: tuple[str, ...]
-    """Flags after `--proxy`."""
-    num_ranks: int | None
-    num_steps: int
-    inject: str | None
-    every: bool
-    timeout: float
-
-
+@reports_errors
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Prints the folded layout, the comparison and the result; returns the exit code."""
-    try:
-        return int(_verify(_parse(argv), environ))
-    except Finished as answer:
-        print(answer.text)
-        return int(answer.code)
-    except RunError as problem:
-        print(problem, file=sys.stderr)
-        return int(problem.code)
-
-
-def _verify(request: Request, environ: Mapping[str, str]) -> ExitCode:
-    plan, rewrites = _folded(request, environ)
+    options, flags = _parser().parse_known_args(argv)
+    plan, rewrites = _folded(options, flags, environ)
     print("\n".join(rewrites))
     started = time.monotonic()
-    plant = FaultSeed.parse(request.inject) if request.inject else None
-    found = verify_layout(plan, num_steps=request.num_steps, timeout=request.timeout, plant=plant)
+    plant = FaultSeed.parse(options.inject) if options.inject else None
+    found = verify_layout(plan, num_steps=options.steps, timeout=options.timeout, plant=plant)
     print(summary(found))
-    if request.every:
+    if options.every:
         print(found.text(every=True))
-    print(f"{plan.parallel.world_size} ranks, {request.num_steps} steps: {time.monotonic() - started:.0f} s")
+    print(f"{plan.parallel.world_size} ranks, {options.steps} steps: {time.monotonic() - started:.0f} s")
     return ExitCode.OK if found.equal else ExitCode.DRIFT
 
 
-def _folded(request: Request, environ: Mapping[str, str]) -> tuple[RunPlan, list[str]]:
+def _folded(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[RunPlan, list[str]]:
     """Plan of the small run, and lines about rewritten flags."""
-    proof = [*PROOF, "--train-iters", str(request.num_steps)]
-    max_ranks = request.num_ranks or MOST_RANKS
-    layout = layout_to_fold([*request.argv, "--proxy", *proof, *request.pinned], {**environ, **_launch(max_ranks)})
-    ranks = request.num_ranks or smallest_fold(layout, MOST_RANKS)[0]
+    place = flags.index("--proxy") if "--proxy" in flags else len(flags)
+    rewritten, pinned = flags[:place], flags[place + 1 :]
+    proof = [*PROOF, "--train-iters", str(options.steps)]
+    max_ranks = options.nproc or MOST_RANKS
+    layout = layout_to_fold([*rewritten, "--proxy", *proof, *pinned], {**environ, **rank_0_of(max_ranks)})
+    ranks = options.nproc or smallest_fold(layout, MOST_RANKS)[0]
     if fold(layout, ranks).cp > 1:
         proof += NO_DROPOUT
-    plan = read_plan([*request.argv, "--proxy", *proof, *request.pinned], {**environ, **_launch(ranks)})
+    plan = read_plan([*rewritten, "--proxy", *proof, *pinned], {**environ, **rank_0_of(ranks)})
     found = Sizes(**{axis: getattr(plan.parallel, axis) for axis in layout.sizes.axes})
     lines = [note for note in plan.notes if note.startswith("proxy:")]
     lines.append(f"folded to {ranks} ranks: {found}; stages {plan.layout}")
@@ -97,15 +74,8 @@ def _folded(request: Request, environ: Mapping[str, str]) -> tuple[RunPlan, list
     return plan, lines
 
 
-def _launch(num_ranks: int) -> dict[str, str]:
-    """Environment of rank 0 as set by torchrun."""
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    return {name: str(value) for name, value in names.items()}
-
-
-def _parse(argv: Sequence[str]) -> Request:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False
+def _parser() -> argparse.ArgumentParser:
+    parser = tool_parser(__doc__, allow_abbrev=False)
     parser.add_argument(
         "--nproc", type=positive, help=f"ranks to fold to (default: the fewest with all axes, at most {MOST_RANKS})"
     )
@@ -113,12 +83,7 @@ def _parse(argv: Sequence[str]) -> Request:
     parser.add_argument("--every", action="store_true", help="one line per parameter, layer and step")
     parser.add_argument("--inject", metavar="ERROR", help="inject an error, such as scale-expert-grads:2")
     parser.add_argument("--timeout", type=positive, default=300, help="time limit of the ranks in seconds (300)")
-    ours, words = parser.parse_known_args(argv)
-    full, pinned = words, []
-    if "--proxy" in words:
-        place = words.index("--proxy")
-        full, pinned = words[:place], words[place + 1 :]
-    return Request(tuple(full), tuple(pinned), ours.nproc, ours.steps, ours.inject, ours.every, ours.timeout)
+    return parser
 
 
 if __name__ == "__main__":

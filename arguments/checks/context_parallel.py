@@ -2,74 +2,63 @@
 
 from math import lcm
 
-from arguments.checks.violation import Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violation, functions_returning
 from megatron_moe.config.exit_codes import counted
 
 
-def cp_divides_sequence(
-    context_parallel_size: int, seq_length: int, tensor_model_parallel_size: int, sequence_parallel: bool
-) -> Violation:
+def cp_divides_sequence(flags: RuleFlags) -> Violation:
     """A rank holds two equal chunks of the sequence, an early and a late one, so that causal attention is balanced;
     sequence parallelism splits its part again."""
-    cp, tp = context_parallel_size, tensor_model_parallel_size if sequence_parallel else 1
+    cp, tp = flags.context_parallel_size, flags.tensor_model_parallel_size if flags.sequence_parallel else 1
     unit = lcm(2 * cp, cp * tp)
-    if cp == 1 or seq_length % unit == 0:
+    if cp == 1 or flags.seq_length % unit == 0:
         return None
     return (
-        f"--seq-length {seq_length} is not a multiple of {unit}, which {cp} context-parallel ranks need",
-        f"--seq-length {max(unit, seq_length // unit * unit)}, or fewer context-parallel ranks",
+        f"--seq-length {flags.seq_length} is not a multiple of {unit}, which {cp} context-parallel ranks need",
+        f"--seq-length {max(unit, flags.seq_length // unit * unit)}, or fewer context-parallel ranks",
     )
 
 
-def cp_comm_type_matches_layers(cp_comm_type: tuple[str, ...], num_layers: int) -> Violation:
+def cp_comm_type_matches_layers(flags: RuleFlags) -> Violation:
     """--cp-comm-type has one value for all layers or one per layer."""
-    if len(cp_comm_type) in (1, num_layers):
+    if len(flags.cp_comm_type) in (1, flags.num_layers):
         return None
     return (
-        f"--cp-comm-type has {len(cp_comm_type)} values for {counted(num_layers, 'layer')}",
+        f"--cp-comm-type has {len(flags.cp_comm_type)} values for {counted(flags.num_layers, 'layer')}",
         "give one value, or one per layer",
     )
 
 
-def hierarchical_cp_sizes_multiply_to_cp(
-    context_parallel_size: int,
-    cp_comm_type: tuple[str, ...],
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None,
-) -> Violation:
+def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violation:
     """a2a+p2p exchanges heads inside groups of neighbours and key/value blocks between groups; the two sizes multiply
     to the context-parallel size."""
-    if context_parallel_size == 1 or "a2a+p2p" not in cp_comm_type:
+    if flags.context_parallel_size == 1 or "a2a+p2p" not in flags.cp_comm_type:
         return None
-    sizes = hierarchical_context_parallel_sizes
-    if sizes is not None and len(sizes) == 2 and sizes[0] * sizes[1] == context_parallel_size:
+    sizes = flags.hierarchical_context_parallel_sizes
+    if sizes is not None and len(sizes) == 2 and sizes[0] * sizes[1] == flags.context_parallel_size:
         return None
     given = "not given" if sizes is None else " x ".join(map(str, sizes))
     return (
-        f"the two levels of {context_parallel_size} context-parallel ranks are {given}",
+        f"the two levels of {flags.context_parallel_size} context-parallel ranks are {given}",
         "give --hierarchical-context-parallel-sizes two numbers, for a2a and for p2p, whose product is "
-        f"{context_parallel_size}",
+        f"{flags.context_parallel_size}",
     )
 
 
-def a2a_ranks_divide_heads(
-    context_parallel_size: int,
-    cp_comm_type: tuple[str, ...],
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None,
-    num_attention_heads: int,
-    group_query_attention: bool,
-    num_query_groups: int,
-    tensor_model_parallel_size: int,
-) -> Violation:
+def a2a_ranks_divide_heads(flags: RuleFlags) -> Violation:
     """a2a gives every rank an equal share of the query heads and the key/value heads that they read."""
-    sizes = hierarchical_context_parallel_sizes or (1,)
-    ranks = max(context_parallel_size if "a2a" in cp_comm_type else 1, sizes[0] if "a2a+p2p" in cp_comm_type else 1)
-    if context_parallel_size == 1 or ranks == 1:
+    sizes = flags.hierarchical_context_parallel_sizes or (1,)
+    ranks = max(
+        flags.context_parallel_size if "a2a" in flags.cp_comm_type else 1,
+        sizes[0] if "a2a+p2p" in flags.cp_comm_type else 1,
+    )
+    if flags.context_parallel_size == 1 or ranks == 1:
         return None
-    tp = tensor_model_parallel_size
-    heads = num_attention_heads // tp
-    groups = max(num_query_groups // tp, 1) if group_query_attention else heads
+    tp = flags.tensor_model_parallel_size
+    heads = flags.num_attention_heads // tp
+    groups = max(flags.num_query_groups // tp, 1) if flags.group_query_attention else heads
     if heads % ranks:
-        of_tp = f" of a tensor-parallel rank ({num_attention_heads} / {tp})" if tp > 1 else ""
+        of_tp = f" of a tensor-parallel rank ({flags.num_attention_heads} / {tp})" if tp > 1 else ""
         return (
             f"{counted(heads, 'head')}{of_tp} cannot be divided among {ranks} ranks",
             f"use a2a over a number of ranks that divides {heads}, or use p2p",
@@ -82,23 +71,23 @@ def a2a_ranks_divide_heads(
     return None
 
 
-def dynamic_cp_has_token_limit(hybrid_context_parallel: bool, max_seqlen_per_dp_cp_rank: int | None) -> Violation:
+def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violation:
     """The number of ranks for a microbatch follows from the number of tokens that one rank may hold."""
-    if not hybrid_context_parallel or max_seqlen_per_dp_cp_rank is not None:
+    if not flags.hybrid_context_parallel or flags.max_seqlen_per_dp_cp_rank is not None:
         return None
     return "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
 
 
-def dynamic_cp_is_power_of_two(hybrid_context_parallel: bool, context_parallel_size: int) -> Violation:
+def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violation:
     """Process groups of 1, 2, 4, ... ranks are created at start, up to the context-parallel size."""
-    if not hybrid_context_parallel or context_parallel_size.bit_count() == 1:
+    if not flags.hybrid_context_parallel or flags.context_parallel_size.bit_count() == 1:
         return None
-    return f"{context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
+    return f"{flags.context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
 
 
-def dynamic_cp_is_not_hierarchical(hybrid_context_parallel: bool, cp_comm_type: tuple[str, ...]) -> Violation:
+def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violation:
     """Hierarchical groups are created for one context-parallel size only."""
-    if hybrid_context_parallel and "a2a+p2p" in cp_comm_type:
+    if flags.hybrid_context_parallel and "a2a+p2p" in flags.cp_comm_type:
         return (
             "a2a+p2p needs a fixed number of context-parallel ranks, but --hybrid-context-parallel varies it",
             "use p2p or a2a",
@@ -106,11 +95,9 @@ def dynamic_cp_is_not_hierarchical(hybrid_context_parallel: bool, cp_comm_type: 
     return None
 
 
-def dynamic_cp_excludes_seq_aux_loss(
-    hybrid_context_parallel: bool, moe_router_load_balancing_type: tuple[str, ...]
-) -> Violation:
+def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violation:
     """Ranks that hold different sequences cannot sum token counts per sequence."""
-    if hybrid_context_parallel and "seq_aux_loss" in moe_router_load_balancing_type:
+    if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
         return (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",
             "use aux_loss or global_aux_loss",

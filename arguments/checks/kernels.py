@@ -57,9 +57,9 @@ def slow_sizes(flags: Flags, plan: RunPlan) -> Iterator[str]:
 
 def _padding(flags: Flags, plan: RunPlan) -> str:
     unit = _PADDING * plan.parallel.tp
-    if flags.model.padded_vocab_size is not None:
+    if flags.padded_vocab_size is not None:
         return f"--padded-vocab-size {-(-plan.model.vocab_size // unit) * unit} avoids this"
-    without = "" if flags.model.pad_vocab_size else ", without --disable-pad-vocab-size,"
+    without = "" if flags.pad_vocab_size else ", without --disable-pad-vocab-size,"
     return f"--make-vocab-size-divisible-by {_PADDING}{without} avoids this"
 
 

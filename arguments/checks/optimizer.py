@@ -1,49 +1,46 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
-from arguments.checks.violation import Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violation, functions_returning
 
 _AWARE = "--use-precision-aware-optimizer"
 
 
-def state_dtypes_need_precision_aware_optimizer(
-    use_precision_aware_optimizer: bool,
-    main_grads_dtype: str,
-    main_params_dtype: str,
-    exp_avg_dtype: str,
-    exp_avg_sq_dtype: str,
-) -> Violation:
+def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violation:
     """Megatron keeps all optimizer state in fp32 unless the precision-aware optimizer is enabled."""
     named = {
-        "--main-grads-dtype": main_grads_dtype,
-        "--main-params-dtype": main_params_dtype,
-        "--exp-avg-dtype": exp_avg_dtype,
-        "--exp-avg-sq-dtype": exp_avg_sq_dtype,
+        "--main-grads-dtype": flags.main_grads_dtype,
+        "--main-params-dtype": flags.main_params_dtype,
+        "--exp-avg-dtype": flags.exp_avg_dtype,
+        "--exp-avg-sq-dtype": flags.exp_avg_sq_dtype,
     }
     narrow = ", ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
-    if use_precision_aware_optimizer or not narrow:
+    if flags.use_precision_aware_optimizer or not narrow:
         return None
     return f"{narrow} without {_AWARE}", f"give {_AWARE}"
 
 
-def narrow_main_dtypes_need_bf16(bf16: bool, main_grads_dtype: str, main_params_dtype: str) -> Violation:
+def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violation:
     """Main parameters and gradients are not narrower than the parameters."""
-    named = {"--main-grads-dtype": main_grads_dtype, "--main-params-dtype": main_params_dtype}
+    named = {"--main-grads-dtype": flags.main_grads_dtype, "--main-params-dtype": flags.main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
-    if bf16 or not narrow:
+    if flags.bf16 or not narrow:
         return None
     return f"{narrow} with wider parameters", "set --bf16, or remove it"
 
 
-def fp64_has_no_narrow_moments(fp64: bool, exp_avg_dtype: str, exp_avg_sq_dtype: str) -> Violation:
+def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violation:
     """With --fp64, all optimizer state is fp64."""
-    if fp64 and (exp_avg_dtype, exp_avg_sq_dtype) != ("fp32", "fp32"):
-        return f"--fp64 with moments in {exp_avg_dtype} and {exp_avg_sq_dtype}", "leave out --fp64, or the formats"
+    if flags.fp64 and (flags.exp_avg_dtype, flags.exp_avg_sq_dtype) != ("fp32", "fp32"):
+        return (
+            f"--fp64 with moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}",
+            "leave out --fp64, or the formats",
+        )
     return None
 
 
-def main_grads_have_one_dtype(main_grads_dtype: str, accumulate_allreduce_grads_in_fp32: bool) -> Violation:
+def main_grads_have_one_dtype(flags: RuleFlags) -> Violation:
     """The optimizer reads the buffer in which gradients are accumulated."""
-    if main_grads_dtype == "bf16" and accumulate_allreduce_grads_in_fp32:
+    if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
         return (
             "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",
             "remove one of them: the optimizer reads the accumulation buffer",
@@ -51,12 +48,10 @@ def main_grads_have_one_dtype(main_grads_dtype: str, accumulate_allreduce_grads_
     return None
 
 
-def scaled_state_needs_nan_check(
-    check_for_nan_in_loss_and_grad: bool, main_params_dtype: str, exp_avg_dtype: str, exp_avg_sq_dtype: str
-) -> Violation:
+def scaled_state_needs_nan_check(flags: RuleFlags) -> Violation:
     """A single non-finite value would corrupt the scale of its whole block."""
-    scaled = sorted({main_params_dtype, exp_avg_dtype, exp_avg_sq_dtype} & {"fp16", "fp8"})
-    if check_for_nan_in_loss_and_grad or not scaled:
+    scaled = sorted({flags.main_params_dtype, flags.exp_avg_dtype, flags.exp_avg_sq_dtype} & {"fp16", "fp8"})
+    if flags.check_for_nan_in_loss_and_grad or not scaled:
         return None
     return (
         f"optimizer state in {' and '.join(scaled)}, with a scale per block of 128, without a check for NaN",
@@ -64,9 +59,9 @@ def scaled_state_needs_nan_check(
     )
 
 
-def one_optimizer_offload(optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool) -> Violation:
+def one_optimizer_offload(flags: RuleFlags) -> Violation:
     """Offloaded optimizer state is updated either on the CPU or on the GPU."""
-    if optimizer_cpu_offload and chunked_optimizer_state_offload:
+    if flags.optimizer_cpu_offload and flags.chunked_optimizer_state_offload:
         return (
             "--optimizer-cpu-offload updates the state on the CPU, --chunked-optimizer-state-offload on the GPU",
             "keep one of them",
@@ -74,60 +69,53 @@ def one_optimizer_offload(optimizer_cpu_offload: bool, chunked_optimizer_state_o
     return None
 
 
-def fractions_are_at_most_one(optimizer_offload_fraction: float, optimizer_state_offload_fraction: float) -> Violation:
-    """A fraction of the state is at most 1."""
+def fractions_are_at_most_one(flags: RuleFlags) -> Violation:
+    """A fraction is at most 1."""
     given = {
-        "--optimizer-offload-fraction": optimizer_offload_fraction,
-        "--optimizer-state-offload-fraction": optimizer_state_offload_fraction,
+        "--activation-offload-fraction": flags.activation_offload_fraction,
+        "--optimizer-offload-fraction": flags.optimizer_offload_fraction,
+        "--optimizer-state-offload-fraction": flags.optimizer_state_offload_fraction,
     }
     wrong = ", ".join(f"{name} {value:g}" for name, value in given.items() if value > 1)
     return (f"{wrong} is above 1", "use a number from 0 to 1") if wrong else None
 
 
-def torch_cpu_optimizer_excludes_fp64(
-    fp64: bool, use_torch_optimizer_for_cpu_offload: bool, optimizer_cpu_offload: bool
-) -> Violation:
+def torch_cpu_optimizer_excludes_fp64(flags: RuleFlags) -> Violation:
     """torch's CPU optimizer updates fp32 state only."""
-    if fp64 and optimizer_cpu_offload and use_torch_optimizer_for_cpu_offload:
+    if flags.fp64 and flags.optimizer_cpu_offload and flags.use_torch_optimizer_for_cpu_offload:
         return "--fp64 with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
     return None
 
 
-def full_iteration_excludes_optimizer_offload(
-    cuda_graph_impl: str, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
-) -> Violation:
+def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violation:
     """A captured iteration has no host work, and all its memory has fixed device addresses."""
-    name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
-    if cuda_graph_impl != "full_iteration" or not (optimizer_cpu_offload or chunked_optimizer_state_offload):
+    name = "--optimizer-cpu-offload" if flags.optimizer_cpu_offload else "--chunked-optimizer-state-offload"
+    if flags.cuda_graph_impl != "full_iteration" or not (
+        flags.optimizer_cpu_offload or flags.chunked_optimizer_state_offload
+    ):
         return None
     return f"--cuda-graph-impl full_iteration with {name}", "remove one of them, or capture modules of layers"
 
 
-def param_gather_overlap_needs_sharded_optimizer(
-    overlap_param_gather: bool, use_distributed_optimizer: bool, overlap_grad_reduce: bool
-) -> Violation:
+def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violation:
     """Only a distributed optimizer gathers weights, in the buckets in which gradients are reduced."""
-    if not overlap_param_gather or (use_distributed_optimizer and overlap_grad_reduce):
+    if not flags.overlap_param_gather or (flags.use_distributed_optimizer and flags.overlap_grad_reduce):
         return None
-    missing = "--overlap-grad-reduce" if use_distributed_optimizer else "--use-distributed-optimizer"
+    missing = "--overlap-grad-reduce" if flags.use_distributed_optimizer else "--use-distributed-optimizer"
     return f"--overlap-param-gather without {missing}", f"give {missing}"
 
 
-def optimizer_overlap_excludes_offload(
-    overlap_optimizer_step: bool, optimizer_cpu_offload: bool, chunked_optimizer_state_offload: bool
-) -> Violation:
+def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violation:
     """Offloaded optimizer state is copied on separate streams."""
-    name = "--optimizer-cpu-offload" if optimizer_cpu_offload else "--chunked-optimizer-state-offload"
-    if overlap_optimizer_step and (optimizer_cpu_offload or chunked_optimizer_state_offload):
+    name = "--optimizer-cpu-offload" if flags.optimizer_cpu_offload else "--chunked-optimizer-state-offload"
+    if flags.overlap_optimizer_step and (flags.optimizer_cpu_offload or flags.chunked_optimizer_state_offload):
         return f"--overlap-optimizer-step with {name}", "leave one of them out"
     return None
 
 
-def optimizer_overlap_needs_param_gather_overlap(
-    overlap_optimizer_step: bool, use_distributed_optimizer: bool, overlap_param_gather: bool
-) -> Violation:
+def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violation:
     """A forward that waits for all gathered weights leaves no work to overlap with the optimizer step."""
-    if overlap_optimizer_step and use_distributed_optimizer and not overlap_param_gather:
+    if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not flags.overlap_param_gather:
         return (
             "--overlap-optimizer-step with --use-distributed-optimizer, but without --overlap-param-gather",
             "add --overlap-param-gather",
@@ -135,28 +123,26 @@ def optimizer_overlap_needs_param_gather_overlap(
     return None
 
 
-def bucket_size_given_once(ddp_bucket_size: int | None, ddp_num_buckets: int | None) -> Violation:
+def bucket_size_given_once(flags: RuleFlags) -> Violation:
     """The bucket size follows from the number of buckets."""
-    if ddp_bucket_size is not None and ddp_num_buckets is not None:
+    if flags.ddp_bucket_size is not None and flags.ddp_num_buckets is not None:
         return (
-            f"--ddp-bucket-size {ddp_bucket_size} and --ddp-num-buckets {ddp_num_buckets} are both given",
+            f"--ddp-bucket-size {flags.ddp_bucket_size} and --ddp-num-buckets {flags.ddp_num_buckets} are both given",
             "use one of them",
         )
     return None
 
 
-def per_token_loss_excludes_averaging(ddp_average_in_collective: bool, calculate_per_token_loss: bool) -> Violation:
+def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violation:
     """A per-token loss sums gradients over ranks and divides them by the global number of tokens."""
-    if ddp_average_in_collective and calculate_per_token_loss:
+    if flags.ddp_average_in_collective and flags.calculate_per_token_loss:
         return "--ddp-average-in-collective with --calculate-per-token-loss", "remove --ddp-average-in-collective"
     return None
 
 
-def fp32_accumulation_needs_distributed_optimizer(
-    ddp_reduce_scatter_with_fp32_accumulation: bool, use_distributed_optimizer: bool
-) -> Violation:
+def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violation:
     """fp32 accumulation sums each gradient shard on the rank that owns it."""
-    if ddp_reduce_scatter_with_fp32_accumulation and not use_distributed_optimizer:
+    if flags.ddp_reduce_scatter_with_fp32_accumulation and not flags.use_distributed_optimizer:
         return (
             "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",
             "set --use-distributed-optimizer",
@@ -164,9 +150,9 @@ def fp32_accumulation_needs_distributed_optimizer(
     return None
 
 
-def bf16_grad_reduce_needs_bf16(grad_reduce_in_bf16: bool, bf16: bool) -> Violation:
+def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violation:
     """Gradients are not narrower than the parameters."""
-    if grad_reduce_in_bf16 and not bf16:
+    if flags.grad_reduce_in_bf16 and not flags.bf16:
         return "--grad-reduce-in-bf16 with wider parameters", "set --bf16, or remove --grad-reduce-in-bf16"
     return None
 

@@ -1,14 +1,15 @@
 """Runs all rules on the settings and collects the problems.
 
-A rule is a function whose parameters are flags or facts of the launch (`FACTS`). It returns None, or the problem (with
-the numbers) and its remedy; its docstring is the reason shown to the user. A rule is skipped if one of its flags has no
-valid value, because that is already reported.
+A rule is a function of the flags and facts of the launch. It returns None, or the problem (with the numbers) and its
+remedy; its docstring is the reason shown to the user, with the flags that it has read. A rule is skipped if it reads a
+flag without a valid value, because that is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from arguments import derive
 from arguments.checks import (
@@ -29,6 +30,7 @@ from arguments.checks import (
 )
 from arguments.errors import Problem, Waits
 from arguments.flag import Flag
+from arguments.flags import GROUPS, Flags
 from arguments.parser import Settings
 from arguments.values import words_of
 from megatron_moe.config.parallel import Launch
@@ -71,9 +73,6 @@ _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
 """Flags of these groups that add no parameters and no GEMMs."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-FACTS = ("world_size", "data_parallel_size", "virtual_stages")
-"""Rule parameters other than flags. `data_parallel_size` is unknown if the sizes do not divide the world,
-`virtual_stages` if the layers do not fit the stages."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,44 @@ class Fact:
     origin: str
 
 
-def broken_rules(settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES) -> Iterator[Problem]:
-    """Yields a problem for every violated rule."""
+class _UnknownFlag(Exception):
+    """A rule has read a flag or fact without a valid value."""
+
+
+class _ReadFlags:
+    """Flags and facts as attributes. Records the names that are read."""
+
+    def __init__(self, settings: Settings, facts: Mapping[str, Fact], groups: Sequence[str]) -> None:
+        self._settings, self._facts, self._groups = settings, facts, groups
+        self.names: dict[str, None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        self.names[name] = None
+        if name in self._facts:
+            return self._facts[name].value
+        flag = self._settings.registry.flags.get(name)
+        if flag is None or flag.group not in self._groups or not self._settings.known(name):
+            raise _UnknownFlag(name)
+        return self._settings.setting(name).value
+
+
+def broken_rules(
+    settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES, groups: Sequence[str] = tuple(GROUPS)
+) -> Iterator[Problem]:
+    """Yields a problem for every violated rule about flags of `groups`."""
     facts = _facts(settings, launch)
     for rule in rules:
-        names = parameters(rule)
-        if all(name in facts or (name in settings.registry.flags and settings.known(name)) for name in names):
-            violation = rule(**{name: _value(name, settings, facts) for name in names})
-            if violation:
-                what, remedy = violation
-                only_given = hasattr(rule, "takes_flags")
-                listed = [name for name in names if name in facts or _is_listed(name, settings, only_given)]
-                given = tuple(_row(name, settings, facts) for name in listed)
-                yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
+        flags = _ReadFlags(settings, facts, groups)
+        try:
+            violation = rule(flags)
+        except _UnknownFlag:
+            continue
+        if violation:
+            what, remedy = violation
+            only_given = hasattr(rule, "lists_given_flags")
+            listed = [name for name in flags.names if name in facts or _is_listed(name, settings, only_given)]
+            given = tuple(_row(name, settings, facts) for name in listed)
+            yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
 
 
 def _waits(rule: Rule) -> Waits:
@@ -108,30 +132,22 @@ def _waits(rule: Rule) -> Waits:
 
 def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
     launcher = "no launcher" if launch.launcher == "none" else launch.launcher
-    facts = {"world_size": Fact(launch.world_size, "ranks", launcher)}
+    facts = {"num_ranks": Fact(launch.world_size, "ranks", launcher)}
     if all(settings.known(name) for name in MODEL_PARALLEL):
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:
             facts["data_parallel_size"] = Fact(launch.world_size // size, "data-parallel ranks", "derived")
-    vpp = _virtual_stages(settings)
-    if vpp is not None:
-        facts["virtual_stages"] = Fact(vpp, "virtual stages per pipeline rank", "derived")
+    with suppress(_UnknownFlag, LayoutError):
+        layout = derive.pipeline_layout(cast(Flags, _ReadFlags(settings, {}, tuple(GROUPS))))
+        facts["virtual_stages"] = Fact(layout.vpp, "virtual stages per pipeline rank", "derived")
     return facts
-
-
-def _virtual_stages(settings: Settings) -> int | None:
-    if not all(settings.known(name) for name in derive.PLACEMENT):
-        return None
-    try:
-        return derive.pipeline_layout(**{name: settings.setting(name).value for name in derive.PLACEMENT}).vpp
-    except LayoutError:
-        return None
 
 
 def given_hints(settings: Settings) -> Iterator[str]:
     """Yields a note on every legal setting that is likely unintended."""
+    flags = settings.flags
     for hint in hints.HINTS:
-        text = hint(**{name: settings.setting(name).value for name in parameters(hint)})
+        text = hint(flags)
         if text:
             yield text
 
@@ -214,25 +230,11 @@ def _not_available(settings: Settings, flag: Flag) -> Problem:
     return Problem(what=f"{text} is {status} ({origin})", remedy="; ".join(hints), waits=waits)
 
 
-def _value(name: str, settings: Settings, facts: Mapping[str, Fact]) -> Any:
-    return facts[name].value if name in facts else settings.setting(name).value
-
-
 def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str, str, str]:
     if name in facts:
         return facts[name].label, str(facts[name].value), facts[name].origin
     flag, setting = settings.registry.flags[name], settings.setting(name)
     return flag.option, shown(flag, setting.value), setting.origin
-
-
-def parameters(function: Callable[..., object]) -> list[str]:
-    """Returns the parameter names of a rule or hint. (Reading the code object is 20 times as fast as
-    `inspect.signature`.)"""
-    declared = getattr(function, "takes_flags", None)
-    if declared is not None:
-        return list(declared)
-    code = function.__code__
-    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:

@@ -1,10 +1,11 @@
 """Result type and helpers of the rules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import isqrt
 from types import FunctionType
 from typing import Any
 
+from arguments.flags import Flags
 from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
@@ -38,14 +39,20 @@ def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violat
     return None
 
 
-def takes_flags(flags: Sequence[str]) -> Callable[[Callable[..., Violation]], Callable[..., Violation]]:
-    """Declares the flags that a rule over `**flags` takes."""
+class RuleFlags(Flags):
+    """Flags and facts of the launch, as read by rules."""
 
-    def mark(rule: Callable[..., Violation]) -> Callable[..., Violation]:
-        rule.takes_flags = tuple(flags)  # type: ignore[attr-defined]
-        return rule
+    num_ranks: int
+    data_parallel_size: int
+    """Unknown if the sizes do not divide the world."""
+    virtual_stages: int
+    """Virtual stages per pipeline rank; unknown if the layers do not fit the stages."""
 
-    return mark
+
+def lists_given_flags(rule: Callable[..., Violation]) -> Callable[..., Violation]:
+    """Marks a rule whose problems list only the flags that were given."""
+    rule.lists_given_flags = True  # type: ignore[attr-defined]
+    return rule
 
 
 def missing_feature(rule: Callable[..., Violation]) -> Callable[..., Violation]:

@@ -17,13 +17,13 @@ def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
 
 
 def _data_files(data: DataConfig) -> Iterator[str]:
-    if data.mock:
+    if data.mock_data:
         return
     for flag, words in (
-        ("--data-path", data.blend),
-        ("--train-data-path", data.train),
-        ("--valid-data-path", data.valid),
-        ("--test-data-path", data.test),
+        ("--data-path", data.data_path),
+        ("--train-data-path", data.train_data_path),
+        ("--valid-data-path", data.valid_data_path),
+        ("--test-data-path", data.test_data_path),
     ):
         files = [f"{prefix}{ending}" for prefix in _prefixes(words) for ending in (".idx", ".bin")]
         missing = [file for file in files if not Path(file).is_file()]
@@ -46,15 +46,15 @@ def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
     if not resumes:
         has_load = config.load is not None and _folder(config.load).is_dir()
         published = config.load is not None and config.load.startswith(_HUGGING_FACE)
-        needed = (
-            config.exit_on_missing or config.finetune or config.weights_only or config.upcycle or not config.load_optim
-        )
-        if config.load is not None and not has_load and (published or (needed and config.pretrained is None)):
+        pretrained = config.pretrained_checkpoint
+        loads_weights_only = config.finetune or config.skip_train or config.moe_use_upcycling or not config.load_optim
+        needed = (config.exit_on_missing_checkpoint or loads_weights_only) and pretrained is None
+        if config.load is not None and not has_load and (published or needed):
             yield f"--load {config.load} does not exist"
-        if config.pretrained is not None and not has_load and not _folder(config.pretrained).is_dir():
-            yield f"--pretrained-checkpoint {config.pretrained} does not exist"
-    if config.hf_interval and config.hf_config is not None and not config.hf_config.is_dir():
-        yield f"--save-hf-config {config.hf_config} does not exist"
+        if pretrained is not None and not has_load and not _folder(pretrained).is_dir():
+            yield f"--pretrained-checkpoint {pretrained} does not exist"
+    if config.save_hf_interval and config.save_hf_config is not None and not config.save_hf_config.is_dir():
+        yield f"--save-hf-config {config.save_hf_config} does not exist"
 
 
 def _folder(location: str) -> Path:

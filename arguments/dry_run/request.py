@@ -76,13 +76,13 @@ def or_known_size(
     """
     if vocab_size_of is None:
         return None
-    read_size, given = vocab_size_of, flags.data.vocab_size or flags.model.padded_vocab_size
+    read_size, given = vocab_size_of, flags.vocab_size or flags.padded_vocab_size
 
     def size(config: TokenizerConfig) -> int:
         try:
             return read_size(config)
         except RunError as trouble:
-            known = given or (_GPT2_VOCABULARY if config.kind == "GPT2BPETokenizer" else None)
+            known = given or (_GPT2_VOCABULARY if config.tokenizer_type == "GPT2BPETokenizer" else None)
             if known is None:
                 remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
                 raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
@@ -100,12 +100,11 @@ def with_tokenizer(flags: Flags) -> Flags:
     Raises:
         FlagErrors: the vocabulary size is not given either.
     """
-    data = flags.data
-    kind, size = derive.tokenizer_type(data.tokenizer_type, data.vocab_file, data.merge_file), data.vocab_size
-    if size is None and kind in (None, "NullTokenizer"):
+    kind = derive.tokenizer_type(flags)
+    if flags.vocab_size is None and kind in (None, "NullTokenizer"):
         remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
         raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
-    return flags if kind else replace(flags, data=replace(data, tokenizer_type="NullTokenizer"))
+    return flags if kind else replace(flags, tokenizer_type="NullTokenizer")
 
 
 def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -> Finished:

@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag
+from arguments.flag import REQUIRED, flag, not_yet
 from arguments.values import LayerPattern
+
+_qk_clip = not_yet("attention logits are not clipped")
+_linear_attention = not_yet("only softmax attention is implemented")
+_sparse_attention = not_yet("only dense softmax attention is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +42,11 @@ class AttentionFlags:
     128 tokens."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
     """Layers with full attention instead of the window: every n-th layer, or a list with 1 for windowed layers."""
-    qk_clip: bool = flag(False, status="not yet", note="attention logits are not clipped")
+    qk_clip: bool = _qk_clip(False)
     """Rescale query and key weights of heads whose maximum logit exceeds a threshold."""
-    qk_clip_alpha: float = flag(0.5, status="not yet", note="attention logits are not clipped")
+    qk_clip_alpha: float = _qk_clip(0.5)
     """Exponent of the rescaling factor applied to query weights; key weights get the rest."""
-    qk_clip_threshold: float = flag(100.0, status="not yet", note="attention logits are not clipped")
+    qk_clip_threshold: float = _qk_clip(100.0)
     """Maximum attention logit before weights are rescaled."""
 
     multi_latent_attention: bool = flag(False)
@@ -69,50 +73,36 @@ class AttentionFlags:
     """YaRN: coefficient by whose scaling cos and sin are divided; in multi-latent attention its square also multiplies
     the softmax scale."""
 
-    experimental_attention_variant: str | None = flag(
-        None, status="not yet", note="only softmax attention is implemented"
-    )
+    experimental_attention_variant: str | None = _linear_attention(None)
     """Sequence mixer that replaces attention, such as gated_delta_net."""
-    linear_attention_freq: LayerPattern | None = flag(
-        None, status="not yet", note="only softmax attention is implemented"
-    )
+    linear_attention_freq: LayerPattern | None = _linear_attention(None)
     """Layers with linear attention."""
-    linear_conv_kernel_dim: int = flag(4, status="not yet", harmless=True, note="only softmax attention is implemented")
+    linear_conv_kernel_dim: int = _linear_attention(4, harmless=True)
     """Convolution kernel size of linear attention."""
-    linear_key_head_dim: int = flag(128, status="not yet", harmless=True, note="only softmax attention is implemented")
+    linear_key_head_dim: int = _linear_attention(128, harmless=True)
     """Key head dimension of linear attention."""
-    linear_value_head_dim: int = flag(
-        128, status="not yet", harmless=True, note="only softmax attention is implemented"
-    )
+    linear_value_head_dim: int = _linear_attention(128, harmless=True)
     """Value head dimension of linear attention."""
-    linear_num_key_heads: int = flag(16, status="not yet", harmless=True, note="only softmax attention is implemented")
+    linear_num_key_heads: int = _linear_attention(16, harmless=True)
     """Number of key heads of linear attention."""
-    linear_num_value_heads: int = flag(
-        32, status="not yet", harmless=True, note="only softmax attention is implemented"
-    )
+    linear_num_value_heads: int = _linear_attention(32, harmless=True)
     """Number of value heads of linear attention."""
 
-    dsa_indexer_n_heads: int | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    dsa_indexer_n_heads: int | None = _sparse_attention(None)
     """Number of heads of the sparse-attention indexer."""
-    dsa_indexer_head_dim: int | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    dsa_indexer_head_dim: int | None = _sparse_attention(None)
     """Head dimension of the sparse-attention indexer."""
-    dsa_indexer_topk: int | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    dsa_indexer_topk: int | None = _sparse_attention(None)
     """Tokens that sparse attention keeps per query."""
-    dsa_indexer_loss_coeff: float | None = flag(
-        None, status="not yet", note="only dense softmax attention is implemented"
-    )
+    dsa_indexer_loss_coeff: float | None = _sparse_attention(None)
     """Weight of the indexer loss."""
-    dsa_indexer_use_sparse_loss: bool = flag(
-        False, status="not yet", note="only dense softmax attention is implemented"
-    )
+    dsa_indexer_use_sparse_loss: bool = _sparse_attention(False)
     """Compute the indexer loss on the kept tokens only."""
-    csa_compress_ratios: str | None = flag(None, status="not yet", note="only dense softmax attention is implemented")
+    csa_compress_ratios: str | None = _sparse_attention(None)
     """Compression ratio of keys and values per layer."""
-    csa_compress_rotary_base: float = flag(
-        40000.0, status="not yet", note="only dense softmax attention is implemented"
-    )
+    csa_compress_rotary_base: float = _sparse_attention(40000.0)
     """Rotary base for compressed keys."""
-    csa_window_size: int = flag(128, status="not yet", note="only dense softmax attention is implemented")
+    csa_window_size: int = _sparse_attention(128)
     """Sliding window used alongside compressed attention."""
     o_groups: int = flag(8, status="not yet", note="only a full-rank output projection is implemented")
     """Number of groups of the low-rank output projection."""

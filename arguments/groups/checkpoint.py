@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import flag, not_yet
 
-_ONE_KIND = "only persistent checkpoints every --save-interval iterations are implemented"
+_non_persistent = not_yet("only persistent checkpoints every --save-interval iterations are implemented", harmless=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,9 @@ class CheckpointFlags:
     """Output folder of the conversion."""
     async_save: bool = flag(False)
     """Write checkpoints in the background; training is blocked only while state is copied to host memory."""
-    non_persistent_save_interval: int | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
+    non_persistent_save_interval: int | None = _non_persistent(None)
     """Iterations between rolling checkpoints."""
-    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
-        None, status="not yet", harmless=True, note=_ONE_KIND
-    )
+    non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = _non_persistent(None)
     """Storage of rolling checkpoints."""
-    non_persistent_global_ckpt_dir: str | None = flag(None, status="not yet", harmless=True, note=_ONE_KIND)
+    non_persistent_global_ckpt_dir: str | None = _non_persistent(None)
     """Folder for rolling checkpoints."""

@@ -7,7 +7,7 @@ from arguments.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelFlags:
+class KernelsFlags:
     """Device, kernel backends, CUDA graphs."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", status="ours", essential=True)

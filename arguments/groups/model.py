@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag
+from arguments.flag import REQUIRED, flag, not_yet
 from arguments.values import LayerPattern
 
 _GATED = "applies to all gated MLPs, dense ones included"
+
+_hybrid = not_yet("only attention layers are implemented")
+_hyper_connections = not_yet("only one residual stream is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,35 +123,29 @@ class ModelFlags:
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
-    hybrid_layer_pattern: str | None = flag(
-        None, names=("--hybrid-override-pattern",), status="not yet", note="only attention layers are implemented"
-    )
+    hybrid_layer_pattern: str | None = _hybrid(None, names=("--hybrid-override-pattern",))
     """Layer types, one letter per layer."""
-    is_hybrid_model: bool = flag(False, status="not yet", note="only attention layers are implemented")
+    is_hybrid_model: bool = _hybrid(False)
     """Mix attention with other sequence mixers."""
-    enable_hyper_connections: bool = flag(
-        False, names=("--enable-mhc-connections",), status="not yet", note="only one residual stream is implemented"
-    )
+    enable_hyper_connections: bool = _hyper_connections(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""
     spec: tuple[str, ...] | None = flag(
         None, status="refused", note="layers are selected by flags, not by import paths"
     )
     """Import path of a layer specification."""
-    hybrid_attention_ratio: float = flag(0.0, status="not yet", note="only attention layers are implemented")
+    hybrid_attention_ratio: float = _hybrid(0.0)
     """Fraction of attention layers."""
-    hybrid_mlp_ratio: float = flag(0.0, status="not yet", note="only attention layers are implemented")
+    hybrid_mlp_ratio: float = _hybrid(0.0)
     """Fraction of layers that consist of an MLP only."""
-    mamba_state_dim: int = flag(128, status="not yet", note="only attention layers are implemented")
+    mamba_state_dim: int = _hybrid(128)
     """State dimension of Mamba layers."""
-    mamba_head_dim: int = flag(64, status="not yet", note="only attention layers are implemented")
+    mamba_head_dim: int = _hybrid(64)
     """Head dimension of Mamba layers."""
-    mamba_num_groups: int = flag(8, status="not yet", note="only attention layers are implemented")
+    mamba_num_groups: int = _hybrid(8)
     """Number of groups of Mamba layers."""
-    mamba_num_heads: int | None = flag(None, status="not yet", note="only attention layers are implemented")
+    mamba_num_heads: int | None = _hybrid(None)
     """Number of heads of Mamba layers."""
-    num_residual_streams: int = flag(
-        4, names=("--mhc-num-residual-streams",), status="not yet", note="only one residual stream is implemented"
-    )
+    num_residual_streams: int = _hyper_connections(4, names=("--mhc-num-residual-streams",))
     """Number of residual streams of hyper-connections."""
-    mhc_sinkhorn_iterations: int = flag(20, status="not yet", note="only one residual stream is implemented")
+    mhc_sinkhorn_iterations: int = _hyper_connections(20)
     """Sinkhorn iterations that normalize the connections between residual streams."""

@@ -190,7 +190,7 @@ def _replace_hardware(draft: Draft) -> None:
 def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
     """Keeps the fewest layers that show every kind, on stages that resemble the full-size ones."""
     patterns = _patterns(draft, draft.value("num_layers"))
-    full = derive.pipeline_layout(**{name: draft.value(name) for name in derive.PLACEMENT})
+    full = derive.pipeline_layout(draft.settings.flags)
     draft.lower("mtp_num_layers", 2, "two consecutive ones suffice")
     selected = select_layers(
         list(zip(*patterns.values(), strict=True)),
@@ -248,7 +248,7 @@ def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
         draft.lower("v_head_dim", _HEAD, "narrower")
         draft.lower("qk_pos_emb_head_dim", _HEAD // 2, "narrower")
     else:
-        full = derive.head_dim(draft.value("kv_channels"), draft.value("hidden_size"), heads)
+        full = derive.head_dim(draft.settings.flags)
         rotary = draft.value("rotary_percent") if draft.value("position_embedding_type") in ("rope", "yarn") else 1.0
         dims = [dim for dim in (_HEAD, 2 * _HEAD, 4 * _HEAD) if dim < full]
         even = [dim for dim in dims if int(dim * rotary) > 0 and int(dim * rotary) % 2 == 0]

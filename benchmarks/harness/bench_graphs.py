@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from benchmarks.harness.timed_run import Run, plan_to_run, require_gpu, timed_steps  # noqa: E402
+from benchmarks.harness.timed_run import TimedRun, plan_to_run, require_gpu, timed_steps  # noqa: E402
 from megatron_moe.config.exit_codes import RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
 
@@ -38,7 +38,7 @@ def flags_of(mode: str) -> list[str]:
 
 def measure(argv: Sequence[str], steps: int) -> list[str]:
     """Median step time, memory, last loss and graph summary of one run."""
-    run = Run(plan_to_run(argv), quick=True)
+    run = TimedRun(plan_to_run(argv), quick=True)
     try:
         timed_steps(run, _WARMUP)
         torch.cuda.reset_peak_memory_stats()
@@ -52,7 +52,7 @@ def measure(argv: Sequence[str], steps: int) -> list[str]:
         f"{times[len(times) // 2]:.2f} ms (of {steps}: {times[0]:.2f} to {times[-1]:.2f})",
         f"peak {peak / MIB:,.0f} MiB, reserved {reserved / MIB:,.0f} MiB",
         f"loss {losses[-1]!r}",
-        *([recorded.summary()] if recorded is not None else []),
+        *([recorded.summary() or ""] if recorded is not None else []),
     ]
 
 

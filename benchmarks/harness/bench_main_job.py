@@ -47,7 +47,7 @@ VARIANTS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class VariantResult:
     """Result of one variant."""
 
     variant: Variant
@@ -58,7 +58,7 @@ class Result:
     """Median step time of the reports after the first two."""
 
 
-def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> Result:
+def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[str] = ()) -> VariantResult:
     """Trains one variant in a separate run folder. `more`: flags of all variants."""
     run = folder / re.sub(r"\W+", "_", variant.name.lower())
     flags = ["--recipe", "quickstart", "--run-dir", str(run), "--train-iters", str(iterations), "--log-interval", "1"]
@@ -71,7 +71,7 @@ def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[
     times = sorted(row["iteration-time"] * 1e3 for row in rows if "iteration-time" in row and row["iteration"] > 2)
     validation = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
     print(f"{variant.name}: {times[len(times) // 2]:.1f} ms per step, validation loss {validation[-1]:.4f}", flush=True)
-    return Result(
+    return VariantResult(
         variant,
         "python pretrain_moe.py " + " ".join(flags),
         {row["iteration"]: row["lm loss"] for row in rows if "lm loss" in row},
@@ -80,7 +80,7 @@ def run_variant(variant: Variant, iterations: int, folder: Path, more: Sequence[
     )
 
 
-def largest_difference(result: Result, reference: Result, end: int) -> tuple[float, int]:
+def largest_difference(result: VariantResult, reference: VariantResult, end: int) -> tuple[float, int]:
     """(largest relative difference of the loss up to iteration `end`, its iteration)."""
     differences = {i: abs(result.losses[i] - loss) / loss for i, loss in reference.losses.items() if i <= end}
     at = max(differences, key=lambda i: differences[i])
@@ -99,14 +99,14 @@ def chosen_variants(names: list[str] | None, has_gpu: bool) -> list[Variant]:
 
 
 def report(
-    results: list[Result], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
+    results: list[VariantResult], machine: str, picture: str, names: list[str] | None = None, more: Sequence[str] = ()
 ) -> str:
-    """Benchmark document. `names`: requested variants, None for all; `more`: flags of all variants."""
+    """Benchmark document. `names`: flags variants, None for all; `more`: flags of all variants."""
     reference = results[0]
     iterations = max(reference.losses)
-    asked = [] if names is None else ["--variants", *names]
-    asked += ["--", *more] if more else []
-    command = shlex.join(["python", "benchmarks/harness/bench_main_job.py", "--iterations", str(iterations), *asked])
+    flags = [] if names is None else ["--variants", *names]
+    flags += ["--", *more] if more else []
+    command = shlex.join(["python", "benchmarks/harness/bench_main_job.py", "--iterations", str(iterations), *flags])
     lines = [
         f"# The main job on {machine}",
         "",
@@ -134,7 +134,7 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def draw(results: list[Result], path: Path) -> None:
+def draw(results: list[VariantResult], path: Path) -> None:
     """Plots all curves, and their relative difference to the first one below."""
     import matplotlib
 

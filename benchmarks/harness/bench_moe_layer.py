@@ -26,6 +26,7 @@ from megatron_moe.config.moe import MoEConfig  # noqa: E402
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta  # noqa: E402
 from megatron_moe.data.tokenizer import vocab_size_of  # noqa: E402
 from megatron_moe.moe.moe_layer import MoELayer  # noqa: E402
+from megatron_moe.moe.node_chain import LayerState, run_nodes  # noqa: E402
 from megatron_moe.parallel.rng import RNGKey  # noqa: E402
 
 RATES = ("TFLOP/s", "of the peak")
@@ -58,7 +59,7 @@ def make_layer(recipe: str) -> tuple[MoELayer, MoEConfig]:
     layer = MoELayer(config, 0, context, build.build_kernels(plan, context))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.meta.fan_in**-0.5)  # type: ignore[attr-defined]
-        parameter.sink = Sink(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
+        parameter.sink = FP32Accumulator(torch.zeros_like(parameter, dtype=torch.float32))  # type: ignore[attr-defined]
     return layer, config
 
 
@@ -69,12 +70,13 @@ def row(layer: MoELayer, config: MoEConfig, tokens: int, peak: float) -> str:
     meta = TokenMeta(positions_BS=torch.arange(tokens, device=device)[None])
     mb = MicrobatchContext(tokens=meta, rng=RNGKey(1, 1, 1))
     with torch.no_grad():
-        rows, _ = layer.dispatch(hidden_SBH, layer.route(hidden_SBH, mb))
+        before_experts = layer.nodes[: [node.name for node in layer.nodes].index("experts")]
+        rows = run_nodes(before_experts, LayerState(normed_SBH=hidden_SBH), mb).rows
     data_RH, probs_R = (x.detach().requires_grad_() for x in (rows.data, rows.probs_R))
     rows = replace(rows, data=data_RH, probs_R=probs_R)
     forward = milliseconds(lambda: layer(hidden_SBH, mb), device)
     both = milliseconds(both_ways(lambda: layer(hidden_SBH, mb)), device)
-    experts = milliseconds(both_ways(lambda: layer.compute(rows).data), device)
+    experts = milliseconds(both_ways(lambda: layer.experts(rows).data), device)
     flops = {both: 3 * layer_flop(config, tokens), experts: 3 * expert_flop(config, tokens)}
     cells = [f"{ms:.3f} | {flop / ms / 1e9:.0f} | {flop / ms / 1e9 / peak:.0%}" for ms, flop in flops.items()]
     return f"{forward:.3f} | {' | '.join(cells)}"
@@ -90,7 +92,7 @@ def both_ways(run: Callable[[], Tensor]) -> Callable[[], None]:
     return work
 
 
-class Sink:
+class FP32Accumulator:
     """Gradient accumulator with one fp32 buffer."""
 
     def __init__(self, buffer: Tensor) -> None:

@@ -30,8 +30,8 @@ from megatron_moe.logs.metrics_file import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 8
-SAME = 1e-9  # largest relative difference of a loss in double precision
-SECONDS = 180  # after which the recipe's runs are given up
+FP64_RTOL = 1e-9  # largest relative difference of a loss in fp64
+TIMEOUT_S = 180  # of the runs of the recipe
 EP, TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("expert-model", "tensor-model", "pipeline-model", "context"))
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 TP2 = (TP, "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
@@ -39,7 +39,7 @@ TP2 = (TP, "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread the recipe over all ranks, or over one."""
+    """Parallel layout of the recipe over all ranks or one."""
 
     name: str
     flags: tuple[str, ...]
@@ -47,7 +47,7 @@ class Layout:
 
 
 def layouts_of(ranks: int) -> list[Layout]:
-    """One device first: the others are held to it."""
+    """The reference of one device, then the layouts compared with it."""
     spread = {
         2: {
             "EP2, ZeRO-1": (EP, "2", *ALLTOALL, "--use-distributed-optimizer"),
@@ -66,7 +66,7 @@ def layouts_of(ranks: int) -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Run:
+class LayoutRun:
     """A layout in one number format."""
 
     layout: Layout
@@ -78,8 +78,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run did."""
+class LayoutResult:
+    """Losses and step time of a run."""
 
     losses: dict[int, float]
     validation: float
@@ -87,8 +87,8 @@ class Result:
     """Median step time."""
 
 
-def runs_of(ranks: int, options: argparse.Namespace) -> list[Run]:
-    """Every layout in fp64 for a few steps and in fp32 for many."""
+def runs_of(ranks: int, options: argparse.Namespace) -> list[LayoutRun]:
+    """Every layout in fp64 for a few steps and in fp32 for many steps."""
     data = options.data.resolve()
     common = ["--recipe", "quickstart", "--tokenizer-model", str(data / "tokenizer.model")]
     common += ["--data-path", str(data / "corpus_text_document"), "--device", options.device, "--fresh"]
@@ -98,17 +98,17 @@ def runs_of(ranks: int, options: argparse.Namespace) -> list[Run]:
         "fp64": (10, ["--fp64", "--kernel-backend", "reference", "--moe-router-dtype", "fp64"]),
         "fp32": (options.iterations, []),
     }
-    found: list[Run] = []
+    found: list[LayoutRun] = []
     for precision, (iterations, flags) in formats.items():
         for layout in layouts_of(ranks):
             folder = options.runs.resolve() / f"{ranks}_{precision}_{layout.name}".replace(",", "").replace(" ", "_")
             argv = (*common, *flags, "--train-iters", str(iterations), *layout.flags, "--run-dir", str(folder))
-            found.append(Run(layout, precision, folder, iterations, argv, options.port + len(found)))
+            found.append(LayoutRun(layout, precision, folder, iterations, argv, options.port + len(found)))
     return found
 
 
-def play(rank: int, runs: list[Run], output: Path) -> None:
-    """One rank of these runs, one after the other; what it prints goes to a file."""
+def run_rank(rank: int, runs: list[LayoutRun], output: Path) -> None:
+    """Runs one rank of all runs in sequence, with its output in a file."""
     torch.set_num_threads(1)
     program = runpy.run_path(str(REPOSITORY / "pretrain_moe.py"))["main"]
     out, errors = contextlib.redirect_stdout, contextlib.redirect_stderr
@@ -122,17 +122,19 @@ def play(rank: int, runs: list[Run], output: Path) -> None:
                 sys.exit(code)
 
 
-def play_all(runs: list[Run], ranks: int, folder: Path) -> list[str]:
+def run_all(runs: list[LayoutRun], ranks: int, folder: Path) -> list[str]:
     """Runs everything, single-device runs concurrently with the others; returns messages about failed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [(rank, [run for run in runs if run.layout.ranks > 1]) for rank in range(ranks)]
     parts.append((0, [run for run in runs if run.layout.ranks == 1]))
     spawn = multiprocessing.get_context("spawn")
     outputs = [folder / f"output-{number}.txt" for number in range(len(parts))]
-    processes = [spawn.Process(target=play, args=(*part, output)) for part, output in zip(parts, outputs, strict=True)]
+    processes = [
+        spawn.Process(target=run_rank, args=(*part, output)) for part, output in zip(parts, outputs, strict=True)
+    ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + TIMEOUT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     problems = []
@@ -144,8 +146,8 @@ def play_all(runs: list[Run], ranks: int, folder: Path) -> list[str]:
     return problems
 
 
-def result_of(run: Run) -> Result | None:
-    """None when the run did not come to its end."""
+def result_of(run: LayoutRun) -> LayoutResult | None:
+    """Result of a finished run, otherwise None."""
     path = run.folder / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
     losses = {row["iteration"]: row["lm loss"] for row in rows if "lm loss" in row}
@@ -153,16 +155,16 @@ def result_of(run: Run) -> Result | None:
     times = sorted(row["iteration-time"] * 1e3 for row in rows if "iteration-time" in row and row["iteration"] > 2)
     if len(losses) < run.iterations or not validation:
         return None
-    return Result(losses, validation[-1], times[len(times) // 2])
+    return LayoutResult(losses, validation[-1], times[len(times) // 2])
 
 
-def apart(result: Result, one: Result, last: int) -> float:
+def largest_difference(result: LayoutResult, one: LayoutResult, last: int) -> float:
     """Largest relative difference of the training losses up to an iteration."""
     return max(abs(result.losses[i] - loss) / loss for i, loss in one.losses.items() if i <= last)
 
 
-def layout_table(runs: list[Run]) -> tuple[list[str], bool]:
-    """Rows of Markdown of the runs in one number format, and whether they may stand."""
+def layout_table(runs: list[LayoutRun]) -> tuple[list[str], bool]:
+    """Markdown rows of the runs in one number format, and True if all agree."""
     iterations, precision = runs[0].iterations, runs[0].precision
     rows = [
         f"| {precision}, {iterations} iterations | last training loss | last validation loss | largest relative "
@@ -176,8 +178,8 @@ def layout_table(runs: list[Run]) -> tuple[list[str], bool]:
             rows.append(f"| {run.layout.name} | did not end | | | | | |")
             continue
         valid = abs(result.validation - one.validation) / one.validation
-        early, late = apart(result, one, 10), apart(result, one, iterations)
-        good &= precision != "fp64" or max(late, valid) <= SAME
+        early, late = largest_difference(result, one, 10), largest_difference(result, one, iterations)
+        good &= precision != "fp64" or max(late, valid) <= FP64_RTOL
         rows.append(
             f"| {run.layout.name} | {result.losses[iterations]:.6f} | {result.validation:.6f} | {early:.1e} "
             f"| {late:.1e} | {valid:.1e} | {result.milliseconds:.0f} |"
@@ -213,7 +215,7 @@ def run_cover(ranks: int, report: Path, seconds: float) -> tuple[list[str], bool
 def run_layouts(ranks: int, options: argparse.Namespace) -> tuple[list[str], bool]:
     """Trains the recipe under every layout: Markdown, and whether it may stand."""
     runs = runs_of(ranks, options)
-    problems = play_all(runs, ranks, options.runs)
+    problems = run_all(runs, ranks, options.runs)
     lines, good = [], not problems
     for precision in ("fp64", "fp32"):
         rows, right = layout_table([run for run in runs if run.precision == precision])

@@ -1,4 +1,4 @@
-"""Times the steps of recipes on one GPU, case after case, and writes the table of them.
+"""Times the steps of recipes on one GPU and writes a table.
 
     python benchmarks/harness/bench_step.py [--cases q6 m8 ...] [--budget 600] [--output-dir benchmarks] [--
     --manual-gc ...]
@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
 from benchmarks.harness.profile_step import Profile, draw, profile, store  # noqa: E402
-from benchmarks.harness.step_cases import CASES, Case, words_of  # noqa: E402
+from benchmarks.harness.step_cases import CASES, StepCase, words_of  # noqa: E402
 from benchmarks.harness.timed_run import plan_to_run, require_gpu  # noqa: E402
 from megatron_moe.config.exit_codes import ExitCode, RunError  # noqa: E402
 from tools._common import split_at_dashes  # noqa: E402
@@ -40,10 +40,10 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """Result of a case, or the reason why there is none."""
 
-    case: Case
+    case: StepCase
     words: Sequence[str]
     """Arguments of pretrain_moe.py."""
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Outcome:
     """Reason for a missing result."""
 
 
-def measured(case: Case, words: Sequence[str]) -> Profile:
+def measured(case: StepCase, words: Sequence[str]) -> Profile:
     """Builds and times a case; redirects its output to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         plan = plan_to_run(words)
@@ -60,11 +60,11 @@ def measured(case: Case, words: Sequence[str]) -> Profile:
 
 
 def outcomes(
-    cases: Sequence[tuple[Case, Sequence[str]]],
+    cases: Sequence[tuple[StepCase, Sequence[str]]],
     budget: float,
-    measure: Callable[[Case, Sequence[str]], Profile] = measured,
+    measure: Callable[[StepCase, Sequence[str]], Profile] = measured,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Outcome]:
+) -> Iterator[CaseOutcome]:
     """Runs all cases in order. `budget`: seconds for all of them."""
     begin = clock()
     for case, words in cases:
@@ -72,7 +72,7 @@ def outcomes(
         left = budget - (start - begin)
         if case.seconds > left:
             remark = f"left out: it takes about {case.seconds:.0f} s, and {left:.0f} s were left"
-            yield Outcome(case, words, remark=remark)
+            yield CaseOutcome(case, words, remark=remark)
             continue
         result, remark = None, ""
         try:
@@ -82,21 +82,21 @@ def outcomes(
             traceback.print_exc()
         gc.collect()
         torch.cuda.empty_cache()
-        yield Outcome(case, words, clock() - start, result, remark)
+        yield CaseOutcome(case, words, clock() - start, result, remark)
 
 
-def row(outcome: Outcome, before: Sequence[Outcome]) -> str:
-    """A line of the table. `before`: the cases that came before it, of which one may be its balanced one."""
+def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
+    """Row of the table. `before`: outcomes of earlier cases, among them the balanced one."""
     case, result = outcome.case, outcome.result
     if result is None:
-        told = (
+        cells = (
             case.title,
             "",
             outcome.remark.replace("|", "\\|"),
             *[""] * (len(COLUMNS) - 4),
             f"{outcome.seconds:.0f}",
         )
-        return f"| {' | '.join(told)} |"
+        return f"| {' | '.join(cells)} |"
     times = sorted(result.step_ms)
     cells = (
         case.title,
@@ -116,7 +116,7 @@ def row(outcome: Outcome, before: Sequence[Outcome]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _of_balanced(outcome: Outcome, before: Sequence[Outcome]) -> str:
+def _of_balanced(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
     if not outcome.case.unbalanced:
         return ""
     figures = [each.result.tflops for each in before if each.case.name == outcome.case.balanced and each.result]
@@ -129,15 +129,15 @@ def _busiest(result: Profile) -> str:
     return f"{sum(result.loads) / len(result.loads):.2f}, at most {max(result.loads):.2f}"
 
 
-def report(done: Sequence[Outcome], machine: str, command: str, pictures: Mapping[str, str]) -> str:
-    """The document. `pictures`: name of a case -> file of its chart."""
+def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Mapping[str, str]) -> str:
+    """Benchmark document. `pictures`: name of a case -> file of its chart."""
     head = (
         f"{date.today()}, torch {torch.__version__}, `{command}`. bf16, sequence 4096, global batch 8 where a row does "
-        "not say otherwise; weights drawn on the device. Steps: of the warm-up + timed, whose median is told. TFLOP/s "
-        "by Megatron's formula. Peak: largest allocation after the warm-up, and what replays of CUDA graphs use beside "
-        "it. W and SM MHz: what the board draws of what it may, and the clock of its multiprocessors, medians over the "
-        "timed steps. Busiest expert: its load over the mean load, mean over the microbatches of the timed steps and "
-        "over layers, and of the worst layer."
+        "not say otherwise; weights drawn on the device. Steps: warm-up + timed; the median of the timed ones is "
+        "reported. TFLOP/s by Megatron's formula. Peak: largest allocation after the warm-up plus memory of CUDA graph "
+        "pools. W of limit and SM MHz: power draw, its limit and the SM clock, medians over the timed steps. Busiest "
+        "expert: its load over the mean load, mean over the microbatches of the timed steps and over layers, and of "
+        "the worst layer."
     )
     lines = [f"# Steps on one {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -153,7 +153,7 @@ def report(done: Sequence[Outcome], machine: str, command: str, pictures: Mappin
     return "\n".join(lines) + "\n"
 
 
-def _breakdown(traced: Sequence[Outcome]) -> list[str]:
+def _breakdown(traced: Sequence[CaseOutcome]) -> list[str]:
     """Kinds of kernels by case."""
     tables = {
         each.case.title: {share.name: share.milliseconds for share in each.result.kinds}
@@ -177,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for all cases together")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
-    parser.add_argument("--kernels-dir", type=Path, help="for what profile_step.py writes of every traced case")
+    parser.add_argument("--kernels-dir", type=Path, help="folder for the kernel lists of traced cases")
     parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
     parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
     return parser
@@ -197,18 +197,18 @@ def main(argv: list[str]) -> int:
 
 
 def command_of(options: argparse.Namespace, theirs: Sequence[str]) -> str:
-    """What the document names as its command: without the folders of one machine."""
+    """Command line for the document, without folders of this machine."""
     chosen = [] if len(options.cases) == len(CASES) else ["--cases", *options.cases]
     return shlex.join(["python", "benchmarks/harness/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
 
 
-def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> list[Outcome]:
-    """Runs the cases, and writes the document after every one."""
+def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> list[CaseOutcome]:
+    """Runs the cases and writes the document after each."""
     options.output_dir.mkdir(parents=True, exist_ok=True)
     stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-step-table"
     chosen = [case for case in CASES if case.name in options.cases]
     words = [words_of(case, options.data_path, options.tokenizer_model, theirs) for case in chosen]
-    done: list[Outcome] = []
+    done: list[CaseOutcome] = []
     pictures: dict[str, str] = {}
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for outcome in outcomes(list(zip(chosen, words, strict=True)), options.budget):

@@ -10,7 +10,7 @@ Results = Tensor | tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One row of the table."""
 
     name: str
@@ -23,7 +23,7 @@ class Case:
     """Minimum memory traffic of forward and backward, each tensor read or written once per direction."""
     teraflop: float = 0.0
     """Operations of matrix products."""
-    beside: tuple[str, ...] = ()
+    alongside: tuple[str, ...] = ()
     """Other ops that the backend also provides in this row."""
     compiled: str | None = "reference"
     """Backend whose code torch.compile gets; None omits torch.compile and all backends that `auto` does not select."""

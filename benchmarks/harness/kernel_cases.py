@@ -12,12 +12,12 @@ from types import MappingProxyType
 
 import torch
 
-from benchmarks.harness.kernel_case import Case, Draw
+from benchmarks.harness.kernel_case import Draw, KernelCase
 from benchmarks.harness.kernel_cases_attention import attention_cases
 from benchmarks.harness.kernel_cases_moe import moe_cases
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.low_precision_state import Format, PackedState
-from megatron_moe.kernels.ops import AdamWStep, Kernels
+from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels, QueryKeyTransform
 
 NOT_TIMED: Mapping[str, str] = MappingProxyType(
     {
@@ -33,7 +33,7 @@ FP32 = 4
 """Bytes of an angle, a moment or a wide gradient."""
 
 
-def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[KernelCase]:
     draw = Draw(device, dtype)
     yield from norms(args, draw)
     yield from positions(args, draw)
@@ -45,21 +45,23 @@ def cases(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
     yield from optimizer(args, draw)
 
 
-def norms(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def norms(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """The forward reads x and writes the result; the backward reads the gradient and x, and writes the gradient of x.
     Weights are read twice and their gradients written once."""
     x, residual = (draw(args.tokens, args.hidden) for _ in range(2))
     weight, bias = (draw(args.hidden) for _ in range(2))
     size, each = x.numel(), weight.numel()
-    yield Case("rms_norm", lambda k, x, w: k.rms_norm(x, w, EPS, False), (x, weight), draw.moved(5 * size + 3 * each))
+    yield KernelCase(
+        "rms_norm", lambda k, x, w: k.rms_norm(x, w, EPS, False), (x, weight), draw.moved(5 * size + 3 * each)
+    )
     # the residual is read too, and the sum written; its gradient is read, and one gradient serves both
-    yield Case(
+    yield KernelCase(
         "add_rms_norm",
         lambda k, r, x, w: k.add_rms_norm(r, x, w, EPS, False),
         (residual, x, weight),
         draw.moved(8 * size + 3 * each),
     )
-    yield Case(
+    yield KernelCase(
         "layer_norm",
         lambda k, x, w, b: k.layer_norm(x, w, b, EPS, False),
         (x, weight, bias),
@@ -67,35 +69,36 @@ def norms(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     )
 
 
-def positions(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def positions(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """Values are views: the forward leaves them where they are, the backward puts their gradients among the others."""
     batch, heads, groups, width = args.tokens // args.seq, args.heads, args.groups, args.head_dim
     cos, sin = (draw.fixed(args.seq, 1, width, dtype=torch.float32) for _ in range(2))
     angles = FP32 * 2 * cos.numel() / 1e9  # half of cos and of sin, in both directions
     q = draw(args.seq, batch, heads, width)
-    yield Case("rope", lambda k, q: k.rope(q, cos, sin, False), (q,), draw.moved(4 * q.numel()) + angles)
+    yield KernelCase("rope", lambda k, q: k.rope(q, cos, sin, False), (q,), draw.moved(4 * q.numel()) + angles)
 
     per_group = heads // groups
+    transform = QueryKeyTransform(EPS, False, cos, sin, False, per_group)
     qkv = draw(args.seq, batch, groups, (per_group + 2) * width)
     weights = draw(width), draw(width)
-    turned, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
-    size = 4 * turned + 2 * values
-    yield Case(
+    rotated, values = args.tokens * (heads + groups) * width, args.tokens * groups * width
+    size = 4 * rotated + 2 * values
+    yield KernelCase(
         "query_key_value (with norms)",
-        lambda k, x, q, key: k.query_key_value(x, q, key, EPS, False, cos, sin, False, per_group),
+        lambda k, x, q, key: k.query_key_value(x, q, key, transform),
         (qkv, *weights),
-        draw.moved(size + turned + 6 * width) + angles,  # the gradient of a norm reads its input again
+        draw.moved(size + rotated + 6 * width) + angles,  # the gradient of a norm reads its input again
     )
-    yield Case(
+    yield KernelCase(
         "query_key_value (without norms)",
-        lambda k, x: k.query_key_value(x, None, None, EPS, False, cos, sin, False, per_group),
+        lambda k, x: k.query_key_value(x, None, None, transform),
         (qkv,),
         draw.moved(size) + angles,
     )
 
     kv, shared = draw(args.seq, batch, heads, 2 * width), draw(args.seq, batch, width // 2)
     keys, own = args.tokens * heads * (width + width // 2), args.tokens * heads * width
-    yield Case(
+    yield KernelCase(
         "latent_key_value",
         lambda k, kv, shared: k.latent_key_value(kv, shared, width),
         (kv, shared),
@@ -104,11 +107,11 @@ def positions(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     )
 
 
-def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     rows = args.tokens * args.topk
     wide, probs = draw(rows, 2 * args.ffn), torch.rand(rows, device=draw.device).to(draw.dtype).requires_grad_()
     swiglu = ActivationConfig(kind="silu", gated=True)
-    yield Case(
+    yield KernelCase(
         "activation (SwiGLU * prob)",
         lambda k, x, p: k.activation(x, p, swiglu),
         (wide, probs),
@@ -116,10 +119,10 @@ def elementwise(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     )
     logits_TV, labels_T = draw(args.tokens, args.vocab), draw.ids(args.vocab, args.tokens)
     size = draw.moved(3 * logits_TV.numel())  # read in both directions; their gradient
-    yield Case("cross_entropy", lambda k, logits: k.cross_entropy(logits, labels_T), (logits_TV,), size)
+    yield KernelCase("cross_entropy", lambda k, logits: k.cross_entropy(logits, labels_T), (logits_TV,), size)
 
 
-def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """Gradients read, and the rows of the ids that occur read and written in fp32."""
     grad_TH = draw.fixed(args.tokens, args.hidden)
     table = torch.zeros(args.vocab, args.hidden, device=draw.device)
@@ -134,10 +137,10 @@ def embedding(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
             k.embedding_grad(grad_TH, ids_T, table, True)
 
         size = draw.moved(grad_TH.numel()) + (2 * FP32 * rows * args.hidden + ids_T.nbytes) / 1e9
-        yield Case(f"embedding_grad ({name})", run, (), size)
+        yield KernelCase(f"embedding_grad ({name})", run, (), size)
 
 
-def linear(args: argparse.Namespace, draw: Draw) -> Case:
+def linear(args: argparse.Namespace, draw: Draw) -> KernelCase:
     """With the weight gradient added to an fp32 buffer."""
     tokens, hidden = args.tokens, args.hidden
     x, grad, weight = (draw.fixed(rows, hidden) for rows in (tokens, tokens, hidden))
@@ -148,17 +151,17 @@ def linear(args: argparse.Namespace, draw: Draw) -> Case:
         k.linear_input_grad(grad, weight)
         k.linear_weight_grad(grad, x, out, True)
 
-    return Case(
+    return KernelCase(
         "linear_weight_grad and the other products",
         run,
         (),
         draw.moved(6 * tokens * hidden + 2 * hidden**2) + 2 * FP32 * hidden**2 / 1e9,
         6 * tokens * hidden**2 / 1e12,
-        beside=("linear_forward", "linear_input_grad"),
+        alongside=("linear_forward", "linear_input_grad"),
     )
 
 
-def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     size, device = args.weights, draw.device
     flat = [torch.rand(size, device=device) for _ in range(4)]
     move = AdamWStep(
@@ -172,9 +175,9 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         proceed=torch.ones((), dtype=torch.bool, device=device),
         nonfinite=torch.zeros((), dtype=torch.bool, device=device),
     )
-    yield Case("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
+    yield KernelCase("sum_of_squares", lambda k: k.sum_of_squares(flat[0]), (), FP32 * size / 1e9)
     # master, gradient and moments read; master and moments written
-    yield Case("adamw_", lambda k: k.adamw_(*flat, move), (), 7 * FP32 * size / 1e9)
+    yield KernelCase("adamw_", lambda k: k.adamw_(*flat, move), (), 7 * FP32 * size / 1e9)
     grad = flat[0]
     weights = torch.randn(size, device=device).bfloat16()
     zeros = partial(PackedState.zeros, size, dtype=torch.float32, device=device)
@@ -183,8 +186,7 @@ def optimizer(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
         states = [zeros("remainder", root=False), zeros(name, root=False), zeros(name, root=True)]
 
         def run(k: Kernels, states: list[PackedState] = states) -> None:
-            master, exp_avg, exp_avg_sq = states
-            k.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
+            k.adamw_packed_(AdamWState(*states), grad, move, weights)
 
         moved = grad.nbytes + 2 * (weights.nbytes + sum(state.num_bytes for state in states))
-        yield Case(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)
+        yield KernelCase(f"adamw_packed_ (bf16 and remainders, {name} moments)", run, (), moved / 1e9)

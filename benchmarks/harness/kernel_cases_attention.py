@@ -5,20 +5,19 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness.kernel_case import Case, Draw
+from benchmarks.harness.kernel_case import Draw, KernelCase
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels.ops import Kernels, PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, Kernels, PositionSpan
 
-Mask = tuple[CoreAttentionConfig, PositionSpan, PositionSpan, None]
 """What a block of attention takes behind its tensors; nothing is dropped."""
 
 
-def attention_cases(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def attention_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield from _whole(args, draw)
     yield from _blocks(args, draw)
 
 
-def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     batch, heads, width = args.tokens // args.seq, args.heads, args.head_dim
     q = draw(args.seq, batch, heads, width)
     key, value = (draw(args.seq, batch, args.groups, width) for _ in range(2))
@@ -41,12 +40,12 @@ def _whole(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
 
         def run(k: Kernels, *inputs: torch.Tensor, config: CoreAttentionConfig = config) -> torch.Tensor:
             q, key, value, *sinks = inputs
-            return k.attention(q, key, value, config, sinks[0] if sinks else None, None, None)
+            return k.attention(AttentionInputs(q, key, value, config, sinks[0] if sinks else None))
 
-        yield Case(name, run, (q, key, value, *sinks), gigabytes, flop / 1e12, compiled=compiled)
+        yield KernelCase(name, run, (q, key, value, *sinks), gigabytes, flop / 1e12, compiled=compiled)
 
 
-def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """Steps of a ring of context parallelism: the rank's own part, and one that every query sees all of. What was found
     before is read and written in fp32, and so are the gradients that a block adds to."""
     batch, heads, width, device = args.tokens // args.seq, args.heads, args.head_dim, draw.device
@@ -61,15 +60,15 @@ def _blocks(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     read = draw.moved(q.numel() + 2 * key.numel())
     for name, keys, pairs in (("causal", own, args.seq * (args.seq + 1) // 2), ("all", earlier, args.seq**2)):
         product = 2 * batch * heads * pairs * width / 1e12
-        mask = config, own, keys, None
+        block = AttentionBlock(q, key, value, config, own, keys)
 
-        def forward(k: Kernels, mask: Mask = mask) -> None:
-            k.attention_block(q, key, value, *mask, found, lse)
+        def forward(k: Kernels, block: AttentionBlock = block) -> None:
+            k.attention_block(block, found, lse)
 
-        def backward(k: Kernels, mask: Mask = mask) -> None:
-            k.attention_block_grad(grad, q, key, value, out, lse, lse, *mask, into)
+        def backward(k: Kernels, block: AttentionBlock = block) -> None:
+            k.attention_block_grad(block, AttentionResult(grad, out, lse, lse), into)
 
         gigabytes = read + 2 * found.nbytes / 1e9
-        yield Case(f"attention_block ({name})", forward, (), gigabytes, 2 * product, compiled=None)
+        yield KernelCase(f"attention_block ({name})", forward, (), gigabytes, 2 * product, compiled=None)
         gigabytes = read + draw.moved(2 * q.numel()) + 2 * sum(x.nbytes for x in into) / 1e9
-        yield Case(f"attention_block_grad ({name})", backward, (), gigabytes, 5 * product, compiled=None)
+        yield KernelCase(f"attention_block_grad ({name})", backward, (), gigabytes, 5 * product, compiled=None)

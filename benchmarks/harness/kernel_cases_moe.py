@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness.kernel_case import Case, Draw
+from benchmarks.harness.kernel_case import Draw, KernelCase
 from megatron_moe.config.memory import PagedStashConfig
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels import reference
@@ -18,18 +18,18 @@ FP32, INT32, INT64 = 4, 4, 8
 """Bytes: of logits, scores and probabilities; of pages; of ids and places."""
 
 
-def moe_cases(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def moe_cases(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     yield from routing(args, draw)
     yield from rows_of_experts(args, draw)
     yield from pages(args, draw)
     yield from grouped_products(args, draw)
 
 
-def routing(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def routing(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     tokens, hidden, experts, choices = args.tokens, args.hidden, args.experts, args.tokens * args.topk
     x, gate, logits_TE = draw(tokens, hidden), draw(experts, hidden), draw(tokens, experts, dtype=torch.float32)
     scores = tokens * experts
-    yield Case(
+    yield KernelCase(
         "gate_product",
         lambda k, x, w: k.gate_product(x, w, torch.float32),
         (x, gate),
@@ -40,13 +40,13 @@ def routing(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     router = RouterConfig(hidden_size=hidden, num_experts=experts, topk=args.topk)
     # logits read twice, their gradient written; ids and weights written, ids and the weights' gradients read
     size = (3 * FP32 * scores + 2 * (INT64 + FP32) * choices) / 1e9
-    yield Case("route", lambda k, logits: k.route(logits, None, router).probs_TK, (logits_TE,), size)
-    yield Case("route with losses", partial(with_losses, router), (logits_TE,), size)
+    yield KernelCase("route", lambda k, logits: k.route(logits, None, router).probs_TK, (logits_TE,), size)
+    yield KernelCase("route with losses", partial(with_losses, router), (logits_TE,), size)
     ids_TK = reference.route(logits_TE, None, router).ids_TK
-    yield Case("count_tokens", lambda k: k.count_tokens(ids_TK, experts), (), INT64 * (choices + experts) / 1e9)
+    yield KernelCase("count_tokens", lambda k: k.count_tokens(ids_TK, experts), (), INT64 * (choices + experts) / 1e9)
     # ids read; tokens, choices and rows written, and the ends
     size = (4 * INT64 * choices + INT32 * experts) / 1e9
-    yield Case("sort_rows", lambda k: k.sort_rows(ids_TK, experts, None).token_R, (), size)
+    yield KernelCase("sort_rows", lambda k: k.sort_rows(ids_TK, experts, None).token_R, (), size)
 
 
 def with_losses(router: RouterConfig, kernels: Kernels, logits_TE: Tensor) -> tuple[Tensor, ...]:
@@ -56,18 +56,18 @@ def with_losses(router: RouterConfig, kernels: Kernels, logits_TE: Tensor) -> tu
     return routed.probs_TK, routed.balance.scores_GE, routed.z_sum
 
 
-def rows_of_experts(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def rows_of_experts(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     tokens, hidden, rows = args.tokens, args.hidden, args.tokens * args.topk
     index = reference.sort_rows(choices_of(args, draw), args.experts, None)
     size = draw.moved(2 * (tokens + rows) * hidden) + 2 * INT64 * rows / 1e9  # each copy also reads where to
-    yield Case("permute", lambda k, x: k.permute(x, index), (draw(tokens, hidden),), size)
-    yield Case("unpermute", lambda k, r: k.unpermute(r, index, tokens), (draw(rows, hidden),), size)
+    yield KernelCase("permute", lambda k, x: k.permute(x, index), (draw(tokens, hidden),), size)
+    yield KernelCase("unpermute", lambda k, r: k.unpermute(r, index, tokens), (draw(rows, hidden),), size)
     probs_TK = draw(tokens, args.topk, dtype=torch.float32)
     size = 2 * (2 * FP32 + INT64) * rows / 1e9
-    yield Case("gather_probs", lambda k, p: k.gather_probs(p, index), (probs_TK,), size)
+    yield KernelCase("gather_probs", lambda k, p: k.gather_probs(p, index), (probs_TK,), size)
 
 
-def pages(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def pages(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """Page operations on a stash that the rows fill completely."""
     rows_RW = draw.fixed(args.tokens * args.topk, args.hidden)
     valid = torch.tensor(len(rows_RW), dtype=torch.int32, device=draw.device)
@@ -76,24 +76,24 @@ def pages(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     reference.pack_rows(rows_RW, valid, taken)
     size, of_table = draw.moved(2 * rows_RW.numel()), INT32 * len(table) / 1e9
     pages = stash(rows_RW, draw)
-    yield Case(
+    yield KernelCase(
         "pack_rows and free_pages",
         lambda k: k.free_pages(k.pack_rows(rows_RW, valid, pages), pages),
         (),
         size + 4 * of_table,
-        beside=("free_pages",),
+        alongside=("free_pages",),
     )
-    yield Case("unpack_rows", lambda k: k.unpack_rows(table, len(rows_RW), kept), (), size + of_table)
+    yield KernelCase("unpack_rows", lambda k: k.unpack_rows(table, len(rows_RW), kept), (), size + of_table)
     # the free list is a ring: giving back the same pages again costs the same
-    yield Case("free_pages", lambda k: k.free_pages(table, taken), (), 2 * of_table)
+    yield KernelCase("free_pages", lambda k: k.free_pages(table, taken), (), 2 * of_table)
 
 
 def stash(rows_RW: Tensor, draw: Draw) -> Pages:
-    size = PagedStashConfig.page_size
+    size = PagedStashConfig.moe_paged_stash_page_size
     return make_pages(-(-len(rows_RW) // size), size, rows_RW.shape[1], dtype=draw.dtype, device=draw.device)
 
 
-def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
+def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[KernelCase]:
     """The first matrix of the experts. Plain torch multiplies expert after expert; torch.compile is given torch's own
     grouped product instead where it takes it (bf16), for of a loop over 128 experts it would make 128 kernels."""
     source = "torch_native" if draw.dtype is torch.bfloat16 else reference.NAME
@@ -103,7 +103,7 @@ def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
     teraflop = 2 * rows * hidden * wide / 1e12
     size = draw.moved(rows * (hidden + wide) + stack.data.numel())
     given, x, ends_E = parts[0]
-    product = partial(Case, gigabytes=size, teraflop=teraflop, compiled=source)
+    product = partial(KernelCase, gigabytes=size, teraflop=teraflop, compiled=source)
     yield product("grouped_forward", lambda k: k.grouped_forward(x, stack, ends_E))
     yield product("grouped_input_grad", lambda k: k.grouped_input_grad(given, stack, ends_E))
     out = torch.zeros(stack.data.shape, device=draw.device)
@@ -113,7 +113,7 @@ def grouped_products(args: argparse.Namespace, draw: Draw) -> Iterator[Case]:
             def run(k: Kernels, number: int = number, accumulate: bool = accumulate) -> None:
                 k.grouped_weight_grad(parts[:number], out, accumulate)
 
-            yield Case(
+            yield KernelCase(
                 f"grouped_weight_grad (parts: {number}, {'added to' if accumulate else 'stored in'} fp32)",
                 run,
                 (),

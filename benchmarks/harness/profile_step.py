@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 from benchmarks.harness.timed_run import (  # noqa: E402
     Board,
     Reading,
-    Run,
     Share,
+    TimedRun,
     graph_pool_bytes,
     nvidia_smi,
     plan_to_run,
@@ -52,7 +52,7 @@ class Profile:
     losses: tuple[float, ...]
     """Loss of every step, including the warm-up."""
     loads: tuple[float, ...]
-    """Busiest expert over the mean per layer; see `Run.take_loads`."""
+    """Busiest expert over the mean per layer; see `TimedRun.take_loads`."""
     kinds: tuple[Share, ...]
     """Kernel times by kind; like `kernels` empty without a trace."""
     kernels: tuple[Share, ...]
@@ -66,7 +66,7 @@ class Profile:
 
 def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path | None, quick: bool) -> Profile:
     """Runs warm-up steps, timed steps and traced steps."""
-    run = Run(plan, quick=quick)
+    run = TimedRun(plan, quick=quick)
     print(run.kernel_table, flush=True)
     try:
         with Board(nvidia_smi(f"GPU-{torch.cuda.get_device_properties(run.context.device).uuid}")) as board:

@@ -21,7 +21,7 @@ _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class StepCase:
     """One row of the table."""
 
     name: str
@@ -53,10 +53,10 @@ class Case:
         return _START_SECONDS + steps * self.step_seconds + (_TRACE_SECONDS if self.traced else 0.0)
 
 
-def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]], **rest: Any) -> tuple[Case, ...]:
+def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]], **rest: Any) -> tuple[StepCase, ...]:
     """One case per model. `goals`: (target, aim) of each model."""
     return tuple(
-        Case(
+        StepCase(
             name=recipe + suffix,
             title=f"{recipe.upper()}, {title}",
             flags=f"--recipe {recipe} {flags}",
@@ -77,18 +77,18 @@ CASES = (
     *_both("-mb1-whole", "micro batch 1, whole steps as CUDA graphs", f"--micro-batch-size 1 {WHOLE}", _NONE),
     *_both("-whole", "micro batch 2, whole steps as CUDA graphs", WHOLE, _NONE),
     *_both("-gb64", "global batch 64", "--global-batch-size 64", _NONE, warmup=1, steps=3, step_seconds=3.5),
-    Case(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
+    StepCase(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
     *_both("-fp32-masters", "masters in fp32", "--no-use-precision-aware-optimizer", _NONE),
     *_both("-bf16-moments", "moments in bf16", BF16_MOMENTS, _NONE),
     *_both("-repeatable", "--deterministic-mode", "--deterministic-mode", _NONE),
-    Case(name="q6-half", title="Q6, half of the rows dropped", flags=f"--recipe q6 {HALF}"),
-    Case(name="q6-half-pages", title="Q6, the same in pages", flags=f"--recipe q6 {HALF} {PAGES}"),
+    StepCase(name="q6-half", title="Q6, half of the rows dropped", flags=f"--recipe q6 {HALF}"),
+    StepCase(name="q6-half-pages", title="Q6, the same in pages", flags=f"--recipe q6 {HALF} {PAGES}"),
     *_both("-skewed", "skewed routing", SKEWED, _PARTS, unbalanced=True),
     *_both("-learned", "learned routing on text", LEARNED, _PARTS, unbalanced=True, on_text=True, warmup=200, traced=2),
 )
 
 
-def words_of(case: Case, data_path: Path, tokenizer_model: Path, more: Sequence[str] = ()) -> list[str]:
+def words_of(case: StepCase, data_path: Path, tokenizer_model: Path, more: Sequence[str] = ()) -> list[str]:
     """Arguments of pretrain_moe.py; cases on text read the given corpus."""
     text = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer_model)]
     text += ["--data-path", str(data_path)]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from benchmarks.harness.kernel_case import Case, Results
+from benchmarks.harness.kernel_case import KernelCase, Results
 from benchmarks.harness.kernel_cases import cases
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
@@ -117,7 +117,7 @@ def written(cell: float | str) -> str:
     return cell if isinstance(cell, str) else f"{cell:.3f}"
 
 
-def achieved(case: Case, cell: float | str, ceilings: Ceilings) -> str:
+def achieved(case: KernelCase, cell: float | str, ceilings: Ceilings) -> str:
     """Two cells: the rate, and its share of the ceiling, of what takes longer at best."""
     if isinstance(cell, str):
         return " | "
@@ -134,7 +134,7 @@ class Meter:
         self.compiles, self.seconds_left = compile_seconds > 0, compile_seconds
         self.failed = False
 
-    def measure(self, case: Case, taken: str) -> dict[str, float | str]:
+    def measure(self, case: KernelCase, taken: str) -> dict[str, float | str]:
         """Milliseconds by backend, or why there are none."""
         times = {
             name: self.cell(case, partial(case.run, kernels))
@@ -144,7 +144,7 @@ class Meter:
             times[COMPILED] = self.compiled(case, case.compiled) if self.seconds_left > 0 else NO_TIME
         return times
 
-    def compiled(self, case: Case, source: str) -> float | str:
+    def compiled(self, case: KernelCase, source: str) -> float | str:
         """Time of the compiled torch code of one backend; empty if the backend does not support the case."""
         torch.compiler.reset()  # it gives up on functions that it has met too often, and all cases look alike to it
         kernels = dict(bundles(case, source, self.device, self.dtype)).get(source)
@@ -155,7 +155,7 @@ class Meter:
         self.seconds_left -= time.monotonic() - began
         return cell
 
-    def cell(self, case: Case, run: Callable[..., Results]) -> float | str:
+    def cell(self, case: KernelCase, run: Callable[..., Results]) -> float | str:
         try:
             return milliseconds(both_ways(run, case.inputs), self.device)
         except torch.OutOfMemoryError:
@@ -168,14 +168,17 @@ class Meter:
         return cell
 
 
-def bundles(case: Case, taken: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, KernelSet]]:
+def bundles(case: KernelCase, taken: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, KernelSet]]:
     """The reference, and each backend for this case's ops alone where it can."""
     yield reference.NAME, reference.bundle()
     for backend in discover(BACKENDS):
         wanted = case.compiled is not None or backend.name == taken
         if wanted and support_of(case.op, backend, device, dtype).fit is not Priority.NO:
-            wishes = tuple((op, backend.name) for op in (case.op, *case.beside) if op in backend.provides)
-            yield backend.name, select_kernels(KernelConfig(backend=reference.NAME, per_op=wishes), device, dtype)
+            requests = tuple((op, backend.name) for op in (case.op, *case.alongside) if op in backend.provides)
+            yield (
+                backend.name,
+                select_kernels(KernelConfig(kernel_backend=reference.NAME, kernel_per_op=requests), device, dtype),
+            )
 
 
 def both_ways(run: Callable[..., Results], inputs: tuple[Tensor, ...]) -> Callable[[], object]:

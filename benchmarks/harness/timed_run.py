@@ -21,8 +21,9 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome, Trainer
+from megatron_moe.train.trainer import Trainer
 
 EVERY_MS = 100
 """Interval of board readings."""
@@ -88,7 +89,7 @@ def require_gpu(what: str) -> None:
         raise EnvironmentProblem(f"torch sees no GPU here, and {what} what this tool times.")
 
 
-class Run:
+class TimedRun:
     """Objects of a run for timing its steps.
 
     `quick`: draws initial weights on the device, which is faster but gives other values than the run.
@@ -116,7 +117,7 @@ class Run:
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)
         self.num_samples = outcome.num_samples
-        self.state.advance(outcome.num_samples, self.plan)
+        self.state.advance(outcome.num_samples, build.build_train_state_config(self.plan))
         return outcome
 
     def take_loads(self) -> tuple[float, ...]:
@@ -140,7 +141,7 @@ def draw_on_device(model: torch.nn.Module, std: float) -> None:
         parameter.normal_(std=std) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
+def timed_steps(run: TimedRun, num_steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds and loss of each step; synchronises only at the end."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
     losses = []
@@ -153,7 +154,7 @@ def timed_steps(run: Run, num_steps: int) -> tuple[list[float], list[float]]:
     return times, [loss.item() for loss in losses]
 
 
-def graph_pool_bytes(run: Run) -> int:
+def graph_pool_bytes(run: TimedRun) -> int:
     """Memory in CUDA graph pools that replays use but that counts as free for the allocator."""
     if run.trainer.full_iteration is None and run.trainer.pipeline.graph_instances is None:
         return 0
@@ -161,7 +162,7 @@ def graph_pool_bytes(run: Run) -> int:
     return sum(each["total_size"] - each["allocated_size"] for each in pools)
 
 
-def traced_steps(run: Run, num_steps: int, trace: Path | None) -> list[KernelEvent]:
+def traced_steps(run: TimedRun, num_steps: int, trace: Path | None) -> list[KernelEvent]:
     """Kernels of a few steps; writes a chrome trace to `trace`."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:

@@ -5,6 +5,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,16 +178,14 @@ def _delete(candidate: Candidate, storage: Storage, say: Callable[[str], None]) 
 
 
 def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
-    losses = {candidate: loss for candidate in checkpoints if (loss := _validation_loss(candidate)) is not None}
-    return min(losses, key=lambda candidate: losses[candidate], default=None)
-
-
-def _validation_loss(candidate: Candidate) -> float | None:
-    try:
-        loss = json.loads(read_bounded(candidate.path / TRAIN_STATE, MAX_HEADER_BYTES))["state"]["validation_loss"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return loss if isinstance(loss, float) else None
+    """Checkpoint with the lowest validation loss; None if none has one."""
+    losses: dict[Candidate, float] = {}
+    for candidate in checkpoints:
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            loss = json.loads(read_bounded(candidate.path / TRAIN_STATE, MAX_HEADER_BYTES))["state"]["validation_loss"]
+            if isinstance(loss, float):
+                losses[candidate] = loss
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def set_aside(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:

@@ -11,32 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_moe.checkpoint import directory
 from megatron_moe.checkpoint.async_save import run_parallel
-from megatron_moe.checkpoint.directory import (
-    RUN_FOLDER_CHECKPOINTS,
-    TRACKER,
-    Candidate,
-    as_checkpoint,
-    checkpoints_folder,
-    list_checkpoints,
-    read_tracker,
-)
+from megatron_moe.checkpoint.directory import Candidate, as_checkpoint, checkpoints_folder, list_checkpoints
 from megatron_moe.checkpoint.manifest import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     SAFETENSORS,
     TRAIN_STATE,
     CorruptCheckpoint,
     Manifest,
     NewerFormat,
     check_header,
-    decode,
     extents_by_file,
     parse_json,
 )
-from megatron_moe.checkpoint.storage import read_bounded
 from megatron_moe.checkpoint.tensor_shards import (
-    FileReader,
+    CheckpointReader,
     SavedTensor,
     digest,
     dtype_name,
@@ -164,44 +154,46 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
         assert config.save is not None
         _report_stale_tracker(config.save, own, say)
         # --finetune and --no-load-optim apply to --load: a restart of the same command line must resume in full.
-        resume = CheckpointConfig(load_optim=config.save_optim, weights_only=config.weights_only)
-        return _source("--save", str(config.save), own, config if same_folder else resume)
+        resume = CheckpointConfig(load_optim=config.save_optim, skip_train=config.skip_train)
+        return _make_source("--save", str(config.save), own, config if same_folder else resume)
     if config.load is not None and not (same_folder and config.fresh):
         source = _given_folder(config.load, config, say)
         if source is not None:
             return source
-    return None if config.pretrained is None else _pretrained(config.pretrained)
+    if config.pretrained_checkpoint is None:
+        return None
+    # weights only, from iteration 0
+    source = _source("--pretrained-checkpoint", config.pretrained_checkpoint, CheckpointConfig(finetune=True))
+    if source is None:
+        raise CheckpointProblem(
+            f"{_describe_missing('--pretrained-checkpoint', config.pretrained_checkpoint)}; correct the folder"
+        )
+    return source
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
     """Source of `--load`; None if it holds no checkpoint and the run may start without one."""
-    if location.startswith(HUGGING_FACE):
-        return _source("--load", location, (), config)
-    found = _candidates(location)
-    if found:
-        _report_stale_tracker(checkpoints_folder(Path(location)), found, say)
-        return _source("--load", location, found, config)
+    source = _source("--load", location, config)
+    if source is not None:
+        if source.candidates:
+            _report_stale_tracker(checkpoints_folder(Path(location)), source.candidates, say)
+        return source
     missing = _describe_missing("--load", location)
-    if config.pretrained is not None:
+    if config.pretrained_checkpoint is not None:
         say(f"{missing}: --pretrained-checkpoint is used")
         return None
-    requiring = _flags_requiring_checkpoint(config)
-    if requiring:
-        flags = " and ".join(requiring)
+    requiring = {
+        "--exit-on-missing-checkpoint": config.exit_on_missing_checkpoint,
+        "--moe-use-upcycling": config.moe_use_upcycling,
+        "--finetune": config.finetune,
+        "--skip-train": config.skip_train,
+        "--no-load-optim": not config.load_optim and not config.moe_use_upcycling,
+    }
+    flags = " and ".join(flag for flag, given in requiring.items() if given)
+    if flags:
         raise CheckpointProblem(f"{missing}, which is required by {flags}; correct --load, or leave out {flags}")
     say(f"{missing}: starting from random weights")
     return None
-
-
-def _flags_requiring_checkpoint(config: CheckpointConfig) -> list[str]:
-    flags = {
-        "--exit-on-missing-checkpoint": config.exit_on_missing,
-        "--moe-use-upcycling": config.upcycle,
-        "--finetune": config.finetune,
-        "--skip-train": config.weights_only,
-        "--no-load-optim": not config.load_optim and not config.upcycle,
-    }
-    return [flag for flag, given in flags.items() if given]
 
 
 def _candidates(location: str) -> tuple[Candidate, ...]:
@@ -213,7 +205,7 @@ def _candidates(location: str) -> tuple[Candidate, ...]:
 
 
 def _describe_missing(flag: str, location: str) -> str:
-    where = f"{location} or {Path(location) / RUN_FOLDER_CHECKPOINTS}"
+    where = f"{location} or {Path(location) / directory.RUN_FOLDER_CHECKPOINTS}"
     there = "" if Path(location).exists() else ", which does not exist,"
     return f"{flag} {location}{there} holds no checkpoint (looked for iter_NNNNNNN in {where})"
 
@@ -227,35 +219,33 @@ def _given_step(config: CheckpointConfig, step: int) -> CheckpointSource:
     if not chosen:
         available = ", ".join(str(candidate.iteration) for candidate in found) or "none"
         raise CheckpointProblem(f"--ckpt-step {step}: {location} holds no such iteration; available: {available}")
-    return _source("--ckpt-step", location, chosen, config)
+    return _make_source("--ckpt-step", location, chosen, config)
 
 
-def _pretrained(location: str) -> CheckpointSource:
-    config = CheckpointConfig(finetune=True)  # weights only, from iteration 0
+def _source(flag: Any, location: str, config: CheckpointConfig) -> CheckpointSource | None:
+    """Source of a flag; None if its folder holds no checkpoint."""
     if location.startswith(HUGGING_FACE):
-        return _source("--pretrained-checkpoint", location, (), config)
-    found = _candidates(location)
-    if not found:
-        raise CheckpointProblem(f"{_describe_missing('--pretrained-checkpoint', location)}; correct the folder")
-    return _source("--pretrained-checkpoint", location, found, config)
+        return _make_source(flag, location, (), config)
+    candidates = _candidates(location)
+    return _make_source(flag, location, candidates, config) if candidates else None
 
 
-def _source(
+def _make_source(
     origin: Any, location: str, candidates: tuple[Candidate, ...], config: CheckpointConfig
 ) -> CheckpointSource:
     return CheckpointSource(
         origin,
         location,
         candidates,
-        optimizer=config.load_optim and not config.finetune and not config.weights_only,
+        optimizer=config.load_optim and not config.finetune and not config.skip_train,
         train_state=not config.finetune,
     )
 
 
 def _report_stale_tracker(folder: Path, found: Sequence[Candidate], say: Callable[[str], None]) -> None:
-    tracker, newest = read_tracker(folder), found[0].iteration
+    tracker, newest = directory.read_tracker(folder), found[0].iteration
     if tracker is not None and tracker != str(newest):
-        say(f"ignored {folder / TRACKER}, which says {tracker!r}: the newest checkpoint is iteration {newest}")
+        say(f"ignored {folder / directory.TRACKER}, which says {tracker!r}; the newest iteration is {newest}")
 
 
 def _attempt(
@@ -271,12 +261,18 @@ def _attempt(
     `known`: digests of the keys that any rank loads.
     """
     try:
-        manifest, reader = _open(candidate.path)
+        reader = CheckpointReader(candidate.path)
+        reader.check_sizes()
+        manifest = reader.manifest
         if manifest.iteration != candidate.iteration:
             raise CorruptCheckpoint(f"{MANIFEST}: iteration {manifest.iteration} in a folder of another iteration")
-        problems = _mismatches(wanted, known, manifest, casting)
+        problems = mismatches(wanted, known, manifest, casting)
         if problems:
-            return _Mismatch(_describe_mismatches(candidate.path, problems))
+            return _Mismatch(
+                f"checkpoint {candidate.path} does not fit this run in {len(problems)} tensors; give the model flags "
+                f"it was saved with, --moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the "
+                f"optimizer state differs:\n  {listed(problems)}"
+            )
         extents = extents_by_file(manifest)
         for name in _used_files(wanted, manifest):
             head = reader.head(name)
@@ -294,27 +290,9 @@ def _attempt(
 
 
 def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, SavedTensor]) -> None:
-    reader = FileReader(path, manifest.files)
+    reader = CheckpointReader(path, manifest)
     for key, target in wanted.items():
-        entry = manifest.tensors[key]
-        fill(target, entry, partial(reader.piece, key, entry))
-
-
-def _open(path: Path) -> tuple[Manifest, FileReader]:
-    """Reads the manifest and checks the sizes of all files."""
-    manifest = read_manifest(path)
-    reader = FileReader(path, manifest.files)
-    reader.check_sizes()
-    return manifest, reader
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint and NewerFormat."""
-    try:
-        data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{MANIFEST}: {error.strerror}") from error
-    return decode(data)
+        fill(target, manifest.tensors[key], partial(reader.piece, key))
 
 
 def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:
@@ -327,7 +305,7 @@ def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[s
     return [name for name in manifest.files if name in used or name not in stored]
 
 
-def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
+def mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
     """Lists all differences in keys, shapes and dtypes between this run and the checkpoint."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]
@@ -339,14 +317,6 @@ def _mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: 
         elif not casting and dtype_name(target.dtype) != entry.dtype:
             problems.append(f"type of {key}: {entry.dtype} in the checkpoint, {dtype_name(target.dtype)} in this run")
     return sorted(problems)
-
-
-def _describe_mismatches(path: Path, problems: list[str]) -> str:
-    return (
-        f"checkpoint {path} does not fit this run in {len(problems)} tensors; give the model flags it was saved with, "
-        f"--moe-use-upcycling to upcycle a dense model, or --no-load-optim if only the optimizer state differs:\n"
-        f"  {listed(problems)}"
-    )
 
 
 def _none_verifies(source: CheckpointSource, reasons: list[str]) -> str:

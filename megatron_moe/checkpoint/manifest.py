@@ -1,4 +1,4 @@
-"""Checkpoint manifest: data classes, encoding, and validation. No torch, no file access.
+"""Checkpoint manifest: data classes, encoding, and validation.
 
 A checkpoint is a folder `iter_NNNNNNN` of safetensors files and text files. `manifest.json` is written last and lists
 every file with its size and every tensor as n-d boxes with a crc32 each; its own crc32 is its last entry. Tensors are
@@ -14,8 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_moe.checkpoint.storage import read_bounded
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -27,29 +32,31 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_DIM = 1 << 48
 _MAX_DIMS = 8
 
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
-        "F64": 8,
-        "F32": 4,
-        "BF16": 2,
-        "F16": 2,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "I64": 8,
-        "I32": 4,
-        "I16": 2,
-        "I8": 1,
-        "U8": 1,
-        "BOOL": 1,
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
     }
 )
-"""Element size in bytes by safetensors dtype name."""
+"""Element types by safetensors dtype name."""
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_FILE_NAME = re.compile(rf"(?!{re.escape(MANIFEST)}$)[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}")
 _TENSOR_KEY = re.compile(r"[a-z_]{1,32}\.[A-Za-z0-9_.\-]{1,400}")
 _CRC = re.compile(r"[0-9a-f]{8}")
 _TRAILER = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 _TRAILER_BYTES = len(',"crc32":"01234567"}\n')
+
+JsonType = TypeVar("JsonType", dict[str, Any], list[Any], str)
 
 
 class CorruptCheckpoint(Exception):
@@ -82,7 +89,7 @@ class TensorEntry:
     pieces: tuple[TensorPiece, ...]
 
     def num_bytes(self, piece: TensorPiece) -> int:
-        return prod(piece.shape) * ITEM_BYTES[self.dtype]
+        return prod(piece.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -131,22 +138,11 @@ def encode(manifest: Manifest) -> bytes:
         "writer": manifest.writer,
         "iteration": manifest.iteration,
         "ranks": dict(manifest.ranks),
-        "files": {
-            name: {"size": entry.size, "head": entry.head, "crc32": entry.crc32}
-            for name, entry in manifest.files.items()
-        },
-        "tensors": {key: _encode_tensor(entry) for key, entry in manifest.tensors.items()},
+        "files": dict(manifest.files),
+        "tensors": dict(manifest.tensors),
     }
-    text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    text = json.dumps(body, separators=(",", ":"), default=vars).encode()[:-1]  # vars: the fields of an entry or piece
     return text + f',"crc32":"{checksum(text)}"}}\n'.encode()
-
-
-def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
-    pieces = [
-        {"file": p.file, "start": p.start, "offset": list(p.offset), "shape": list(p.shape), "crc32": p.crc32}
-        for p in entry.pieces
-    ]
-    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
 
 
 def decode(data: bytes) -> Manifest:
@@ -168,13 +164,25 @@ def decode(data: bytes) -> Manifest:
     if version > VERSION:
         writer = body.get("writer")
         raise NewerFormat(f"written in format version {version} by {writer!r}; this program reads up to {VERSION}")
-    files = {_file_name(name): _decode_file(name, entry) for name, entry in _table(body, "files").items()}
-    tensors = {_tensor_key(key): _decode_tensor(key, entry) for key, entry in _table(body, "tensors").items()}
-    ranks = {axis: _number(_table(body, "ranks"), axis) for axis in _table(body, "ranks")}
+    files = {_file_name(name): _decode_file(name, entry) for name, entry in _field(body, "files", dict).items()}
+    tensors = {
+        _matching(_TENSOR_KEY, key, "tensor name"): _decode_tensor(key, entry)
+        for key, entry in _field(body, "tensors", dict).items()
+    }
+    ranks = {axis: _size(size, axis) for axis, size in _field(body, "ranks", dict).items()}
     manifest = Manifest(_number(body, "iteration"), str(body.get("writer")), ranks, files, tensors)
     _check_boxes(manifest)
     _check_bytes(manifest)
     return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint and NewerFormat."""
+    try:
+        data = read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{MANIFEST}: {error.strerror}") from error
+    return decode(data)
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
@@ -237,18 +245,19 @@ def _decode_file(name: str, entry: Any) -> FileEntry:
 
 
 def _decode_tensor(key: str, entry: Any) -> TensorEntry:
-    dtype = _text(entry, "dtype")
-    if dtype not in ITEM_BYTES:
+    dtype = _field(entry, "dtype", str)
+    if dtype not in TORCH_DTYPES:
         raise CorruptCheckpoint(f"{MANIFEST}: {key}: unknown element type {dtype!r:.80}")
     shape = _sizes(entry, "shape")
-    listed = entry.get("pieces")
-    if not isinstance(listed, list) or not listed:
+    pieces = tuple(map(_decode_piece, _field(entry, "pieces", list)))
+    if not pieces:
         raise CorruptCheckpoint(f"{MANIFEST}: {key}: no pieces")
-    pieces = tuple(
-        TensorPiece(_file_name(_text(p, "file")), _number(p, "start"), _sizes(p, "offset"), _sizes(p, "shape"), _crc(p))
-        for p in listed
-    )
     return TensorEntry(dtype, shape, pieces)
+
+
+def _decode_piece(entry: Any) -> TensorPiece:
+    file = _file_name(_field(entry, "file", str))
+    return TensorPiece(file, _number(entry, "start"), _sizes(entry, "offset"), _sizes(entry, "shape"), _crc(entry))
 
 
 def _check_boxes(manifest: Manifest) -> None:
@@ -272,15 +281,12 @@ def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
     active: list[TensorPiece] = []
     for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[:1]):
         active = [other for other in active if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
-        if any(_overlap(piece, other) for other in active):
-            return True
+        for other in active:
+            spans = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
+            if all(start < begin + length and begin < start + size for start, size, begin, length in spans):
+                return True
         active.append(piece)
     return False
-
-
-def _overlap(a: TensorPiece, b: TensorPiece) -> bool:
-    spans = zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    return all(start < other + length and other < start + size for start, size, other, length in spans)
 
 
 def _check_bytes(manifest: Manifest) -> None:
@@ -300,30 +306,23 @@ def _check_bytes(manifest: Manifest) -> None:
                 )
 
 
-def _table(entry: Any, name: str) -> dict[str, Any]:
+def _field(entry: Any, name: str, kind: type[JsonType]) -> JsonType:
+    """Value of a key, which must be of a JSON type."""
     value = entry.get(name) if isinstance(entry, dict) else None
-    if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not an object")
-    return value
-
-
-def _text(entry: Any, name: str) -> str:
-    value = entry.get(name) if isinstance(entry, dict) else None
-    if not isinstance(value, str):
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a string: {value!r:.80}")
+    if not isinstance(value, kind):
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not of type {kind.__name__}: {value!r:.80}")
     return value
 
 
 def _number(entry: Any, name: str) -> int:
-    value = entry.get(name) if isinstance(entry, dict) else None
-    return _size(value, name)
+    return _size(entry.get(name) if isinstance(entry, dict) else None, name)
 
 
 def _sizes(entry: Any, name: str) -> tuple[int, ...]:
-    value = entry.get(name) if isinstance(entry, dict) else None
-    if not isinstance(value, list) or len(value) > _MAX_DIMS:
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not a list of at most {_MAX_DIMS} sizes: {value!r:.80}")
-    return tuple(_size(size, name) for size in value)
+    values = _field(entry, name, list)
+    if len(values) > _MAX_DIMS:
+        raise CorruptCheckpoint(f"{MANIFEST}: {name!r} has more than {_MAX_DIMS} sizes: {values!r:.80}")
+    return tuple(_size(size, name) for size in values)
 
 
 def _size(value: Any, name: str) -> int:
@@ -332,20 +331,15 @@ def _size(value: Any, name: str) -> int:
     return value
 
 
-def _crc(entry: Any) -> str:
-    value = _text(entry, "crc32")
-    if not _CRC.fullmatch(value):
-        raise CorruptCheckpoint(f"{MANIFEST}: {value!r:.80} is not a crc32")
+def _matching(pattern: re.Pattern[str], value: str, what: str) -> str:
+    if not pattern.fullmatch(value):
+        raise CorruptCheckpoint(f"{MANIFEST}: {value!r:.120} is not a {what}")
     return value
 
 
+def _crc(entry: Any) -> str:
+    return _matching(_CRC, _field(entry, "crc32", str), "crc32")
+
+
 def _file_name(name: str) -> str:
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise CorruptCheckpoint(f"{MANIFEST}: {name!r:.120} is not a plain file name")
-    return name
-
-
-def _tensor_key(key: str) -> str:
-    if not _TENSOR_KEY.fullmatch(key):
-        raise CorruptCheckpoint(f"{MANIFEST}: {key!r:.120} is not a tensor name")
-    return key
+    return _matching(_FILE_NAME, name, "plain file name")

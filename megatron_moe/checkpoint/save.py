@@ -25,18 +25,9 @@ from typing import Any
 
 import torch
 
+from megatron_moe.checkpoint import directory
 from megatron_moe.checkpoint.async_save import HostBuffer, run_parallel, submit
-from megatron_moe.checkpoint.directory import (
-    Candidate,
-    Retention,
-    check_writable,
-    clean_up,
-    iteration_folder,
-    remove,
-    repair_tracker,
-    set_aside,
-    write_tracker,
-)
+from megatron_moe.checkpoint.directory import Candidate, Retention
 from megatron_moe.checkpoint.manifest import (
     MANIFEST,
     TRAIN_STATE,
@@ -61,7 +52,7 @@ from megatron_moe.checkpoint.tensor_shards import (
 )
 from megatron_moe.config.exit_codes import EnvironmentProblem, SaveProblem
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.parallel.agreement import first_rank_does
+from megatron_moe.parallel.agreement import on_first_rank
 from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
@@ -78,8 +69,8 @@ class _RankPlan:
 
     temporary: str
     """Name of the temporary folder; all ranks use the first rank's."""
-    num_model_files: int
-    num_optim_files: int
+    num_files: Mapping[str, int]
+    """Number of files by prefix, "model" and "optim"."""
     num_bytes: int
 
 
@@ -127,6 +118,10 @@ class _PendingSave:
     def num_bytes(self) -> int:
         """Bytes of the tensors of all ranks."""
         return sum(plan.num_bytes for plan in self.plans)
+
+    @property
+    def needed_bytes(self) -> int:
+        return int(_FREE_SPACE_MARGIN * self.num_bytes)
 
     @property
     def idle(self) -> bool:
@@ -199,7 +194,7 @@ class CheckpointSaver:
         self._pending: _PendingSave | None = None
         self._buffer = HostBuffer()
         self._lock: RunLock | None = None
-        first_rank_does(partial(self._open, fresh, expected_bytes), context)
+        on_first_rank(partial(self._open, fresh, expected_bytes), context)
 
     def close(self) -> int | None:
         """Unlocks the folder. A save that is still being written is cancelled (call `wait` first to keep it); a commit
@@ -231,18 +226,14 @@ class CheckpointSaver:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> Path | None:
-        """Writes one checkpoint, replacing an existing one of the same iteration.
+        """Writes one checkpoint; arguments as for `start`.
 
-        Args:
-            tensors: by `tensor_key`. Tensors on a device are copied to the host one at a time.
-            train_state: written as train_state.json.
-            texts: additional text files by name, e.g. run.yaml.
         Returns:
             The checkpoint's folder; None if the save failed, which was logged; its files were removed.
         Raises:
             SaveProblem: `stop_after` consecutive saves failed.
         """
-        saved = self._begin(iteration, tensors, train_state, texts or {}, in_thread=False) or self.wait()
+        saved = self.start(iteration, tensors, train_state, texts=texts, in_thread=False) or self.wait()
         return None if saved is None else saved.path
 
     def start(
@@ -252,15 +243,37 @@ class CheckpointSaver:
         train_state: Mapping[str, Any],
         *,
         texts: Mapping[str, str] | None = None,
+        in_thread: bool = True,
     ) -> SavedCheckpoint | None:
-        """Starts an asynchronous save: copies the tensors to host memory and writes them in a thread.
+        """Starts to write one checkpoint, replacing one of the same iteration; `poll` or `wait` complete it.
 
-        Later calls of `poll` or `wait` complete it.
-
+        Args:
+            tensors: by `tensor_key`. Tensors on a device are copied to the host one at a time.
+            train_state: written as train_state.json.
+            texts: additional text files by name, e.g. run.yaml.
+            in_thread: copy the tensors to host memory and write them in a thread; else write before returning.
         Returns:
             None; or the result if the save has already failed.
         """
-        return self._begin(iteration, tensors, train_state, texts or {}, in_thread=True)
+        assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
+        begin, first = time.monotonic(), self._context.is_first
+        final = self.folder / directory.iteration_folder(iteration)
+        tensors = self._deduplicate(tensors)
+        num_files = {prefix: len(parts) for prefix, parts in _file_parts(tensors).items()}
+        name = f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
+        plans = self._gather(_RankPlan(name, num_files, total_bytes(tensors)))
+        state = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False)}
+        texts = {**state, **(texts or {})} if first else {}
+        save = _PendingSave(iteration, final, self.folder / plans[0].temporary, tensors, texts, plans, in_thread, begin)
+        (error, *_) = self._gather(self._make_temporary(save) if first else None)
+        if error is not None:
+            return self._finish(save, error)
+        if in_thread:
+            save.tensors = self._buffer.copy(tensors)
+        save.writing = submit(partial(self._write, save), in_thread=in_thread)
+        self._pending = save
+        save.blocked = time.monotonic() - begin
+        return None
 
     @property
     def pending(self) -> int | None:
@@ -298,45 +311,15 @@ class CheckpointSaver:
                 saved = self._advance(self._pending)
         return saved
 
-    def _begin(
-        self,
-        iteration: int,
-        tensors: Mapping[str, SavedTensor],
-        train_state: Mapping[str, Any],
-        texts: Mapping[str, str],
-        *,
-        in_thread: bool,
-    ) -> SavedCheckpoint | None:
-        assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
-        begin = time.monotonic()
-        final = self.folder / iteration_folder(iteration)
-        tensors = self._deduplicate(tensors)
-        model_parts, optim_parts = in_parts(_weights(tensors)), in_parts(_optimizer(tensors))
-        name = f".tmp-{final.name}-{uuid.uuid4().hex[:12]}"
-        plans = self._gather(_RankPlan(name, len(model_parts), len(optim_parts), total_bytes(tensors)))
-        temporary = self.folder / plans[0].temporary
-        first = self._context.is_first
-        texts = {TRAIN_STATE: json.dumps(train_state, indent=1, allow_nan=False), **texts} if first else {}
-        save = _PendingSave(iteration, final, temporary, tensors, texts, plans, in_thread, begin)
-        (error, *_) = self._gather(self._make_temporary(temporary, plans) if first else None)
-        if error is not None:
-            return self._finish(save, error)
-        if in_thread:
-            save.tensors = self._buffer.copy(tensors)
-        save.writing = submit(partial(self._write, save), in_thread=in_thread)
-        self._pending = save
-        save.blocked = time.monotonic() - begin
-        return None
-
     def _advance(self, save: _PendingSave) -> SavedCheckpoint | None:
         """Waits for the current stage and starts the next one. Returns the result after the last stage."""
         assert save.writing is not None, f"the save of iteration {save.iteration} was not started"
         if save.committing is None:
             results = self._gather(save.writing.result())
             save.write_seconds = max(result.seconds for result in results)
-            error = _first_error(results)
-            if error is not None:
-                return self._finish(save, error)
+            errors = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error is not None]
+            if errors:
+                return self._finish(save, errors[0])
             commit = partial(self._commit, save, results) if self._context.is_first else _CommitResult
             save.committing = submit(commit, in_thread=save.in_thread)
             return None
@@ -360,15 +343,15 @@ class CheckpointSaver:
         return saved
 
     def _open(self, fresh: bool, expected_bytes: int) -> None:
-        check_writable(self.folder)
+        directory.check_writable(self.folder)
         self._lock = RunLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.warning is None:
-            clean_up(self.folder, self._storage, self._say)
+            directory.clean_up(self.folder, self._storage, self._say)
         else:
             self._say(self._lock.warning)
         if fresh:
-            set_aside(self.folder, self._storage, self._say)
-        repair_tracker(self.folder, self._storage, self._say)
+            directory.set_aside(self.folder, self._storage, self._say)
+        directory.repair_tracker(self.folder, self._storage, self._say)
         needed, free = _FREE_SPACE_MARGIN * expected_bytes, self._storage.free_bytes(self.folder)
         if free < needed:
             self._lock.release()
@@ -390,26 +373,23 @@ class CheckpointSaver:
         }
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
 
-    def _make_temporary(self, folder: Path, plans: Sequence[_RankPlan]) -> str | None:
+    def _make_temporary(self, save: _PendingSave) -> str | None:
         """Creates the temporary folder, on the first rank. Returns an error if it fails or lacks space."""
-        needed = _needed_bytes(plans)
         try:
-            self._storage.make_dir(folder)
-            if self._storage.free_bytes(folder) < needed:
+            self._storage.make_dir(save.temporary)
+            if self._storage.free_bytes(save.temporary) < save.needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            return f"rank 0: {self._describe(error, needed)}"
+            return f"rank 0: {self._describe(error, save.needed_bytes)}"
         return None
 
     def _write(self, save: _PendingSave) -> _WriteResult:
         """Writes this rank's files."""
         result, begin = _WriteResult(), time.monotonic()
-        model = _file_names("model", [plan.num_model_files for plan in save.plans], self._context.rank)
-        optim = _file_names("optim", [plan.num_optim_files for plan in save.plans], self._context.rank)
-        parts = in_parts(_weights(save.tensors)) + in_parts(_optimizer(save.tensors))
         calls = [
             partial(write_tensors, self._storage, save.temporary / name, part, save.cancelled.is_set)
-            for name, part in zip(model + optim, parts, strict=True)
+            for prefix, parts in _file_parts(save.tensors).items()
+            for name, part in zip(_file_names(prefix, save.plans, self._context.rank), parts, strict=True)
         ]
         try:
             # With at most two files, at least one is too small to gain from a thread.
@@ -421,7 +401,7 @@ class CheckpointSaver:
                 self._storage.write_file(save.temporary / name, [data])
                 result.files[name] = FileEntry(size=len(data), head=len(data), crc32=checksum(data))
         except OSError as error:
-            result.error = self._describe(error, _needed_bytes(save.plans))
+            result.error = self._describe(error, save.needed_bytes)
         result.seconds = time.monotonic() - begin
         return result
 
@@ -459,25 +439,23 @@ class CheckpointSaver:
         except OSError:
             self._storage.rename(replaced, save.final)
             raise
-        remove(replaced, self._storage, messages.append)
+        directory.remove(replaced, self._storage, messages.append)
 
     def _describe(self, error: OSError, needed: int) -> str:
-        space = ""
-        if needed and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            space = f"; the checkpoint needs {needed} bytes with 10 % to spare, {self._free_bytes()} are free"
-        return f"{error.strerror} (errno {error.errno}){space}"
-
-    def _free_bytes(self) -> str:
+        text = f"{error.strerror} (errno {error.errno})"
+        if not needed or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return text
         try:
-            return str(self._storage.free_bytes(self.folder))
+            free = str(self._storage.free_bytes(self.folder))
         except OSError:
-            return "an unknown number"
+            free = "an unknown number"
+        return f"{text}; the checkpoint needs {needed} bytes with 10 % to spare, {free} are free"
 
     def _report_failure(self, save: _PendingSave, error: str) -> None:
         """Logs a failed save and removes its files. Raises SaveProblem after `stop_after` consecutive failures."""
         self._failures += 1
         if self._context.is_first and save.temporary.exists():
-            remove(save.temporary, self._storage, self._say)
+            directory.remove(save.temporary, self._storage, self._say)
         sentence = f"the checkpoint of iteration {save.iteration} could not be saved to {self.folder}: {error}"
         if self._failures >= self._stop_after:
             raise SaveProblem(f"{sentence}; failure {self._failures} in a row: free disk space or repair the folder")
@@ -487,10 +465,9 @@ class CheckpointSaver:
     def _update_folder(self, saved: Candidate, messages: list[str]) -> None:
         """Updates the tracker file and applies retention."""
         try:
-            write_tracker(self.folder, saved.iteration, self._storage)
+            directory.write_tracker(self.folder, saved.iteration, self._storage)
         except OSError as error:
-            where = f"the tracker file in {self.folder}"
-            messages.append(f"could not write {where}: {error.strerror}; nothing depends on it")
+            messages.append(f"could not write {self.folder / directory.TRACKER}: {error.strerror}; it is only a hint")
         protected = [saved.path, *([self.loaded_from] if self.loaded_from else [])]
         self.retention.apply(self.folder, protected, self._storage, messages.append)
 
@@ -499,22 +476,18 @@ class CheckpointSaver:
         return gather_objects(value, self._group)
 
 
-def _file_names(prefix: str, num_files: Sequence[int], rank: int) -> list[str]:
+def _file_names(prefix: str, plans: Sequence[_RankPlan], rank: int) -> list[str]:
     """Names of a rank's files, numbered consecutively over all ranks."""
-    before, of = sum(num_files[:rank]), sum(num_files)
-    return [f"{prefix}-{before + number:05d}-of-{of:05d}.safetensors" for number in range(num_files[rank])]
+    num_files = [plan.num_files[prefix] for plan in plans]
+    first, total = sum(num_files[:rank]), sum(num_files)
+    return [f"{prefix}-{first + number:05d}-of-{total:05d}.safetensors" for number in range(num_files[rank])]
 
 
-def _weights(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    return {key: tensor for key, tensor in tensors.items() if is_weight(key)}
-
-
-def _optimizer(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    return {key: tensor for key, tensor in tensors.items() if not is_weight(key)}
-
-
-def _needed_bytes(plans: Sequence[_RankPlan]) -> int:
-    return int(_FREE_SPACE_MARGIN * sum(plan.num_bytes for plan in plans))
+def _file_parts(tensors: Mapping[str, SavedTensor]) -> dict[str, list[dict[str, SavedTensor]]]:
+    """Partitions a rank's tensors over its files, by file prefix."""
+    weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
+    others = {key: tensor for key, tensor in tensors.items() if key not in weights}
+    return {"model": in_parts(weights), "optim": in_parts(others)}
 
 
 @contextmanager
@@ -525,8 +498,3 @@ def _blocking(save: _PendingSave) -> Iterator[None]:
         yield
     finally:
         save.blocked += time.monotonic() - begin
-
-
-def _first_error(results: list[_WriteResult]) -> str | None:
-    errors = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error is not None]
-    return errors[0] if errors else None

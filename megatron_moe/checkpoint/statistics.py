@@ -1,15 +1,16 @@
 """Per-tensor statistics of a checkpoint and differences between two, in bounded memory. All bytes read are verified."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import read_manifest
-from megatron_moe.checkpoint.manifest import CorruptCheckpoint, Manifest, NewerFormat, TensorEntry, TensorPiece
-from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES, FileReader, SavedTensor, TensorBox, fill, float64_chunks
+from megatron_moe.checkpoint.manifest import TORCH_DTYPES, CorruptCheckpoint, NewerFormat, TensorPiece
+from megatron_moe.checkpoint.tensor_shards import CheckpointReader, SavedTensor, TensorBox, fill, float64_chunks
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 
@@ -50,28 +51,24 @@ class OpenCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.manifest: Manifest = read_manifest(path)
-            self._reader = FileReader(path, self.manifest.files)
+        with self._reporting():
+            self._reader = CheckpointReader(path)
             self._reader.check_sizes()
-        except (CorruptCheckpoint, NewerFormat) as problem:
-            raise CheckpointProblem(f"checkpoint {path}: {problem}") from problem
+        self.manifest = self._reader.manifest
 
     def text(self, name: str) -> str | None:
         """Content of a text file of the checkpoint, such as run.yaml; None if there is none."""
         if name not in self.manifest.files:
             return None
-        try:
+        with self._reporting():
             return self._reader.head(name).decode()
-        except CorruptCheckpoint as problem:
-            raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem
 
     def statistics(self, key: str) -> Statistics:
         """Computes the statistics of a tensor. Raises CheckpointProblem if a piece is damaged."""
         entry = self.manifest.tensors[key]
         squares, largest, num_nonfinite = 0.0, 0.0, 0
         for piece in entry.pieces:
-            for chunk in float64_chunks(self._read(key, entry, piece)):
+            for chunk in float64_chunks(self._read(key, piece)):
                 values = chunk[chunk.isfinite()]
                 num_nonfinite += chunk.numel() - values.numel()
                 if values.numel():
@@ -90,7 +87,7 @@ class OpenCheckpoint:
             return Difference(key, f"type {a.dtype} and {b.dtype}")
         largest, squares, base, equal = 0.0, 0.0, 0.0, True
         for piece in a.pieces:
-            values, other_values = self._read(key, a, piece), other._read_box(key, b, piece)
+            values, other_values = self._read(key, piece), other._read_box(key, piece)
             for x, y in zip(float64_chunks(values), float64_chunks(other_values), strict=True):
                 same = (x == y) | (x.isnan() & y.isnan())
                 equal = equal and bool(same.all())
@@ -101,19 +98,25 @@ class OpenCheckpoint:
             return None
         return Difference(key, "values", largest, math.sqrt(squares / base) if base else math.inf)
 
-    def _read(self, key: str, entry: TensorEntry, piece: TensorPiece) -> Tensor:
-        try:
-            self._reader.check(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, key)
-        except CorruptCheckpoint as problem:
-            raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem
-        return self._reader.mapped(entry, piece)
+    def _read(self, key: str, piece: TensorPiece) -> Tensor:
+        with self._reporting():
+            self._reader.check(key, piece)
+        return self._reader.mapped(key, piece)
 
-    def _read_box(self, key: str, entry: TensorEntry, box: TensorPiece) -> Tensor:
+    def _read_box(self, key: str, box: TensorPiece) -> Tensor:
         """Reads the elements of a box, which need not be one of this checkpoint's pieces."""
+        entry = self.manifest.tensors[key]
         same = next((p for p in entry.pieces if (p.offset, p.shape) == (box.offset, box.shape)), None)
         if same is not None:
-            return self._read(key, entry, same)
+            return self._read(key, same)
         data = torch.empty(box.shape, dtype=TORCH_DTYPES[entry.dtype])
-        target = SavedTensor(entry.shape, (TensorBox(box.offset, data),))
-        fill(target, entry, lambda piece, out: self._read(key, entry, piece))
+        fill(SavedTensor(entry.shape, (TensorBox(box.offset, data),)), entry, lambda piece, _: self._read(key, piece))
         return data
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Raises the errors of the block as CheckpointProblem."""
+        try:
+            yield
+        except (CorruptCheckpoint, NewerFormat) as problem:
+            raise CheckpointProblem(f"checkpoint {self.path}: {problem}") from problem

@@ -13,33 +13,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.manifest import CorruptCheckpoint, FileEntry, TensorEntry, TensorPiece, checksum
+from megatron_moe.checkpoint.manifest import (
+    TORCH_DTYPES,
+    CorruptCheckpoint,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    TensorPiece,
+    checksum,
+    read_manifest,
+)
 from megatron_moe.checkpoint.storage import Storage, open_regular
 from megatron_moe.parallel import param_meta
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
 _HEADER_ALIGN = 8
-_CHUNK_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 22
 _DIGEST_BYTES = 8
@@ -265,18 +256,22 @@ def bytes_of(data: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-class FileReader:
-    """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint."""
+class CheckpointReader:
+    """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint.
 
-    def __init__(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
+    Args:
+        manifest: of the folder; None reads it, which also raises NewerFormat.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.manifest = manifest or read_manifest(folder)
         self._folder = folder
-        self._files = files
         self._scratch = torch.empty(0, dtype=torch.uint8)
         """Reused, since reading into memory that was touched before is several times as fast."""
 
     def check_sizes(self) -> None:
         """Raises CorruptCheckpoint if a file is missing or its size differs from the manifest's."""
-        for name, entry in self._files.items():
+        for name, entry in self.manifest.files.items():
             try:
                 size = os.stat(self._folder / name).st_size
             except OSError as error:
@@ -286,47 +281,38 @@ class FileReader:
 
     def head(self, name: str) -> bytes:
         """Reads and verifies the safetensors header of a file, or a whole text file."""
-        entry = self._files.get(name)
+        entry = self.manifest.files.get(name)
         if entry is None:
             raise CorruptCheckpoint(f"{name}: not in the manifest")
         data = bytearray(entry.head)
-        self._read(name, 0, memoryview(data), entry.crc32, "head")
+        self._read(name, 0, entry.head, entry.crc32, "head", memoryview(data))
         return bytes(data)
 
-    def piece(self, key: str, entry: TensorEntry, piece: TensorPiece, out: Tensor | None = None) -> Tensor:
+    def piece(self, key: str, piece: TensorPiece, out: Tensor | None = None) -> Tensor:
         """Reads and verifies one piece into host memory.
 
         Args:
             out: contiguous tensor of the piece's shape and dtype; its contents are undefined if the piece is corrupt.
                 None: the reader's scratch memory, which the next call overwrites.
         """
+        entry = self.manifest.tensors[key]
+        num_bytes = entry.num_bytes(piece)
         if out is None:
-            num_bytes = entry.num_bytes(piece)
             if self._scratch.numel() < num_bytes:
                 self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
             out = self._scratch[:num_bytes].view(TORCH_DTYPES[entry.dtype]).view(piece.shape)
-        self._read(piece.file, piece.start, bytes_of(out), piece.crc32, key)
+        self._read(piece.file, piece.start, num_bytes, piece.crc32, key, bytes_of(out))
         return out
 
-    def check(self, name: str, start: int, size: int, crc32: str, what: str) -> None:
-        """Verifies a range of a file, reading it in chunks of 16 MiB. Raises CorruptCheckpoint."""
-        found, left = 0, size
-        try:
-            with open_regular(self._folder / name) as file:
-                file.seek(start)
-                while chunk := file.read(min(left, _CHUNK_BYTES)):
-                    found, left = zlib.crc32(chunk, found), left - len(chunk)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{name}: {error.strerror}") from error
-        if left:
-            raise CorruptCheckpoint(f"{name}: {what}: only {size - left} of {size} bytes at byte {start}")
-        if f"{found:08x}" != crc32:
-            raise CorruptCheckpoint(
-                f"{name}: {what}: crc32 is {found:08x}, expected {crc32} ({size} bytes from byte {start})"
-            )
+    def check(self, key: str, piece: TensorPiece) -> None:
+        """Verifies one piece without keeping its values. Raises CorruptCheckpoint."""
+        entry = self.manifest.tensors[key]
+        label = key if piece.shape == entry.shape else f"{key} at {list(piece.offset)}"
+        self._read(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, label)
 
-    def mapped(self, entry: TensorEntry, piece: TensorPiece) -> Tensor:
+    def mapped(self, key: str, piece: TensorPiece) -> Tensor:
         """Memory-maps one piece, which the caller has verified; pages are read on access."""
+        entry = self.manifest.tensors[key]
         dtype = TORCH_DTYPES[entry.dtype]
         if not prod(piece.shape):
             return torch.empty(piece.shape, dtype=dtype)
@@ -334,21 +320,27 @@ class FileReader:
         stored = torch.from_file(str(self._folder / piece.file), shared=False, size=size, dtype=torch.uint8)
         return stored[piece.start : piece.start + entry.num_bytes(piece)].view(dtype).view(piece.shape)
 
-    def _read(self, name: str, start: int, data: memoryview, crc32: str, what: str) -> None:
-        """Fills `data` in chunks of 1 MiB, whose checksums are computed while they are in the CPU cache."""
+    def _read(self, name: str, start: int, size: int, crc32: str, what: str, out: memoryview | None = None) -> None:
+        """Reads and verifies a range, into `out` if given, in chunks that stay in the CPU cache for their checksum."""
+        buffer = memoryview(bytearray(min(size, _READ_BYTES))) if out is None else out
         num_read = found = 0
         try:
             with open_regular(self._folder / name) as file:
                 file.seek(start)
-                while count := file.readinto(data[num_read : num_read + _READ_BYTES]):
-                    found = zlib.crc32(data[num_read : num_read + count], found)
+                while num_read < size:
+                    begin = num_read if buffer is out else 0
+                    chunk = buffer[begin : begin + min(_READ_BYTES, size - num_read)]
+                    count = file.readinto(chunk)
+                    if not count:
+                        raise CorruptCheckpoint(f"{name}: {what}: only {num_read} of {size} bytes at byte {start}")
+                    found = zlib.crc32(chunk[:count], found)
                     num_read += count
         except OSError as error:
             raise CorruptCheckpoint(f"{name}: {error.strerror}") from error
-        if num_read != len(data):
-            raise CorruptCheckpoint(f"{name}: {what}: only {num_read} of {len(data)} bytes at byte {start}")
         if f"{found:08x}" != crc32:
-            raise CorruptCheckpoint(f"{name}: {what}: crc32 is {found:08x}, expected {crc32}")
+            raise CorruptCheckpoint(
+                f"{name}: {what}: crc32 is {found:08x}, expected {crc32} ({size} bytes from byte {start})"
+            )
 
 
 def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:

@@ -10,7 +10,9 @@ class NormConfig:
     """RMSNorm or LayerNorm over the last dim."""
 
     kind: Literal["RMSNorm", "LayerNorm"] = "LayerNorm"
+    """`--normalization`"""
     eps: float = 1e-5
+    """`--norm-epsilon`"""
     zero_centered: bool = False
     """Stores gamma - 1, initialised to 0 (`--apply-layernorm-1p`)."""
 
@@ -42,7 +44,7 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     """yarn only; also part of MLA's softmax scale."""
     truncate: bool = True
-    """yarn only: rounds the correction range to whole dims (GPT-OSS does not)."""
+    """yarn only: rounds the correction range to whole dims (`--yarn-correction-range-round-to-int`)."""
     concentration: float | None = None
     """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(factor) + 1). None: yarn_mscale(factor, mscale) /
     yarn_mscale(factor, mscale_all_dim)."""
@@ -84,6 +86,7 @@ class AttentionConfig:
 
     hidden_size: int
     num_heads: int
+    """`--num-attention-heads`"""
     num_query_groups: int
     head_dim: int
     core: CoreAttentionConfig
@@ -96,6 +99,7 @@ class AttentionConfig:
     """Kind and epsilon of `qk_norm`."""
     qkv_bias: bool = False
     out_bias: bool = False
+    """`--add-bias-linear`"""
     output_gate: bool = False
     """Multiplies the attention output by sigmoid(gate), projected with q, k and v (`--attention-output-gate`)."""
 
@@ -155,6 +159,7 @@ class MLAConfig:
 
     hidden_size: int
     num_heads: int
+    """`--num-attention-heads`"""
     q_lora_rank: int | None
     """Width of the compressed q; None: q is projected directly from the hidden state."""
     kv_lora_rank: int

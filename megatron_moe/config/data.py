@@ -9,14 +9,14 @@ from typing import Literal
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )
-"""Megatron's aliases of `TokenizerConfig.kind`."""
+"""Megatron's aliases of `TokenizerConfig.tokenizer_type`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Tokenizer (`--tokenizer-*`)."""
 
-    kind: Literal[
+    tokenizer_type: Literal[
         "SentencePieceTokenizer",
         "HuggingFaceTokenizer",
         "TikTokenizer",
@@ -24,44 +24,44 @@ class TokenizerConfig:
         "ByteTokenizer",
         "NullTokenizer",
     ]
-    model: Path | None = None
+    tokenizer_model: Path | None = None
     vocab_file: Path | None = None
     """GPT2BPETokenizer only."""
     merge_file: Path | None = None
     """GPT2BPETokenizer only."""
-    eod: int | None = None
+    null_tokenizer_eod_id: int | None = None
     """NullTokenizer: id of the end-of-document token; None: the last id."""
-    pad: int = -1
+    null_tokenizer_pad_id: int = -1
     """NullTokenizer: id of the padding token; -1: none."""
     vocab_size: int | None = None
     """NullTokenizer: size of the vocabulary; TikTokenizer: upper limit of it. Other kinds read theirs from files."""
     tiktoken_pattern: str | None = None
     """TikTokenizer: pre-tokenization pattern, v1 or v2; None: v2."""
-    num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: int = 1000
     """TikTokenizer only."""
-    special_tokens: tuple[str, ...] = ()
+    tokenizer_special_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Datasets, batch contents and data loader."""
 
-    train: tuple[str, ...] = ()
+    train_data_path: tuple[str, ...] = ()
     """Prefixes of the training datasets, or alternating weights and prefixes (`--train-data-path`); empty: the
-    training part of `blend`."""
-    valid: tuple[str, ...] = ()
-    """Same as `train`, for validation (`--valid-data-path`)."""
-    test: tuple[str, ...] = ()
-    """Same as `train`, for testing (`--test-data-path`)."""
-    blend: tuple[str, ...] = ()
+    training part of `data_path`."""
+    valid_data_path: tuple[str, ...] = ()
+    """Same as `train_data_path`, for validation (`--valid-data-path`)."""
+    test_data_path: tuple[str, ...] = ()
+    """Same as `train_data_path`, for testing (`--test-data-path`)."""
+    data_path: tuple[str, ...] = ()
     """Prefixes, or alternating weights and prefixes, divided by `split` (`--data-path`)."""
     split: str = "969, 30, 1"
-    """Proportions of training, validation and test data in `blend`."""
-    mock: bool = False
+    """Proportions of training, validation and test data in `data_path`."""
+    mock_data: bool = False
     """Synthetic data (`--mock-data`)."""
     mock_documents: int = 100_000
     """Documents of the synthetic data: 205 million tokens, as in Megatron. Tests with short sequences use fewer."""
-    cache_dir: Path | None = None
+    data_cache_path: Path | None = None
     """Directory of index caches (`--data-cache-path`)."""
     seq_length: int
     seed: int = 1234
@@ -74,7 +74,7 @@ class DataConfig:
     """Restarts position ids at each document."""
     reset_attention_mask: bool = False
     """Limits attention to tokens of the same document."""
-    mmap: bool = True
+    mmap_bin_files: bool = True
     """Memory-maps .bin files instead of reading them."""
     num_workers: int = 0
     """Above 0: one thread per rank reads the next batches ahead; 0: the training thread reads them."""
@@ -84,7 +84,7 @@ class DataConfig:
     """Reports a loss for each validation dataset instead of blending them."""
     full_validation: bool = False
     """An evaluation covers each validation dataset once, regardless of `LoopConfig.eval_iters`."""
-    surplus: float = 0.005
+    mid_level_dataset_surplus: float = 0.005
     """Extra samples built per dataset of a weighted blend, as a share (`--mid-level-dataset-surplus`)."""
-    dataloader: Literal["single", "cyclic"] = "single"
+    dataloader_type: Literal["single", "cyclic"] = "single"
     """single: samples in index order; cyclic: shuffled anew in each epoch (`--dataloader-type`)."""

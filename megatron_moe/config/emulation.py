@@ -10,13 +10,13 @@ class EmulationConfig:
 
     ranks: tuple[int, ...] = ()
     """Global ranks to emulate, one after the other; empty: the first rank of every pipeline stage."""
-    imbalance: float = 1.0
+    emulate_imbalance: float = 1.0
     """Rows of the emulated rank's experts, as a multiple of the even share."""
     gpu: str = "h100"
     """Kind of GPU to emulate (`cost_model.hardware.GPUS`)."""
-    json: Path | None = None
+    emulate_json: Path | None = None
     """Output file of the results."""
-    plot: Path | None = None
+    emulate_plot: Path | None = None
     """Output file of the memory timeline, a PNG."""
 
 

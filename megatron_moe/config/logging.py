@@ -12,34 +12,34 @@ class LoggingConfig:
     run_dir: Path | None = None
     """Run directory with log, metrics, status and plots; None: no such directory."""
     log_interval: int = 100
-    style: Literal["megatron", "short"] = "megatron"
+    log_style: Literal["megatron", "short"] = "megatron"
     progress_bar: bool = True
     """Replaces step lines by one live line if the output is a terminal."""
     tensorboard_dir: Path | None = None
-    tensorboard_interval: int = 1
-    wandb_project: str = ""
-    wandb_exp_name: str = ""
-    wandb_entity: str = ""
+    tensorboard_log_interval: int = 1
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_entity: str | None = None
     wandb_save_dir: Path | None = None
     log_throughput: bool = False
     log_params_norm: bool = False
-    log_num_zeros: bool = False
-    log_memory: bool = False
-    memory_interval: int | None = None
+    log_num_zeros_in_grad: bool = False
+    log_memory_to_tensorboard: bool = False
+    log_memory_interval: int | None = None
     """Iterations between memory lines; None: one line, after the first log line."""
-    log_device_memory: bool = False
+    log_device_memory_used: bool = False
     """Includes the driver's count of all processes in memory lines (`--log-device-memory-used`)."""
-    log_timers: bool = False
-    log_validation_ppl: bool = False
-    log_world_size: bool = False
+    log_timers_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = False
     log_straggler: bool = False
-    stragglers_named: int = 1
+    straggler_minmax_count: int = 1
     """Slowest ranks to report (`--straggler-minmax-count`)."""
     log_progress: bool = False
     """Appends starts and checkpoints to progress.txt in the checkpoint directory."""
-    timing_level: Literal[0, 1, 2] = 0
-    timing_option: Literal["max", "minmax", "all"] = "minmax"
-    per_layer_moe: bool = False
+    timing_log_level: Literal[0, 1, 2] = 0
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    moe_per_layer_logging: bool = False
     """Logs MoE metrics of each layer (`--moe-per-layer-logging`)."""
     plots: bool = True
     """Draws plots/*.png in the run directory when the run ends."""
@@ -51,17 +51,17 @@ class ProfileConfig:
 
     tool: Literal["none", "cuda", "torch"] = "none"
     """cuda: delimits the steps for an external profiler (cudaProfilerStart and Stop); torch: writes a trace."""
-    after: int = 10
+    profile_step_start: int = 10
     """Iterations before the first profiled one (`--profile-step-start`)."""
-    last: int = 12
+    profile_step_end: int = 12
     """Last profiled iteration (`--profile-step-end`)."""
-    ranks: tuple[int, ...] = ()
+    profile_ranks: tuple[int, ...] = ()
     """Profiled ranks; empty: all."""
-    shapes: bool = False
+    pytorch_profiler_collect_shapes: bool = False
     """Tensor shapes in the trace."""
-    stacks: bool = False
+    pytorch_profiler_collect_callstack: bool = False
     """Python stacks in the trace."""
-    marks: bool = False
+    nvtx_ranges: bool = False
     """NVTX ranges around the forward of each module (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None
     """File of the allocation history (`--memory-snapshot-path`), with the rank appended to its name; None: not

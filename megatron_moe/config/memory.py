@@ -8,14 +8,14 @@ from typing import Literal
 class RecomputeConfig:
     """Activation recompute (`--recompute-*`)."""
 
-    granularity: Literal["none", "full", "selective"] = "none"
-    method: Literal["uniform", "block"] = "uniform"
-    """Full recompute of all layers in chunks of `num_layers` (uniform), or of the first `num_layers` of each stage
+    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Full recompute of all layers in chunks of `recompute_num_layers` (uniform), or of the first of each stage
     one by one (block)."""
-    num_layers: int = 1
-    modules: tuple[str, ...] = ()
+    recompute_num_layers: int = 1
+    recompute_modules: tuple[str, ...] = ()
     """Modules of selective recompute."""
-    distribute: bool = False
+    distribute_saved_activations: bool = False
     """Full recompute without sequence parallelism: shards the saved layer inputs over tensor-parallel ranks
     (`--distribute-saved-activations`)."""
 
@@ -24,16 +24,16 @@ class RecomputeConfig:
 class ActivationOffloadConfig:
     """Offload of saved activations to host memory between forward and backward."""
 
-    modules: tuple[str, ...] = ()
+    offload_modules: tuple[str, ...] = ()
     """Modules whose saved tensors are offloaded (`--offload-modules`)."""
-    fraction: float = 1.0
+    activation_offload_fraction: float = 1.0
     """Share of their bytes that is offloaded (`--activation-offload-fraction`)."""
-    min_elements: int = 1 << 20
+    min_offloaded_tensor_size: int = 1 << 20
     """Smaller tensors are not offloaded (`--min-offloaded-tensor-size`)."""
-    stay_bytes_per_stage: int = 0
+    delta_offload_bytes_across_pp_ranks: int = 0
     """Bytes per microbatch that pipeline rank r does not offload are r times this
     (`--delta-offload-bytes-across-pp-ranks`)."""
-    max_inflight: int | None = None
+    fine_grained_offloading_max_inflight_offloads: int | None = None
     """Most concurrent copies of one module; None: unlimited."""
     optimizer_fraction: float = 0.0
     """Share of master weights and moments that is in host memory during forward and backward."""
@@ -43,21 +43,21 @@ class ActivationOffloadConfig:
 class PagedStashConfig:
     """Paged stash: saves the used expert rows for backward in pages instead of buffers of the worst-case size."""
 
-    page_size: int = 64
+    moe_paged_stash_page_size: int = 64
     """Rows per page."""
-    factor: float = 1.1
+    moe_paged_stash_buffer_size_factor_cuda: float = 1.1
     """Capacity of the stash as a multiple of the even share of all in-flight rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Options that trade time for memory; only `expert_wgrad_interval` affects numerics."""
+    """Options that trade time for memory; only `moe_expert_wgrad_interval` affects numerics."""
 
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
-    stash: PagedStashConfig | None = None
+    paged_stash: PagedStashConfig | None = None
     """None: saves whole row buffers, unused rows included."""
-    expert_wgrad_interval: int = 1
+    moe_expert_wgrad_interval: int = 1
     """Microbatches per computation of the expert weight gradients (`--moe-expert-wgrad-interval`). Their rows are kept
     until then and summed in one GEMM, which changes the rounding."""
 
@@ -69,9 +69,9 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 class CudaGraphConfig:
     """CUDA graphs of layer modules or of the full iteration."""
 
-    modules: tuple[GraphModule, ...] = ()
+    cuda_graph_modules: tuple[GraphModule, ...] = ()
     """Modules of decoder layers that are captured; empty: none."""
     full_iteration: bool = False
     """Captures forward and backward of all microbatches of a step as one graph."""
-    warmup_steps: int = 3
+    cuda_graph_warmup_steps: int = 3
     """Steps before capture."""

@@ -82,6 +82,7 @@ class ModelConfig:
     """Tokens per chunk of the fused linear cross-entropy, which recomputes the logits of a chunk in backward. None:
     the logits of the whole microbatch are materialised and saved."""
     embedding_dropout: float = 0.0
+    """`--hidden-dropout`"""
     mtp: MTPConfig | None = None
     init: InitConfig = InitConfig()
 

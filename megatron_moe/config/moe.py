@@ -35,8 +35,10 @@ class MLPConfig:
 
     hidden_size: int
     ffn_hidden_size: int
+    """`--ffn-hidden-size`, `--moe-ffn-hidden-size` or `--moe-shared-expert-intermediate-size`"""
     activation: ActivationConfig
     bias: bool = False
+    """`--add-bias-linear`"""
 
     @property
     def matrix_elements(self) -> int:
@@ -75,8 +77,9 @@ class RouterConfig:
     global batch."""
     bias_update_rate: float = 1e-3
     balancing: tuple[Balancing, ...] = ("none",)
+    """`--moe-router-load-balancing-type`"""
     aux_loss_coeffs: tuple[float, ...] = (0.0,)
-    """Coefficients of the balancing losses, one per entry of `balancing`."""
+    """Coefficients of the balancing losses (`--moe-aux-loss-coeff`), one per entry of `balancing`."""
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None
     dtype: Literal["fp32", "fp64"] | None = None
@@ -87,7 +90,7 @@ class RouterConfig:
     """Replaces the logits by random ones with a random bias of this standard deviation per expert, to benchmark uneven
     load; negative: the bias is drawn once per layer (`--moe-router-force-biased`)."""
     linear_bias: bool = False
-    """Adds a learned bias to the gating linear (GPT-OSS)."""
+    """Adds a learned bias to the gating linear (`--add-bias-linear`, GPT-OSS)."""
     quantile_ema: float = 0.0
     """Decay of the moving average of the quantile thresholds (`--moe-router-quantile-balancing-ema`)."""
 

@@ -40,12 +40,12 @@ class ParallelConfig:
     cp_sub_axes: tuple[int, int] | None = None
     """Sizes (a2a, p2p) of hierarchical context parallelism, with product cp. Adjacent ranks form an all-to-all group
     (`--hierarchical-context-parallel-sizes`)."""
-    max_seqlen_per_rank: int | None = None
+    max_seqlen_per_dp_cp_rank: int | None = None
     """Dynamic context parallelism (`--hybrid-context-parallel`): each microbatch uses the smallest number of cp ranks
     that keeps a rank's share of its longest document within this many tokens. None: all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes, fastest varying first."""
-    timeout_minutes: float = 10.0
+    distributed_timeout_minutes: float = 10.0
     """Timeout of collectives (`--distributed-timeout-minutes`)."""
     debug_collectives: bool = False
     """Verifies before each collective that all its ranks call it with the same shapes (torch.distributed's debug level
@@ -66,20 +66,20 @@ class ParallelConfig:
 class DataParallelConfig:
     """Gradient reduction and weight gathering over data-parallel ranks (`--ddp-*`)."""
 
-    sharded_optimizer: bool = False
+    use_distributed_optimizer: bool = False
     """ZeRO-1: each rank keeps and steps a shard of the optimizer state (`--use-distributed-optimizer`)."""
     overlap_grad_reduce: bool = False
     """Starts a bucket's reduction as soon as its last gradient of the step is computed, alongside the backward."""
     overlap_param_gather: bool = False
     """Gathers updated weights alongside the next forward, bucket by bucket."""
-    bucket_size: int | None = None
-    """Elements per bucket; None, without `num_buckets`: Megatron's rule."""
-    num_buckets: int | None = None
-    """Approximate number of buckets of a rank, as an alternative to `bucket_size`."""
-    pad_buckets: bool = False
+    ddp_bucket_size: int | None = None
+    """Elements per bucket; None, without `ddp_num_buckets`: Megatron's rule."""
+    ddp_num_buckets: int | None = None
+    """Approximate number of buckets of a rank, as an alternative to `ddp_bucket_size`."""
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pads buckets to multiples of 2^16 elements, for full NCCL bus bandwidth."""
-    average_in_collective: bool = False
+    ddp_average_in_collective: bool = False
     """Averages gradients inside the collective instead of scaling their sum."""
-    fp32_sums: bool = False
+    ddp_reduce_scatter_with_fp32_accumulation: bool = False
     """Communicates gradients in their own format but accumulates them in fp32
     (`--ddp-reduce-scatter-with-fp32-accumulation`)."""

@@ -12,14 +12,14 @@ class PipelineConfig:
 
     layout: PipelineLayout | None = None
     """None: the same number of layers on every stage."""
-    group_size: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Consecutive microbatches per virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`); None: pp."""
     overlap: bool = False
     """Interleaves the forward of one microbatch with the backward of another to hide expert communication
     (`--overlap-moe-expert-parallel-comm`)."""
-    split_backward: bool = False
+    delay_wgrad_compute: bool = False
     """Computes weight gradients after input gradients, as separate actions (`--delay-wgrad-compute`)."""
-    early_attention_backward: bool = False
+    ep_overlap_early_attn_memory_release: bool = False
     """With `overlap`, runs the backward of attention before the other microbatch's experts
     (`--ep-overlap-early-attn-memory-release`)."""
 
@@ -29,8 +29,8 @@ class PipelineConfig:
             num_microbatches=num_microbatches,
             pp=layout.pp,
             vpp=layout.vpp,
-            group_size=self.group_size,
+            group_size=self.microbatch_group_size_per_virtual_pipeline_stage,
             overlap=self.overlap,
-            split_backward=self.split_backward,
+            split_backward=self.delay_wgrad_compute,
             forward_only=forward_only,
         )

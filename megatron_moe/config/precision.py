@@ -16,18 +16,18 @@ class PrecisionConfig:
     """Parameters and activations. Softmax, norms and losses compute in promote(fp32, params)."""
     grads: FloatName = "fp32"
     """Gradient accumulation and reduction."""
-    master: FloatName = "fp32"
+    main_params_dtype: FloatName = "fp32"
     """Master weights of the optimizer; not stored separately if equal to `params` (`--main-params-dtype`)."""
-    deterministic: bool = False
+    deterministic_mode: bool = False
     """Selects bitwise reproducible kernels (`--deterministic-mode`)."""
-    exp_avg: StateName = "fp32"
-    """Adam's first moment (`--exp-avg-dtype`); fp64 if `master` is."""
-    exp_avg_sq: StateName = "fp32"
-    """Adam's second moment (`--exp-avg-sq-dtype`); fp64 if `master` is."""
-    remainders: bool = False
+    exp_avg_dtype: StateName = "fp32"
+    """Adam's first moment (`--exp-avg-dtype`); fp64 if `main_params_dtype` is."""
+    exp_avg_sq_dtype: StateName = "fp32"
+    """Adam's second moment (`--exp-avg-sq-dtype`); fp64 if `main_params_dtype` is."""
+    store_param_remainders: bool = False
     """Stores only the low 16 bits of fp32 master weights, next to the bf16 parameter that has the high ones: 2 bytes
     instead of 4, without loss (`--store-param-remainders`)."""
-    low: LowPrecision | None = None
+    low_precision: LowPrecision | None = None
     """Scaling recipe of FP8 or FP4 matrix products (`--fp8-recipe`, `--fp4-recipe`); None: all use `params`."""
-    low_params: bool = False
+    low_precision_params: bool = False
     """Stores and gathers the weights of these products in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`)."""

@@ -16,21 +16,21 @@ class ResilienceConfig:
     """Reaction to a non-finite loss or gradient: end the run, or skip the update. Weights are never updated by it."""
     watchdog: tuple[tuple[str, float], ...] = ()
     """Pairs (phase, timeout in seconds) of start, step, evaluation, save and exit; unlisted phases have no timeout."""
-    compare_replicas_interval: int | None = None
+    check_weight_hash_across_dp_replicas_interval: int | None = None
     """Iterations between comparisons of weights over data-parallel ranks; None: never
     (`--check-weight-hash-across-dp-replicas-interval`)."""
-    most_skips: int = 3
+    max_skipped_iterations: int = 3
     """Consecutive skipped steps that end the run (`--max-skipped-iterations`)."""
-    report_spiky_loss: bool = False
+    check_for_spiky_loss: bool = False
     """Detects loss spikes (`--check-for-spiky-loss`)."""
-    report_large_grads: bool = False
+    check_for_large_grads: bool = False
     """Detects gradient spikes (`--check-for-large-grads`)."""
-    timeout_after_start: float | None = None
+    distributed_timeout_seconds_after_init: float | None = None
     """Timeout of collectives after the first step, in seconds; None: the same as in it
     (`--distributed-timeout-seconds-after-init`)."""
     on_spike: Literal["report", "skip", "stop"] = "report"
     """Reaction to a loss or gradient spike; skip and stop discard the update."""
-    rerun: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
     """validate_results: recomputes a step that ends the run, to detect faulty hardware; report_stats: recomputes every
     step, for statistics (`--rerun-mode`)."""
     faults: tuple[FaultConfig, ...] = ()

@@ -24,11 +24,11 @@ from megatron_moe.pipeline.schedule import ScheduleConfig
 class KernelConfig:
     """Kernel backends and compilation."""
 
-    backend: str = "auto"
+    kernel_backend: str = "auto"
     """Backend of all ops (`--kernel-backend`)."""
-    per_op: tuple[tuple[str, str], ...] = ()
-    """Pairs (op, backend) that override `backend` (`--kernel-per-op`)."""
-    cache_dir: Path | None = None
+    kernel_per_op: tuple[tuple[str, str], ...] = ()
+    """Pairs (op, backend) that override `kernel_backend` (`--kernel-per-op`)."""
+    kernel_cache_dir: Path | None = None
     """Directory of compiled kernels, with a subdirectory per node; None: the user's cache directory."""
     compile_first: bool = False
     """Compiles all kernels before the first step (GPU only)."""
@@ -42,7 +42,7 @@ class RunPlan:
     parallel: ParallelConfig
     precision: PrecisionConfig
     optimizer: OptimizerConfig
-    lr: LRConfig
+    lr_schedule: LRConfig
     batch: BatchConfig
     data: DataConfig
     loop: LoopConfig
@@ -53,7 +53,7 @@ class RunPlan:
     data_parallel: DataParallelConfig = DataParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     memory: MemoryConfig = MemoryConfig()
-    graphs: CudaGraphConfig = CudaGraphConfig()
+    cuda_graphs: CudaGraphConfig = CudaGraphConfig()
     profile: ProfileConfig = ProfileConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -86,7 +86,7 @@ class RunPlan:
     @property
     def num_microbatches(self) -> int:
         """Microbatches per step at the full global batch size."""
-        return self.batch.global_size // (self.batch.micro * self.parallel.dp)
+        return self.batch.global_batch_size // (self.batch.micro_batch_size * self.parallel.dp)
 
     def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
         """See `PipelineConfig.schedule`."""

@@ -8,31 +8,31 @@ from math import ceil
 class BatchConfig:
     """Microbatch size, global batch size and its ramp-up."""
 
-    micro: int
+    micro_batch_size: int
     """Sequences per microbatch and rank."""
-    global_size: int
+    global_batch_size: int
     """Sequences per step over all ranks, after the ramp-up."""
-    rampup: tuple[int, int, int] | None = None
+    rampup_batch_size: tuple[int, int, int] | None = None
     """(start size, increment, samples of the ramp-up) (`--rampup-batch-size`)."""
 
     def size_at(self, consumed_samples: int) -> int:
         """Global batch size of the step after `consumed_samples`. Increments are equally spaced in samples."""
-        if self.rampup is None:
-            return self.global_size
-        start, increment, over = self.rampup
-        num_increments = (self.global_size - start) // increment
+        if self.rampup_batch_size is None:
+            return self.global_batch_size
+        start, increment, over = self.rampup_batch_size
+        num_increments = (self.global_batch_size - start) // increment
         if num_increments == 0 or consumed_samples > over:
-            return self.global_size
+            return self.global_batch_size
         return start + increment * int(consumed_samples / (over / num_increments)) if over else start
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
         """Number of full batches in `samples` after the first `consumed`."""
-        steps, ramp_samples = 0, self.rampup[2] if self.rampup else -1
+        steps, ramp_samples = 0, self.rampup_batch_size[2] if self.rampup_batch_size else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
             equal = self._steps_of_equal_size(consumed, min(ramp_samples, samples))
             consumed += equal * self.size_at(consumed)
             steps += equal
-        return steps + max(samples - consumed, 0) // self.global_size
+        return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def megatron_steps_for(self, samples: int) -> int:
         """Last iteration of a run of `samples` in Megatron-LM (`update_train_iters` of its training.py).
@@ -41,16 +41,16 @@ class BatchConfig:
         ramp-up it adds a batch while at most `samples` were consumed before it, so the run may exceed `samples`.
         """
         steps = consumed = 0
-        while self.rampup is not None and consumed <= min(self.rampup[2], samples):
+        while self.rampup_batch_size is not None and consumed <= min(self.rampup_batch_size[2], samples):
             consumed += self.size_at(consumed)
             steps += 1
-        return steps + max(samples - consumed, 0) // self.global_size
+        return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def _steps_of_equal_size(self, consumed: int, end: int) -> int:
         """Number of steps from `consumed` to `end` that have the same size as the first, at least 1."""
-        assert self.rampup is not None, "only called during a ramp-up"
-        size, (start, increment, over) = self.size_at(consumed), self.rampup
-        num_increments = (self.global_size - start) // increment
+        assert self.rampup_batch_size is not None, "only called during a ramp-up"
+        size, (start, increment, over) = self.size_at(consumed), self.rampup_batch_size
+        num_increments = (self.global_batch_size - start) // increment
         next_size_at = over / max(num_increments, 1) * ((size - start) // increment + 1)
         number = min(ceil((next_size_at - consumed) / size), (end - consumed) // size)
         while number > 1 and self.size_at(consumed + (number - 1) * size) != size:  # corrects rounding
@@ -69,13 +69,13 @@ class LoopConfig:
     eval_interval: int | None = None
     eval_iters: int = 100
     exit_interval: int | None = None
-    exit_duration_minutes: float | None = None
+    exit_duration_in_mins: float | None = None
     seed: int = 1234
     skip_train: bool = False
-    per_token_loss: bool = False
+    calculate_per_token_loss: bool = False
     """Divides the loss by the tokens of the global batch instead of averaging over microbatches
     (`--calculate-per-token-loss`)."""
-    check_nonfinite: bool = True
+    check_for_nan_in_loss_and_grad: bool = True
     """Checks loss and gradients for non-finite values (`--check-for-nan-in-loss-and-grad`)."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations, counted from 1, whose samples are skipped."""

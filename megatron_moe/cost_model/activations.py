@@ -75,7 +75,7 @@ class ActivationSizes:
     def of(cls, plan: RunPlan, imbalance: float = 1.0) -> "ActivationSizes":
         """Sizes for one microbatch of a plan."""
         parallel, activation = plan.parallel, num_bytes(plan.precision.params)
-        inner = plan.data.seq_length // parallel.cp * plan.batch.micro
+        inner = plan.data.seq_length // parallel.cp * plan.batch.micro_batch_size
         return cls(
             residual=inner // parallel.tp if parallel.sequence_parallel else inner,
             inner=inner,

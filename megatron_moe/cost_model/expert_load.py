@@ -4,6 +4,7 @@ Each token selects K of E experts, all sets equally likely; with group limits, g
 experts. Counts are hypergeometric; docs/communication-volume.md has the derivations.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, log, sqrt
@@ -85,26 +86,17 @@ class LoadChoice:
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
         """(experts of these parts in the selected groups, probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
-        by_group: dict[int, int] = {}
-        for part in parts:
-            for expert in range(part * per_part, (part + 1) * per_part):
-                group = expert // per_group
-                by_group[group] = by_group.get(group, 0) + 1
-        # (selected groups, experts in them) -> number of subsets of the groups seen
-        ways = {(0, 0): 1}
-        for experts in by_group.values():
-            following: dict[tuple[int, int], int] = {}
-            for (selected, held), count in ways.items():
-                for take in (0, 1):
-                    key = (selected + take, held + take * experts)
-                    following[key] = following.get(key, 0) + count
-            ways = following
+        experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
+        by_group = Counter(expert // per_group for expert in experts)
+        # (selected groups, experts in them) -> number of subsets of these groups
+        ways = Counter({(0, 0): 1})
+        for size in by_group.values():
+            ways += Counter({(selected + 1, held + size): count for (selected, held), count in ways.items()})
         num_rest, all_ways = self.num_groups - len(by_group), comb(self.num_groups, self.group_topk)
-        distribution: dict[int, float] = {}
+        distribution: dict[int, float] = defaultdict(float)
         for (selected, held), count in ways.items():
             if 0 <= self.group_topk - selected <= num_rest:
-                weight = count * comb(num_rest, self.group_topk - selected) / all_ways
-                distribution[held] = distribution.get(held, 0.0) + weight
+                distribution[held] += count * comb(num_rest, self.group_topk - selected) / all_ways
         return list(distribution.items())
 
 

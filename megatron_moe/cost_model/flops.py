@@ -1,23 +1,20 @@
 """Floating-point operations of a training step, and peak rates of devices."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
 
 from megatron_moe.config.attention import CoreAttentionConfig, MLAConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig
 from megatron_moe.config.precision import FloatName
-
-Convention = Literal["causal", "full"]
-"""Counted query-key pairs of a sequence. causal: those visible under the mask; full: all S^2."""
+from megatron_moe.cost_model.amounts import Amounts
 
 _PER_MULTIPLY_ADD = 6
 """2 operations each in forward, input gradient and weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopCount:
+class FlopCount(Amounts[int]):
     """Operations of forward and backward by kind, without recomputed forwards."""
 
     attention: int = 0
@@ -33,52 +30,41 @@ class FlopCount:
     head: int = 0
     """Logits of the next token and of each depth of multi-token prediction."""
 
-    def __add__(self, other: "FlopCount") -> "FlopCount":
-        return FlopCount(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
-
-
-def count_flops(
-    model: ModelConfig, num_sequences: int, seq_length: int, convention: Convention = "causal"
-) -> FlopCount:
+def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
     """Operations of one step over `num_sequences` sequences of `seq_length` tokens.
 
-    With "causal" this is Megatron's formula for "throughput per GPU": matrix products only, without router, norms,
-    embedding lookup, padding and recompute; S^2 / 2 pairs per attention. Unlike Megatron's, it excludes keys outside a
-    sliding window.
+    This is Megatron's formula for "throughput per GPU": matrix products only, without router, norms, embedding lookup,
+    padding and recompute; S^2 / 2 pairs per causal attention. Unlike Megatron's, it excludes keys outside a sliding
+    window.
     """
-    count = FlopCount()
-    for layer, times in Counter(model.layers).items():
-        of_layer = count_layer_flops(layer, seq_length, convention)
-        count += FlopCount(**{f.name: times * getattr(of_layer, f.name) for f in fields(FlopCount)})
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
-    count += FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length, convention))
-    return FlopCount(**{f.name: num_sequences * getattr(count, f.name) for f in fields(count)})
+    count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))
+    for layer, times in Counter(model.layers).items():
+        count += count_layer_flops(layer, seq_length) * times
+    return count * num_sequences
 
 
-def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int, convention: Convention = "causal") -> int:
+def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int) -> int:
     """Total of `count_flops`, the basis of throughput and MFU."""
-    return count_flops(model, num_sequences, seq_length, convention).total
+    return count_flops(model, num_sequences, seq_length).total
 
 
-def _mtp_depth(model: ModelConfig, seq_length: int, convention: Convention) -> int:
+def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
     """A copy of the last layer, the projection [H, 2H] and, as in Megatron's formula, three norms."""
     hidden = model.hidden_size
     own = seq_length * (2 * hidden * hidden + 3 * hidden) * _PER_MULTIPLY_ADD
-    return own + count_layer_flops(model.layers[-1], seq_length, convention).total
+    return own + count_layer_flops(model.layers[-1], seq_length).total
 
 
-def count_layer_flops(layer: LayerConfig, seq_length: int, convention: Convention = "causal") -> FlopCount:
+def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     """Operations of one layer for one sequence."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     per_token = seq_length * _PER_MULTIPLY_ADD
     projections = mixer.matrix_elements
     if isinstance(mixer, MLAConfig) and mixer.qk_norm:  # Megatron counts the norms of the compressed q and kv
         projections += mixer.kv_lora_rank + (mixer.q_lora_rank or 0)
-    pairs = _twice_pairs(mixer.core, seq_length, convention)
+    pairs = _twice_pairs(mixer.core, seq_length)
     attention = FlopCount(
         attention=per_token * projections,
         core_attention=(mixer.q_width + mixer.out_width) * pairs * _PER_MULTIPLY_ADD // 2,
@@ -90,10 +76,10 @@ def count_layer_flops(layer: LayerConfig, seq_length: int, convention: Conventio
     return attention + FlopCount(experts=per_token * experts, shared=per_token * shared)
 
 
-def _twice_pairs(core: CoreAttentionConfig, seq_length: int, convention: Convention) -> int:
+def _twice_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
     """Twice the query-key pairs of one sequence, as a continuous area: S^2 / 2 under the causal mask,
     w S - w^2 / 2 with a window of w tokens."""
-    if convention == "full" or not core.causal:
+    if not core.causal:
         return 2 * seq_length * seq_length
     left = core.window[0] if core.window else -1
     window = seq_length if left < 0 else min(left + 1, seq_length)

@@ -3,15 +3,18 @@
 Excluded: the CUDA context, NCCL buffers, cuBLAS workspaces and allocator fragmentation.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from math import ceil
 from operator import mul
+from types import MappingProxyType
+from typing import NamedTuple
 
-from megatron_moe.config.memory import MemoryConfig, RecomputeConfig
+from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.precision import LowPrecision, PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
@@ -22,12 +25,17 @@ from megatron_moe.cost_model.activations import (
     num_bytes,
     stage_tensors,
 )
+from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
 from megatron_moe.cost_model.workspace import ATTENTION, Workspace, in_attention, in_feed_forward, in_loss
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
+_LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
+"""Bytes per element of a GEMM input in a low format, scales included; 1 in other formats."""
+_LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)})
+"""Bytes of a weight in the formats that need a rowwise and a columnwise copy."""
 _FEW_GROUPS = 4
 """Groups of microbatches after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
@@ -37,7 +45,7 @@ Moment = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateBytes:
+class StateBytes(Amounts[float]):
     """Bytes of weights, gradients and optimizer state."""
 
     weights: float
@@ -45,10 +53,6 @@ class StateBytes:
     master: float
     """Master weights; sharded with ZeRO-1, like the moments."""
     moments: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.master + self.moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,75 +96,41 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, master weights and moments: 6 + 12 / d per parameter.
     """
     precision, parallel = plan.precision, plan.parallel
-    sharded = plan.data_parallel.sharded_optimizer
+    sharded = plan.data_parallel.use_distributed_optimizer
     owners = (parallel.dp * parallel.cp, parallel.edp) if sharded else (1, 1)
     owned = held.attention / owners[0] + held.expert / owners[1]
     on_device = 1 - plan.memory.offload.optimizer_fraction
-    has_master = precision.params != precision.master
+    has_master = precision.params != precision.main_params_dtype
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
-    if precision.low and precision.low_params:
-        weights -= low.total * (weight - _low_weight(precision))
+    if precision.low_precision and precision.low_precision_params:
+        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.low_precision, 1 + 4 / 128**2))
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
-        master=owned * _master(precision) * on_device if has_master else 0.0,
+        master=owned * (2 if precision.store_param_remainders else num_bytes(precision.main_params_dtype)) * on_device
+        if has_master
+        else 0.0,
         moments=owned * _moments(precision) * on_device,
     )
 
 
-def _master(precision: PrecisionConfig) -> int:
-    """Bytes of a master weight, or of its low 16 bits (`PrecisionConfig.remainders`)."""
-    return 2 if precision.remainders else num_bytes(precision.master)
-
-
 def _moments(precision: PrecisionConfig) -> int:
-    if precision.master == "fp64":
+    if precision.main_params_dtype == "fp64":
         return 16
-    return num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
+    return num_bytes(precision.exp_avg_dtype) + num_bytes(precision.exp_avg_sq_dtype)
 
 
-def _low_weight(precision: PrecisionConfig) -> float:
-    """Bytes of a weight in a low format. MXFP8 and NVFP4 need a rowwise and a columnwise copy."""
-    match precision.low:
-        case "mxfp8":
-            return 2 * (1 + 1 / 32)
-        case "nvfp4":
-            return 2 * (0.5 + 1 / 16)
-        case _:
-            return 1 + 4 / 128**2
-
-
-def _low_activation(recipe: LowPrecision) -> float:
-    """Bytes per element of a matrix product's input in a low format, scales included."""
-    match recipe:
-        case "blockwise":
-            return 1 + 4 / 128
-        case "mxfp8":
-            return 1 + 1 / 32
-        case "nvfp4":
-            return 0.5 + 1 / 16
-        case _:
-            return 1.0
-
-
-@dataclass
-class _Chunk:
+class _Chunk(NamedTuple):
     """Saved bytes of one microbatch in one chunk, on the device by module and on the host."""
 
     modules: dict[str, float]
-    on_host: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self.modules.values())
+    on_host: float
 
 
-@dataclass(frozen=True)
-class _Placed:
+class _Placed(NamedTuple):
     """Bytes of a saved tensor by place."""
 
-    module: str
     device: float
     host: float = 0.0
     recomputed: float = 0.0
@@ -197,11 +167,12 @@ class RankMemory:
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         late = [sum(map(self._late, of_chunk)) for of_chunk in self.layers_of_chunks(rank)]
-        in_flight, delayed = _peak(self.moments(rank, num_microbatches), [chunk.total for chunk in chunks], late)
-        modules: dict[str, float] = {}
+        sizes = [sum(chunk.modules.values()) for chunk in chunks]
+        in_flight, delayed = _peak(self.moments(rank, num_microbatches), sizes, late)
+        modules: dict[str, float] = defaultdict(float)
         for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
-                modules[module] = modules.get(module, 0.0) + count * size
+                modules[module] += count * size
         if any(delayed):
             modules[LATE] = sum(map(mul, delayed, late))
         longest = max(len(stage.layers) for stage in stages)
@@ -228,7 +199,7 @@ class RankMemory:
     def moments(self, rank: int, num_microbatches: int) -> list[Moment]:
         """Distinct numbers of microbatches that a pipeline rank stores after each computation, over a few groups of
         microbatches: the rest of a long step is periodic."""
-        interval = self.plan.memory.expert_wgrad_interval
+        interval = self.plan.memory.moe_expert_wgrad_interval
         group = self.plan.schedule(num_microbatches).group
         count = min(num_microbatches, groups_of_moments(interval) * group)
         key = rank, count, interval
@@ -249,7 +220,7 @@ class RankMemory:
         """(all parameters, parameters in a low format)."""
         if rank not in self._held:
             plan, low = self.plan, HeldElements()
-            if plan.precision.low and plan.precision.low_params:
+            if plan.precision.low_precision and plan.precision.low_precision_params:
                 kinds = Counter(self._layers_of(rank)).items()
                 low = sum((low_elements(layer, plan.parallel) * count for layer, count in kinds), low)
             self._held[rank] = held_by_rank(plan.model, plan.layout, rank, plan.parallel), low
@@ -277,46 +248,47 @@ class RankMemory:
         return self._layers[layer]
 
     def _chunk(self, rank: int, index: int) -> _Chunk:
-        plan = self.plan
+        plan, recompute = self.plan, self.plan.memory.recompute
         stage = plan.layout.chunks(rank)[index]
-        chunk = _Chunk({})
+        saved: list[SavedTensor] = []
         for place, layer in enumerate(stage.layers):
-            whole = _recomputes_whole(plan.memory.recompute, place)
             tensors = self.tensors(plan.model.layers[layer])
-            self._add(chunk, self._input(tensors, plan.memory.recompute, place) if whole else tensors)
-        self._add(chunk, stage_tensors(plan.model, stage, plan.parallel, self.sizes))
-        kept = min(chunk.on_host, float(plan.memory.offload.stay_bytes_per_stage * rank))
-        if kept:
-            chunk.modules["not offloaded"] = kept
-            chunk.on_host -= kept
-        return chunk
-
-    def _input(self, tensors: list[SavedTensor], recompute: RecomputeConfig, place: int) -> list[SavedTensor]:
-        """The saved input of a fully recomputed layer; only the first layer of a recomputed chunk has one."""
-        first = recompute.method == "block" or place % recompute.num_layers == 0
-        return [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
-
-    def _add(self, chunk: _Chunk, tensors: Iterable[SavedTensor]) -> None:
-        for each in tensors:
+            if _recomputes_whole(recompute, place):
+                # only the input is saved: of every layer, or of the first one of each recomputed group
+                first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
+                tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
+            saved += tensors
+        saved += stage_tensors(plan.model, stage, plan.parallel, self.sizes)
+        modules: dict[str, float] = defaultdict(float)
+        on_host = 0.0
+        for each in saved:
             placed = self._place(each)
-            chunk.modules[placed.module] = chunk.modules.get(placed.module, 0.0) + placed.device
-            chunk.on_host += placed.host
+            modules[each.module] += placed.device
+            on_host += placed.host
+        kept = min(on_host, float(plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
+        if kept:
+            modules["not offloaded"] = kept
+        return _Chunk(modules, on_host - kept)
 
     def _place(self, tensor: SavedTensor) -> _Placed:
-        memory, low, recompute = self.plan.memory, self.plan.precision.low, self.plan.memory.recompute
-        freed_by = recompute.modules if recompute.granularity == "selective" else ()
-        if recompute.granularity == "full" and recompute.method == "uniform":
+        memory, low, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
+        freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+        if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
             freed_by = (WHOLE_LAYER,)
         if set(tensor.recomputed_by) & set(freed_by):
-            return _Placed(tensor.module, 0.0, recomputed=tensor.bytes)
-        size = tensor.elements * _low_activation(low) if tensor.low and low else float(tensor.bytes)
-        if memory.stash is not None and tensor.even_bytes:
+            return _Placed(0.0, recomputed=tensor.bytes)
+        size = tensor.elements * _LOW_ACTIVATION.get(low, 1.0) if tensor.low and low else float(tensor.bytes)
+        if memory.paged_stash is not None and tensor.even_bytes:
             # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
-            return _Placed(tensor.module, size * memory.stash.factor * tensor.even_bytes / tensor.bytes)
+            return _Placed(
+                size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes
+            )
         offload = memory.offload
-        offloaded = tensor.offloaded_by in offload.modules and tensor.elements >= offload.min_elements
-        host = size * offload.fraction if offloaded else 0.0
-        return _Placed(tensor.module, size - host, host=host)
+        offloaded = (
+            tensor.offloaded_by in offload.offload_modules and tensor.elements >= offload.min_offloaded_tensor_size
+        )
+        host = size * offload.activation_offload_fraction if offloaded else 0.0
+        return _Placed(size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
         """Bytes that a layer saves, before offload."""
@@ -343,8 +315,8 @@ class RankMemory:
             if each.module not in ATTENTION:
                 freed += placed.device + placed.recomputed + placed.host
         recompute = self.plan.memory.recompute
-        if recompute.granularity == "full":
-            run = max(min(recompute.num_layers, longest), 1) if recompute.method == "uniform" else 1
+        if recompute.recompute_granularity == "full":
+            run = max(min(recompute.recompute_num_layers, longest), 1) if recompute.recompute_method == "uniform" else 1
             restored = dict.fromkeys(restored, run * float(sum(each.bytes for each in self.tensors(layer))))
         arguments = layer, self.plan.parallel, self.sizes
         feed_forward = in_feed_forward(*arguments).and_more(restored[False])
@@ -354,7 +326,7 @@ class RankMemory:
     def _visiting(self, rank: int) -> float:
         """Offloaded optimizer state that the update has on the device: all of it, or two chunks."""
         offload = self.plan.optimizer.offload
-        if offload.host_steps or not offload.fraction:
+        if offload.cpu_step or not offload.fraction:
             return 0.0
         state = state_bytes(replace(self.plan, memory=MemoryConfig()), self.held(rank), HeldElements())
         offloaded = (state.master + state.moments) * offload.fraction
@@ -369,9 +341,9 @@ class RankMemory:
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
     """Whether full recompute covers the layer at this place of its stage."""
-    if recompute.granularity != "full":
+    if recompute.recompute_granularity != "full":
         return False
-    return recompute.method == "uniform" or place < recompute.num_layers
+    return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
 
 
 def groups_of_moments(interval: int) -> int:
@@ -406,16 +378,46 @@ def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def state_table(state: StateBytes) -> list[tuple[str, float]]:
-    """(name, bytes) of each kind of state."""
-    return [(entry.name, getattr(state, entry.name)) for entry in fields(StateBytes)]
-
-
 def checkpoint_bytes(plan: RunPlan) -> int:
     """Bytes of one checkpoint: weights and, if saved, optimizer state (at least fp32). Buffers, a few elements per
     expert, are excluded."""
     precision = plan.precision
-    wide = max(num_bytes("fp32"), num_bytes(precision.master))
-    copies = 2 if precision.master == precision.params else 3
+    wide = max(num_bytes("fp32"), num_bytes(precision.main_params_dtype))
+    copies = 2 if precision.main_params_dtype == precision.params else 3
     state = copies * wide if plan.checkpoint.save_optim else 0
     return count_parameters(plan.model).total * (num_bytes(precision.params) + state)
+
+
+def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
+    """Number of pages of a pipeline rank for each row width. Every in-flight tensor of expert rows gets its rows at an
+    even load times `PagedStashConfig.factor`, and one partial page."""
+    assert plan.memory.paged_stash is not None, "the plan has no paged stash"
+    memory = RankMemory(plan)
+    chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
+    peak: Counter[int] = Counter()
+    for in_flight, _ in memory.moments(rank, plan.num_microbatches):
+        now: Counter[int] = Counter()
+        for count, pages in zip(in_flight, chunks, strict=True):
+            now += Counter({width: count * each for width, each in pages.items()})
+        peak |= now
+    return dict(peak)
+
+
+def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConfig) -> Counter[int]:
+    """Pages of one microbatch for each row width."""
+    plan, found = memory.plan, Counter[int]()
+    for layer in layers:
+        feed_forward = layer.shard(plan.parallel).feed_forward
+        if not isinstance(feed_forward, MoEConfig):
+            continue
+        experts = feed_forward.experts
+        even = plan.parallel.etp * memory.sizes.residual * feed_forward.router.topk
+        widths = [experts.hidden_size, experts.activation.fan * experts.ffn_hidden_size]
+        recompute = plan.memory.recompute
+        if not (recompute.recompute_granularity == "selective" and "moe_act" in recompute.recompute_modules):
+            widths.append(experts.ffn_hidden_size)
+        for width in widths:
+            found[width] += (
+                ceil(config.moe_paged_stash_buffer_size_factor_cuda * even / config.moe_paged_stash_page_size) + 1
+            )
+    return found

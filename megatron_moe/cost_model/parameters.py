@@ -1,14 +1,15 @@
 """Parameter counts, computed from a model's configuration without building it."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.cost_model.amounts import Amounts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamCount:
+class ParamCount(Amounts[int]):
     """Number of parameters by kind. Biases count with their matrix."""
 
     embedding: int = 0
@@ -29,13 +30,6 @@ class ParamCount:
     """Norms, projections and layers of multi-token prediction."""
     head: int = 0
     """0 if tied to the embedding."""
-
-    def __add__(self, other: "ParamCount") -> "ParamCount":
-        return ParamCount(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
 
     @property
     def without_mtp(self) -> "ParamCount":

@@ -5,16 +5,17 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.expert_load import LoadSpread, fullest
+from megatron_moe.cost_model.expert_load import fullest
 from megatron_moe.cost_model.hardware import GIB, GPU
-from megatron_moe.cost_model.memory import RankBytes, RankMemory, groups_of_moments, heaviest, state_table
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, groups_of_moments, heaviest
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.shards import held_by_stage
 from megatron_moe.cost_model.step_time import MANY_GROUPS, StepTime, in_flight, stage_costs, step_time
 from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, attention_grid, expert_grid
-from megatron_moe.planner.memory_options import enabled
+from megatron_moe.planner.estimator import Estimator
+from megatron_moe.planner.memory_options import enabled_options
 
 Facts = dict[str, Any]
 RESERVE_GIB = 3.0
@@ -25,7 +26,7 @@ _MAX_COMPUTATIONS = 50_000
 
 def too_long_to_simulate(plan: RunPlan) -> str | None:
     """Reason why simulating the plan's schedule would take longer than about a second; None if it does not."""
-    interval = plan.memory.expert_wgrad_interval
+    interval = plan.memory.moe_expert_wgrad_interval
     config = plan.schedule(plan.num_microbatches)
     groups = max(MANY_GROUPS, groups_of_moments(interval))
     simulated = min(config.num_microbatches, groups * config.group)
@@ -60,13 +61,10 @@ def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
         "stages": list(_stages(plan)),
         "memory": {
             **_memory(ranks, memory, plan, gpu),
-            "switches": [
-                {"flags": each.flags, "saves_gib": each.saves / GIB, "slower": each.slower}
-                for each in enabled(plan, memory, heaviest(ranks).rank, num_microbatches, gpu, placements)
-            ],
+            "switches": list(_switches(plan, memory, heaviest(ranks), gpu, placements)),
         },
         "schedule": sizes["schedule"] | {"layout": str(plan.layout), "bubble": time.bubble},
-        "communication": _communication(traffic, heaviest(ranks).rank, gpu),
+        "communication": [_traffic(each, gpu) for each in traffic.of_rank(heaviest(ranks).rank)],
         "experts": _experts(plan, traffic),
         "time": _time(plan, time, gpu),
     }
@@ -141,12 +139,12 @@ def _memory(ranks: Sequence[RankBytes], memory: RankMemory, plan: RunPlan, gpu: 
         "spare_gib": spare,
         "fits": spare >= RESERVE_GIB,
         "host_gib": most.on_host / GIB,
-        "tensors": _tensors(memory, plan),
+        "tensors": list(_tensors(memory, plan)),
     }
 
 
 def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
-    yield from state_table(rank.state)
+    yield from vars(rank.state).items()
     for module, size in rank.activations:
         yield f"activations: {module}", size
     yield "dispatch buffers", rank.dispatch
@@ -154,32 +152,37 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
     yield "pipeline buffers", rank.transfers
 
 
-def _tensors(memory: RankMemory, plan: RunPlan) -> list[Facts]:
+def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
     """Saved tensors of one microbatch, for each distinct layer."""
-    found = []
     for layer in dict.fromkeys(plan.model.layers):
-        first = plan.model.layers.index(layer)
-        found += [
-            {"layer": first, "module": each.module, "name": each.name, "shape": each.shape, "bytes": each.bytes}
-            for each in memory.tensors(layer)
-        ]
-    return found
+        sizes: Facts = {"layer": plan.model.layers.index(layer)}
+        for each in memory.tensors(layer):
+            yield sizes | {name: getattr(each, name) for name in ("module", "name", "shape", "bytes")}
+
+
+def _switches(
+    plan: RunPlan, memory: RankMemory, most: RankBytes, gpu: GPU, placements: dict[str, Placement]
+) -> Iterator[Facts]:
+    """Effect of disabling each enabled memory option alone. Effects do not add up: a module inside a recomputed module
+    saves nothing more."""
+    seconds = Estimator(plan, gpu, placements).step().total
+    for option in enabled_options(plan):
+        without = option.apply(plan)
+        saves = memory.on_another_plan(without).of_rank(most.rank, plan.num_microbatches).total - most.total
+        slower = seconds / Estimator(without, gpu, placements).step().total - 1
+        yield {"flags": option.flags, "saves_gib": saves / GIB, "slower": slower}
 
 
 def _schedule(plan: RunPlan, num_microbatches: int) -> Facts:
     config = plan.schedule(num_microbatches)
     return {
         "microbatches": num_microbatches,
-        "micro_batch_size": plan.batch.micro,
-        "global_batch_size": plan.batch.global_size,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "global_batch_size": plan.batch.global_batch_size,
         "pipeline_ranks": config.pp,
         "virtual_stages": config.vpp,
         "in_flight": list(in_flight(config)),
     }
-
-
-def _communication(communication: Communication, rank: int, gpu: GPU) -> list[Facts]:
-    return [_traffic(each, gpu) for each in communication.of_rank(rank)]
 
 
 def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
@@ -200,38 +203,34 @@ def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
     config = plan.model.moe_configs[0]
     traffic = communication.expert_traffic(config)
     num_ranks = plan.parallel.ep
+    megabytes = {
+        "a row per choice": traffic.rows_sent * traffic.row_bytes / 1e6,
+        "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
+    }
     return {
         "dispatcher": config.dispatcher,
         "experts_per_rank": config.experts.num_experts // num_ranks,
-        "ranks_per_token": _spread(traffic.ranks),
-        "nvlink_domains_per_token": _spread(traffic.domains),
-        "rows_per_rank": _spread(traffic.rows_taken) | {"fullest": fullest(traffic.rows_taken, num_ranks)},
+        "ranks_per_token": asdict(traffic.ranks),
+        "nvlink_domains_per_token": asdict(traffic.domains),
+        "rows_per_rank": asdict(traffic.rows_taken) | {"fullest": fullest(traffic.rows_taken, num_ranks)},
         "dispatch_mb": {
-            "a row per choice": traffic.rows_sent * traffic.row_bytes / 1e6,
-            "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
+            **megabytes,
             "a row per choice, fp8": traffic.rows_sent * traffic.low_row_bytes / 1e6,
             "a copy per rank, fp8": traffic.copies_sent * traffic.low_row_bytes / 1e6,
         },
-        "combine_mb": {
-            "a row per choice": traffic.rows_sent * traffic.row_bytes / 1e6,
-            "a copy per rank": traffic.copies_sent * traffic.row_bytes / 1e6,
-        },
+        "combine_mb": megabytes,
     }
 
 
-def _spread(spread: LoadSpread) -> Facts:
-    return {"mean": spread.mean, "std": spread.std}
-
-
 def _time(plan: RunPlan, time: StepTime, gpu: GPU) -> Facts:
-    tokens = plan.batch.global_size * plan.data.seq_length
+    tokens = plan.batch.global_batch_size * plan.data.seq_length
     world = plan.parallel.world_size
     return {
         "flops_per_step": time.flops.total,
         "flops_per_token": time.per_token,
         "by_kind": {kind: count / time.flops.total for kind, count in asdict(time.flops).items() if count},
         "tokens_per_step": tokens,
-        "products_in": "fp8" if plan.precision.low else gpu.rate(plan.precision.params)[1],
+        "products_in": "fp8" if plan.precision.low_precision else gpu.rate(plan.precision.params)[1],
         "compute_ms": time.compute * 1e3,
         "bound_ms": time.bound * 1e3,
         "bound_tflops_per_gpu": time.flops.total / time.bound / world / 1e12,

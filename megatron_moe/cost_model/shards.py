@@ -7,26 +7,17 @@ from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_layer, count_norm
 from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldElements:
+class HeldElements(Amounts[int]):
     """Number of parameters of one rank, by grid."""
 
     attention: int = 0
     expert: int = 0
-
-    def __add__(self, other: "HeldElements") -> "HeldElements":
-        return HeldElements(attention=self.attention + other.attention, expert=self.expert + other.expert)
-
-    def __mul__(self, times: int) -> "HeldElements":
-        return HeldElements(attention=self.attention * times, expert=self.expert * times)
-
-    @property
-    def total(self) -> int:
-        return self.attention + self.expert
 
 
 def held_by_layer(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:

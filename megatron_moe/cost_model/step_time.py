@@ -9,8 +9,7 @@ from megatron_moe.cost_model.flops import FlopCount, count_flops
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.pipeline.actions import parts
 from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
-from megatron_moe.pipeline.schedule import ScheduleConfig, computations, num_warmup
-from megatron_moe.pipeline.transfers import Task, gives, needs
+from megatron_moe.pipeline.schedule import ScheduleConfig, Task, computations, gives, needs, num_warmup
 
 MANY_GROUPS = 6
 """Groups of microbatches after which the steady phase is periodic."""
@@ -37,9 +36,9 @@ class StepTime:
 
 def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
     """Step time at the full global batch size."""
-    seq, batch, world = plan.data.seq_length, plan.batch.global_size, plan.parallel.world_size
+    seq, batch, world = plan.data.seq_length, plan.batch.global_batch_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
-    low = plan.precision.low is not None
+    low = plan.precision.low_precision is not None
     products = flops.attention + flops.dense_mlp + flops.experts + flops.shared
     rate, _ = gpu.rate(plan.precision.params)
     seconds = (flops.total - products) / rate + products / (gpu.fp8 if low else rate)

@@ -5,8 +5,8 @@ an all-reduce twice that. docs/communication-volume.md derives the formulas.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
@@ -34,6 +34,9 @@ class Traffic:
     """Bytes of these sent outside its NVLink domain."""
     hidden: bool = False
     """Overlaps with computation."""
+
+    def repeated(self, times: int) -> "Traffic":
+        return replace(self, bytes=self.bytes * times, far=self.far * times)
 
     def seconds(self, gpu: GPU) -> float:
         """Time with concurrent NVLink and network transfers, at the efficiency of large collectives."""
@@ -76,17 +79,8 @@ class ExpertTraffic:
     """Bytes of a row in FP8, with scales, probability and index."""
 
 
-class Destinations:
-    """Cache of `LoadChoice.destinations`, shared by many plans."""
-
-    def __init__(self) -> None:
-        self._cache: dict[tuple[LoadChoice, int], LoadSpread] = {}
-
-    def of(self, choice: LoadChoice, num_parts: int) -> LoadSpread:
-        """`choice.destinations(num_parts)`."""
-        if (choice, num_parts) not in self._cache:
-            self._cache[choice, num_parts] = choice.destinations(num_parts)
-        return self._cache[choice, num_parts]
+Destinations = Callable[[LoadChoice, int], LoadSpread]
+"""`LoadChoice.destinations`, or a cached version of it for many plans."""
 
 
 def expert_traffic(
@@ -96,12 +90,12 @@ def expert_traffic(
     sizes: ActivationSizes,
     *,
     block: int = 128,
-    destinations: Destinations | None = None,
+    destinations: Destinations = LoadChoice.destinations,
 ) -> ExpertTraffic:
     """Dispatch volume with uniformly random routing. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8,
     1-byte scales)."""
-    choice, tokens, cache = LoadChoice.of(config.router), sizes.residual, destinations or Destinations()
-    ranks, domains = cache.of(choice, num_ranks), cache.of(choice, num_domains)
+    choice, tokens = LoadChoice.of(config.router), sizes.residual
+    ranks, domains = destinations(choice, num_ranks), destinations(choice, num_domains)
     width = config.experts.hidden_size
     scale = 4 if block == 128 else 1
     other = (num_ranks - 1) / num_ranks
@@ -125,7 +119,7 @@ class Communication:
     placements: dict[str, Placement]
     """Placement of each process group, by name."""
     num_microbatches: int
-    destinations: Destinations = field(default_factory=Destinations)
+    destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
         """All communication of a rank on pipeline rank `rank`."""
@@ -141,7 +135,7 @@ class Communication:
     def expert_traffic(self, config: MoEConfig) -> ExpertTraffic:
         """Dispatch volume of one layer and microbatch."""
         placement = self.placements["ep"]
-        block = 32 if self.plan.precision.low == "mxfp8" else 128
+        block = 32 if self.plan.precision.low_precision == "mxfp8" else 128
         return expert_traffic(
             config, placement.size, placement.domains[1], self._sizes, block=block, destinations=self.destinations
         )
@@ -157,7 +151,7 @@ class Communication:
         for layer, count in Counter(layers).items():
             times = count * self.num_microbatches
             for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
-                yield replace(each, bytes=each.bytes * times, far=each.far * times)
+                yield each.repeated(times)
 
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
         """Column-parallel input: all-gather in forward, all-gather and reduce-scatter in backward. Row-parallel output:
@@ -241,8 +235,7 @@ class Communication:
                 (self._sharded_linears("embedding", 0, hidden), stage.embedding + stage.num_mtp),
                 (self._sharded_linears("head", hidden, 0), stage.loss * (1 + self.plan.model.num_mtp)),
             ):
-                count = times * self.num_microbatches
-                yield replace(each, bytes=each.bytes * count, far=each.far * count)
+                yield each.repeated(times * self.num_microbatches)
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """One all-reduce of gradients per step; with ZeRO-1 a reduce-scatter of them and an all-gather of weights."""
@@ -255,10 +248,10 @@ class Communication:
         ):
             placement = self.placements[group]
             grads = float(elements * num_bytes(plan.precision.grads))
-            passes = 1 if config.sharded_optimizer else 2
+            passes = 1 if config.use_distributed_optimizer else 2
             reduced = ring(size, passes * grads, placement, group=group, what=f"gradients: {names}")
             yield replace(reduced, hidden=config.overlap_grad_reduce)
-            if config.sharded_optimizer:
+            if config.use_distributed_optimizer:
                 weights = float(elements * num_bytes(plan.precision.params))
                 gathered = ring(size, weights, placement, group=group, what=f"weights: {names}")
                 yield replace(gathered, hidden=config.overlap_param_gather)

@@ -55,11 +55,13 @@ def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: Activation
 def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
     """Gradients and kernel workspace of softmax attention. With keys of other ranks, each block accumulates into
     gradients of q, k and v in the internal format."""
-    q_width, kv_copies = mixer.q_width, 0
-    if isinstance(mixer, AttentionConfig) and mixer.num_query_groups < mixer.num_heads and not _own_kernel(mixer):
-        kv_copies = 2 * q_width
-    # cuDNN's workspace: the gradient of q in the internal format, and those of k and v per head if heads share them
-    wide = 0 if _own_kernel(mixer) else q_width * sizes.internal
+    q_width, kv_copies, wide = mixer.q_width, 0, 0
+    if mixer.core.window is None:
+        # cuDNN's workspace: the gradient of q in the internal format, and those of k and v per head if heads share
+        # them. Our kernel for windows needs none of this size.
+        wide = q_width * sizes.internal
+        if isinstance(mixer, AttentionConfig) and mixer.num_query_groups < mixer.num_heads:
+            kv_copies = 2 * q_width
     per_query = (mixer.out_width + q_width) * sizes.activation + wide
     per_key = (mixer.keys_values_width + kv_copies) * sizes.activation
     exchange, tokens = mixer.core.context_exchange, sizes.inner
@@ -99,11 +101,6 @@ def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes
     if chunk is None:
         return Workspace(other=float(sizes.inner * vocab * size))
     return Workspace(other=float(min(chunk, sizes.inner) * vocab * (size + sizes.activation)))
-
-
-def _own_kernel(mixer: AttentionConfig | MLAConfig) -> bool:
-    """Whether our flash kernel computes the attention, whose backward needs no workspace of the size of its inputs."""
-    return mixer.core.window is not None
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:

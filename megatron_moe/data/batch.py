@@ -23,23 +23,22 @@ class TokenMeta:
     """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
-    """int64 position of every token in its document (or in its sequence)."""
+    """int64 position of every token in its document, or in its sequence without `reset_position_ids`."""
     segments_BS: Tensor | None = None
-    """int64 number of the document inside the sequence; attention stays inside it. None: one document."""
+    """int64 index of the document in the sequence; attention stays inside a document. None: one document."""
     valid_BS: Tensor | None = None
-    """bool, False for padding: such tokens are not routed and count in no balancing loss. None: all are real."""
+    """bool, False for padding, which is neither routed nor counted in balancing losses. None: all tokens are valid."""
     part: SequencePart | None = None
-    """Which places of the sequence this context-parallel rank holds: the tensors here have its places only. None: all
-    of them."""
+    """Positions of the sequence that this context-parallel rank holds in the tensors here. None: all."""
     whole_segments_BS: Tensor | None = None
-    """`segments_BS` of whole sequences, where this rank holds parts of them."""
+    """`segments_BS` of the unsplit sequences, if this rank holds a part of them."""
     cu_seqlens: Tensor | None = None
     """int32 [documents + 1] boundaries of packed sequences, B = 1."""
     max_seqlen: int | None = None
-    """Longest document in whose bounds attention stays, known to the host; None: nothing bounds it."""
+    """Length of the longest document, on the host; None if attention is not limited to documents."""
 
     def take(self, x_BS: Tensor) -> Tensor:
-        """What this rank holds of a tensor over the whole sequence."""
+        """This rank's part of a tensor over the whole sequence."""
         return x_BS if self.part is None else self.part.take(x_BS)
 
 
@@ -53,63 +52,61 @@ class GraphRunner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchContext:
-    """What the modules of the model receive with the activations of one microbatch.
+    """Everything but activations that the modules of the model receive for one microbatch.
 
-    The data loader sets `tokens`, the training step the fields about the step, the model `rotary`.
+    The data loader sets `tokens`, the model `rotary`, and the training step the other fields.
     """
 
     tokens: TokenMeta
     rng: RNGKey | None = None
-    """Start of the keys of dropout and jitter. None: evaluation."""
+    """Base key of dropout and jitter. None: evaluation."""
     training: bool = True
     aux_loss_scale: Tensor | float = 1.0
-    """Weight of this microbatch's balancing losses in the gradient: context-parallel ranks / microbatches, or under
-    `--calculate-per-token-loss` the routed tokens of the whole microbatch."""
+    """Weight of this microbatch's balancing losses in the gradient: context-parallel ranks / microbatches, or with
+    `--calculate-per-token-loss` the number of routed tokens of the whole microbatch."""
     metrics: MetricAccumulator | None = None
-    """None: nothing is recorded (evaluation, recomputed forward)."""
+    """None: no metrics are accumulated (evaluation, recomputed forward)."""
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
-    """cos_SBD and sin_SBD of every kind of rotation in the model, computed from the positions once per microbatch.
-    None: before the model has set them."""
+    """cos_SBD and sin_SBD of every RoPE variant of the model, computed once per microbatch."""
     forced_logits: Mapping[int, Tensor] | None = None
     """[T, E] by layer: router logits of `--moe-router-force-load-balancing` and `-biased`, drawn in advance. None:
     routers draw them."""
     graph_instance: GraphRunner | None = None
-    """CUDA graphs that this microbatch replays. None: every node is computed."""
+    """CUDA graphs that this microbatch replays. None: eager execution."""
 
     def key(self, *site: int | str) -> Key | None:
-        """Key of the random draws of one site; None in evaluation."""
+        """Random key of one call site; None in evaluation."""
         return None if self.rng is None or not self.training else self.rng.site(*site)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Token-id tensors are [B, S]; activations in the model are [S, B, H]."""
+    """Tokens, labels and loss weights [B, S] of one microbatch."""
 
     tokens_BS: Tensor
     """int64"""
     labels_BS: Tensor
     """int64, the next token"""
     loss_mask_BS: Tensor
-    """Weight of every position in the loss, in promote(fp32, params dtype)."""
+    """Loss weight of every token, in promote(fp32, params dtype)."""
     context: MicrobatchContext
     whole: "MicroBatch | None" = None
-    """The microbatch of which this is a context-parallel rank's part: what looks ahead or counts all tokens needs it.
-    None: this is the whole."""
+    """The unsplit microbatch if this is a context-parallel rank's part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig:
-    """What the tokens of a sample say about loss, positions and attention."""
+    """Special ids of the data, and how they affect loss, positions and attention."""
 
     vocab_size: int
-    """Ids must be smaller."""
+    """Upper bound of ids (exclusive)."""
     eod: int
     pad: int
-    """Id that is padding; -1: none in the data."""
+    """Padding id; -1: none."""
     eod_mask_loss: bool = False
-    """No loss where the input is the end of a document."""
+    """Masks the loss where the input is the end of a document."""
     reset_position_ids: bool = False
-    """Positions count from 0 in every document."""
+    """Positions restart at 0 in every document."""
     reset_attention_mask: bool = False
     """Attention stays inside a document."""
 
@@ -125,16 +122,15 @@ class Samples(Protocol):
 
 
 def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, loss_dtype: torch.dtype) -> MicroBatch:
-    """The samples `indices` [B] as one microbatch in host memory.
+    """Builds a microbatch of the samples `indices` [B] in host memory.
 
-    Raises `DataProblem` for a token id outside the vocabulary, naming where in the data it stands.
+    Raises `DataProblem` for a token id outside the vocabulary, with its location in the data.
     """
     text = np.stack([samples.tokens(int(index)) for index in indices])
     padding = (text == PADDING) | (text == masks.pad)
-    ends = ((text == masks.eod) & ~padding)[:, :-1]  # padding gets the id 0, which may be that of the end
+    ends = ((text == masks.eod) & ~padding)[:, :-1]  # padding becomes id 0, which may be that of eod
     text[padding] = 0
     _check_ids(text, samples, indices, masks.vocab_size)
-    tokens = text[:, :-1]
     loss_mask = ~padding[:, 1:]
     if masks.eod_mask_loss:
         loss_mask &= ~ends
@@ -142,7 +138,7 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, lo
     starts[:, 1:] = ends[:, :-1]
     input_padding = padding[:, :-1]
     return MicroBatch(
-        tokens_BS=torch.from_numpy(np.ascontiguousarray(tokens)),
+        tokens_BS=torch.from_numpy(np.ascontiguousarray(text[:, :-1])),
         labels_BS=torch.from_numpy(np.ascontiguousarray(text[:, 1:])),
         loss_mask_BS=torch.from_numpy(loss_mask).to(loss_dtype),
         context=MicrobatchContext(
@@ -157,7 +153,7 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, lo
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The batch on `device`; copies to a GPU go through pinned memory and do not wait."""
+    """Copies the batch to `device`, to a GPU asynchronously through pinned memory."""
     if batch.tokens_BS.device == device:
         return batch
 
@@ -173,45 +169,47 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
-    """This context-parallel rank's part of a microbatch of which every rank of the group has the whole."""
+    """Selects this context-parallel rank's part of a microbatch that all ranks of the group hold."""
     cp, meta = context.group("cp"), batch.context.tokens
     if cp.size == 1:
         return batch
     part = _part(batch, context)
+    tokens = replace(
+        meta,
+        positions_BS=part.take(meta.positions_BS),
+        segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
+        valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
+        part=part,
+        whole_segments_BS=None if meta.segments_BS is None else part.sequences(meta.segments_BS),
+    )
     return MicroBatch(
         tokens_BS=part.take(batch.tokens_BS),
         labels_BS=part.take(batch.labels_BS),
         loss_mask_BS=part.take(batch.loss_mask_BS),
-        context=replace(
-            batch.context,
-            tokens=replace(
-                meta,
-                positions_BS=part.take(meta.positions_BS),
-                segments_BS=None if meta.segments_BS is None else part.take(meta.segments_BS),
-                valid_BS=None if meta.valid_BS is None else part.take(meta.valid_BS),
-                part=part,
-                whole_segments_BS=None if meta.segments_BS is None else part.sequences(meta.segments_BS),
-            ),
-        ),
+        context=replace(batch.context, tokens=tokens),
         whole=batch,
     )
 
 
 def num_routed(batch: MicroBatch) -> int | Tensor:
-    """Tokens that are not padding, on the device if there is padding. `--calculate-per-token-loss` multiplies balancing
-    losses by this number, as Megatron-Core's router does, and divides them by the tokens in the loss: where
-    `--eod-mask-loss` masks tokens, balancing losses weigh more."""
+    """Number of tokens that are not padding, a device tensor if there is padding.
+
+    With `--calculate-per-token-loss`, balancing losses are multiplied by it, as in Megatron-Core, and divided by the
+    number of tokens in the loss, so that they have a larger weight if `--eod-mask-loss` masks tokens.
+    """
     valid_BS = batch.context.tokens.valid_BS
     return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()
 
 
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
-    """Over how many ranks the sequences of a whole microbatch are split: all context-parallel ranks; or as few as the
-    longest document needs, and groups of so many neighbours share the sequences."""
-    if config.max_seqlen_per_rank is None:
+    """Number of ranks over which each sequence is split: all context-parallel ranks, or with `max_seqlen_per_rank` as
+    few as the longest document needs; each group of that many neighbouring ranks then holds some of the sequences."""
+    if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
-    return fewest_ranks(batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_rank, num_sequences, config.cp)
+    return fewest_ranks(
+        batch.context.tokens.max_seqlen or seq, config.max_seqlen_per_dp_cp_rank, num_sequences, config.cp
+    )
 
 
 def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
@@ -219,13 +217,13 @@ def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
     return SequencePart(
         split_places(config.cp_split, batch.tokens_BS.shape[1], degree),
         cp.rank % degree,
-        group="cp" if config.max_seqlen_per_rank is None else f"cp_{degree}",
+        group="cp" if config.max_seqlen_per_dp_cp_rank is None else f"cp_{degree}",
         share=(cp.rank // degree, cp.size // degree),
     )
 
 
 def _longest(starts: np.ndarray) -> int:
-    """Tokens of the longest document, from where documents start [B, S]."""
+    """Length of the longest document; `starts` [B, S] is True at the first token of each but the first."""
     edge = np.ones_like(starts[:, :1])
     borders = np.flatnonzero(np.concatenate([edge, starts[:, 1:]], axis=1))
     return int(np.diff(borders, append=starts.size).max())
@@ -246,6 +244,6 @@ def _check_ids(text: np.ndarray, samples: Samples, indices: np.ndarray, vocab_si
     index = int(indices[row])
     raise DataProblem(
         f"token id {text[row, position]} in {samples.locate(index, int(position))} (sample {index}, position "
-        f"{position}) is not in the vocabulary of {vocab_size}: the data was made with another tokenizer; "
-        f"make it again with this one, or give the tokenizer (or --vocab-size) it was made with"
+        f"{position}) is not in the vocabulary of {vocab_size}: the data was tokenized with another tokenizer; "
+        f"tokenize it again, or give its tokenizer (or --vocab-size)"
     )

@@ -87,10 +87,13 @@ def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.
     return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
-def blend_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+def blend_order(
+    weights: Sequence[float] | np.ndarray, size: int, limits: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
 
-    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals.
+    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals. `limits`
+    are the numbers of samples of the data sets, none of which is exceeded.
     """
     shares = np.asarray(weights, dtype=np.float64)
     used = np.zeros(len(shares), dtype=np.float64)
@@ -99,29 +102,12 @@ def blend_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
     for sample in range(size):
         np.multiply(shares, max(sample, 1), out=deficit)
         deficit -= used
+        if limits is not None:
+            deficit[used == limits] = -np.inf
         chosen = deficit.argmax()
         dataset[sample] = chosen
         used[chosen] += 1
     return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(shares))}
-
-
-def exhaustive_order(sizes: Sequence[int], size: int) -> dict[str, np.ndarray]:
-    """First `size` samples of a `blend_order` by the sizes of the data sets, without exceeding any of them."""
-    counts = np.asarray(sizes, dtype=np.int64)
-    weights = counts / np.sum(counts, dtype=np.float64)
-    used = np.zeros(len(counts), dtype=np.float64)
-    deficit = np.empty_like(used)
-    dataset = np.zeros(size, dtype=np.int16)
-    exhausted = counts == 0
-    for sample in range(size):
-        np.multiply(weights, max(sample, 1), out=deficit)
-        deficit -= used
-        deficit[exhausted] = -np.inf
-        chosen = deficit.argmax()
-        dataset[sample] = chosen
-        used[chosen] += 1
-        exhausted[chosen] = used[chosen] == counts[chosen]
-    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(counts))}
 
 
 def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
@@ -168,7 +154,12 @@ class BlendedSamples:
         )
         self._dataset = arrays["dataset_index"]
         self._sample = arrays["dataset_sample_index"]
-        self._check_not_exceeded()
+        for part, count in zip(self.parts, np.bincount(self._dataset, minlength=len(self.parts)), strict=True):
+            if count > len(part):
+                raise DataProblem(
+                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; the number per data "
+                    f"set is rounded up: take more samples (--train-iters, --eval-iters) or blend fewer data sets"
+                )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -187,16 +178,7 @@ class BlendedSamples:
         return self.parts[self._dataset[index]].locate(int(self._sample[index]), position)
 
     def _build_order(self) -> dict[str, np.ndarray]:
-        if self._weights is None:
-            return exhaustive_order(self._lengths, self._size)
-        return blend_order(self._weights, self._size)
-
-    def _check_not_exceeded(self) -> None:
-        taken = np.bincount(self._dataset, minlength=len(self.parts))
-        for part, count in zip(self.parts, taken, strict=True):
-            if count > len(part):
-                raise DataProblem(
-                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; "
-                    f"the number per data set is rounded up: take more samples (--train-iters, --eval-iters) or blend "
-                    f"fewer data sets"
-                )
+        if self._weights is not None:
+            return blend_order(self._weights, self._size)
+        lengths = np.array(self._lengths)
+        return blend_order(lengths / lengths.sum(dtype=np.float64), self._size, limits=lengths)

@@ -83,14 +83,14 @@ def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
 def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
-        with _aside(folder / f"{stem}-{name}.npy") as file:
+        with replacing(folder / f"{stem}-{name}.npy") as file:
             np.save(file, array, allow_pickle=False)
-    with _aside(folder / f"{stem}-description.txt") as file:
+    with replacing(folder / f"{stem}-description.txt") as file:
         file.write(_description(inputs, arrays).encode())
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file for writing, which replaces `path` unless an exception occurs."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:

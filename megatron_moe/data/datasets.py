@@ -1,8 +1,9 @@
 """Training, validation and test samples of a run, built from `DataConfig`."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -65,21 +66,13 @@ class MockTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedSamples:
-    """Validation set with its name."""
-
-    name: str
-    samples: Samples
-
-
-@dataclass(frozen=True, kw_only=True)
 class Datasets:
     """All data of a run."""
 
     train: Samples | None
     """None with --skip-train."""
-    valid: tuple[NamedSamples, ...]
-    """Empty without validation data."""
+    valid: Mapping[str, Samples]
+    """Validation sets by name; empty without validation data."""
     test: Samples | None
     masks: MaskConfig
     notes: tuple[str, ...]
@@ -108,8 +101,8 @@ def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
     """Samples needed: --train-samples or --train-iters global batches for training, `eval_iters` global batches per
     evaluation; evaluations are every `eval_interval` iterations and at the end."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
-    train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_size
-    one_evaluation = loop.eval_iters * batch.global_size
+    train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
+    one_evaluation = loop.eval_iters * batch.global_batch_size
     return SplitSizes(train=0 if loop.skip_train else train, valid=evaluations * one_evaluation, test=one_evaluation)
 
 
@@ -147,29 +140,24 @@ def build_datasets(
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
     """Builds on the first rank, then on the others. Ranks exchange the state every 30 s, because the order of a large
     blend may take longer than the timeout of a collective."""
-    done, problem = False, None
+    done = False
+    problem: RunError | None = None
     with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
         first = pool.apply_async(build) if context.is_first else None
         while not done:
             if first is not None:
-                done, problem = _state_of(first)
+                first.wait(_ROUND_SECONDS)
+                done = first.ready()
+                try:
+                    if done:
+                        first.get()
+                except RunError as error:
+                    problem = error
             # world: one short object, no backward
             done, problem = gather_objects((done, problem), context.group("world"))[0]
     if problem is not None:
         raise problem
     return build() if first is None else first.get()
-
-
-def _state_of(built: AsyncResult[Datasets]) -> tuple[bool, RunError | None]:
-    """(done, error) after waiting for one round."""
-    built.wait(_ROUND_SECONDS)
-    if not built.ready():
-        return False, None
-    try:
-        built.get()
-    except RunError as problem:
-        return True, problem
-    return True, None
 
 
 class _Builder:
@@ -184,7 +172,9 @@ class _Builder:
 
     def build(self) -> Datasets:
         train, valid, test = self._splits()
-        self._note_sizes(train, valid, test)
+        named = [("train", train), *valid.items(), ("test", test)]
+        parts = [f"{name} {len(samples):,}" for name, samples in named if samples is not None]
+        self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
         masks = MaskConfig(
             vocab_size=self.config.vocab_size,
             eod=self.tokenizer.eod,
@@ -201,10 +191,10 @@ class _Builder:
         files = self.opened.items()
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
-    def _splits(self) -> tuple[Samples | None, tuple[NamedSamples, ...], Samples | None]:
+    def _splits(self) -> tuple[Samples | None, dict[str, Samples], Samples | None]:
         own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
-        if self.config.mock or not any(own.values()):
-            shared = Blend(prefixes=("mock",)) if self.config.mock else parse_blend(self.config.blend)
+        if self.config.mock_data or not any(own.values()):
+            shared = Blend(prefixes=("mock",)) if self.config.mock_data else parse_blend(self.config.data_path)
             if shared is None:
                 raise DataProblem("there is no training data: give --data-path, --train-data-path or --mock-data")
             shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
@@ -218,23 +208,24 @@ class _Builder:
             self._samples("test", blends["test"], shares["test"], self.sizes.test),
         )
 
-    def _validation(self, blend: Blend | None, share: Share | None) -> tuple[NamedSamples, ...]:
-        """One set, or with --multiple-validation-sets one per prefix."""
+    def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
+        """One set, or with --multiple-validation-sets one per prefix, named by its file unless two have the same."""
         if blend is None:
-            return ()
+            return {}
         if not self.config.multiple_validation_sets:
-            named = [("validation", blend)]
+            named = {"validation": blend}
         elif blend.weights is not None:
             raise DataProblem(
                 "--multiple-validation-sets evaluates every data set separately, without weights: list only prefixes "
                 "in --valid-data-path or --data-path"
             )
         else:
-            names = _distinct_names(blend.prefixes)
-            named = [(name, Blend(prefixes=(prefix,))) for name, prefix in zip(names, blend.prefixes, strict=True)]
+            short = {prefix: Path(prefix).name for prefix in blend.prefixes}
+            count = Counter(short.values())
+            named = {name if count[name] == 1 else prefix: Blend(prefixes=(prefix,)) for prefix, name in short.items()}
         size = None if self.config.full_validation else self.sizes.valid
-        built = [(name, self._samples("valid", part, share, size)) for name, part in named]
-        return tuple(NamedSamples(name=name, samples=samples) for name, samples in built if samples is not None)
+        built = {name: self._samples("valid", part, share, size) for name, part in named.items()}
+        return {name: samples for name, samples in built.items() if samples is not None}
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
         """Samples of one split; None if it is not needed or has no documents (an error for training).
@@ -278,7 +269,7 @@ class _Builder:
         if blend.weights is not None:
             assert size is not None, "a weighted blend needs a size"
             weights = normalize(blend.weights)
-            built = samples_per_dataset(weights, size, self.config.surplus)
+            built = samples_per_dataset(weights, size, self.config.mid_level_dataset_surplus)
             total = sum(samples_per_dataset(weights, size))
         parts = [
             self._single(split, Blend(prefixes=(prefix,)), share, count)
@@ -293,23 +284,12 @@ class _Builder:
                 MockTokens(
                     vocab_size=self.config.vocab_size, eod=self.tokenizer.eod, num_documents=self.config.mock_documents
                 )
-                if self.config.mock
-                else IndexedTokens(prefix, mmap=self.config.mmap)
+                if self.config.mock_data
+                else IndexedTokens(prefix, mmap=self.config.mmap_bin_files)
             )
         return self.opened[prefix]
 
     def _cache_dir(self, prefix: str) -> Path | None:
-        if self.config.mock:
+        if self.config.mock_data:
             return None
-        return self.config.cache_dir or Path(prefix) / "cache" / "GPTDataset_indices"
-
-    def _note_sizes(self, train: Samples | None, valid: tuple[NamedSamples, ...], test: Samples | None) -> None:
-        sets = [("train", train), *((each.name, each.samples) for each in valid), ("test", test)]
-        parts = [f"{name} {len(samples):,}" for name, samples in sets if samples is not None]
-        self.notes.append(f"samples of {self.config.seq_length:,} tokens: {', '.join(parts)}")
-
-
-def _distinct_names(prefixes: Sequence[str]) -> list[str]:
-    """File names of the prefixes, or the complete prefixes where file names repeat."""
-    short = [Path(prefix).name for prefix in prefixes]
-    return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]
+        return self.config.data_cache_path or Path(prefix) / "cache" / "GPTDataset_indices"

@@ -34,20 +34,11 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: Mapping[int, np.dtype] = MappingProxyType(
-    {
-        1: np.dtype(np.uint8),
-        2: np.dtype(np.int8),
-        3: np.dtype("<i2"),
-        4: np.dtype("<i4"),
-        5: np.dtype("<i8"),
-        6: np.dtype("<f8"),
-        7: np.dtype("<f4"),
-        8: np.dtype("<u2"),
-    }
+    dict(enumerate(map(np.dtype, ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
 )
+"""Element type by code."""
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
-_REBUILD = "make the pair of files again with tools/preprocess_data.py, or copy it again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -146,9 +137,7 @@ class IndexedTokens:
         while size > 0:
             part = os.pread(file, size, start)
             if not part:
-                raise DataProblem(
-                    f"{self.bin_path} ends at byte {start}, where {size} more bytes should be; {_REBUILD}"
-                )
+                raise _damaged(self.bin_path, f"ends at byte {start}, where {size} more bytes should be")
             parts.append(part)
             start += len(part)
             size -= len(part)
@@ -157,10 +146,8 @@ class IndexedTokens:
     def _check_bin_size(self) -> None:
         expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if self._bin_size != expected:
-            raise DataProblem(
-                f"{self.bin_path} has {self._bin_size:,} bytes, but {self.idx_path.name} describes {expected:,} "
-                f"({len(self):,} sequences of {self.dtype.name}); {_REBUILD}"
-            )
+            described = f"{expected:,} ({len(self):,} sequences of {self.dtype.name})"
+            raise _damaged(self.bin_path, f"{self._bin_size:,} bytes, but {self.idx_path.name} describes {described}")
 
 
 def _is_file(path: Path) -> bool:
@@ -175,41 +162,42 @@ def _map(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
 
 
+def _damaged(path: Path, what: str) -> DataProblem:
+    return DataProblem(f"{path}: {what}; make the pair of files again with tools/preprocess_data.py, or copy it again")
+
+
 def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Token dtype, lengths [S], byte offsets [S] and document bounds [D] of a validated index."""
     size = path.stat().st_size
     if size < HEADER.size:
-        raise DataProblem(f"{path} has {size} bytes, at offset 0 a header of {HEADER.size} is expected; {_REBUILD}")
+        raise _damaged(path, f"{size} bytes, at offset 0 a header of {HEADER.size} is expected")
     raw = _map(path) if mmap else np.fromfile(path, dtype=np.uint8)
     magic, version, code, num_sequences, num_bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataProblem(
-            f"{path} is not an index of this format: offset 0 holds {magic!r}, expected {MAGIC!r}; "
-            f"give the prefix of files made by tools/preprocess_data.py"
-        )
+        raise _damaged(path, f"no index of this format: offset 0 holds {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
-        raise DataProblem(f"{path}: version {version} at offset 9, expected {VERSION}; {_REBUILD}")
-    if code not in DTYPES:
-        raise DataProblem(f"{path}: dtype code {code} at offset 17, expected 1 to 8; {_REBUILD}")
-    if DTYPES[code].kind == "f":
-        raise DataProblem(
-            f"{path}: dtype code {code} ({DTYPES[code].name}) at offset 17, but token ids are integers; {_REBUILD}"
-        )
+        raise _damaged(path, f"version {version} at offset 9, expected {VERSION}")
+    dtype = DTYPES.get(code)
+    if dtype is None:
+        raise _damaged(path, f"dtype code {code} at offset 17, expected 1 to 8")
+    if dtype.kind == "f":
+        raise _damaged(path, f"dtype code {code} ({dtype.name}) at offset 17, but token ids are integers")
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if size != expected:
         multimodal = ": it has the modes of multimodal data" if size == expected + num_sequences else ""
-        raise DataProblem(
-            f"{path} has {size:,} bytes, but its header (offsets 18 and 26: {num_sequences:,} sequences, "
-            f"{num_bounds:,} document bounds) describes {expected:,}{multimodal}; {_REBUILD}"
+        raise _damaged(
+            path,
+            f"{size:,} bytes, but the header (offsets 18 and 26: {num_sequences:,} sequences, {num_bounds:,} document "
+            f"bounds) describes {expected:,}{multimodal}",
         )
     at_pointers = HEADER.size + 4 * num_sequences
     at_bounds = at_pointers + 8 * num_sequences
     lengths = raw[HEADER.size : at_pointers].view("<i4")
     pointers = raw[at_pointers:at_bounds].view("<i8")
     bounds = raw[at_bounds:].view("<i8")
-    _check_lengths(path, lengths, pointers, DTYPES[code].itemsize)
+    _check_lengths(path, lengths, pointers, dtype.itemsize)
     _check_bounds(path, bounds, num_sequences, at_bounds)
-    return DTYPES[code], lengths, pointers, bounds
+    return dtype, lengths, pointers, bounds
 
 
 def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> None:
@@ -217,36 +205,34 @@ def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
     negative = lengths < 0
     if negative.any():
         first = int(negative.argmax())
-        raise DataProblem(
-            f"{path}: length {lengths[first]} of sequence {first} at offset {HEADER.size + 4 * first}, "
-            f"expected 0 or more; {_REBUILD}"
-        )
-    expected = np.zeros(len(lengths), dtype=np.int64)
-    np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
-    wrong = pointers != expected * itemsize
+        offset = HEADER.size + 4 * first
+        raise _damaged(path, f"length {lengths[first]} of sequence {first} at offset {offset}, expected 0 or more")
+    expected = _byte_offsets(lengths, itemsize)
+    wrong = pointers != expected
     if wrong.any():
         first = int(wrong.argmax())
         offset = HEADER.size + 4 * len(lengths) + 8 * first
-        raise DataProblem(
-            f"{path}: sequence {first} points to byte {pointers[first]} (offset {offset}), "
-            f"expected {expected[first] * itemsize}, the bytes of the sequences before it; {_REBUILD}"
-        )
+        found, wanted = pointers[first], expected[first]
+        raise _damaged(path, f"sequence {first} points to byte {found} (offset {offset}), expected {wanted}")
+
+
+def _byte_offsets(lengths: np.ndarray, itemsize: int) -> np.ndarray:
+    """First byte of every sequence in .bin, int64."""
+    offsets = np.zeros(len(lengths), dtype="<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+    return offsets * itemsize
 
 
 def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: int) -> None:
     """Checks that document bounds rise monotonically from 0 to the number of sequences."""
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != num_sequences:
         ends = f"{bounds[0]} to {bounds[-1]}" if len(bounds) else "nothing"
-        raise DataProblem(
-            f"{path}: document bounds at offset {offset} span {ends}, expected 0 to {num_sequences}; {_REBUILD}"
-        )
+        raise _damaged(path, f"document bounds at offset {offset} span {ends}, expected 0 to {num_sequences}")
     falling = np.diff(bounds) < 0
     if falling.any():
         first = int(falling.argmax()) + 1
-        raise DataProblem(
-            f"{path}: document bound {first} at offset {offset + 8 * first} is {bounds[first]}, "
-            f"expected at least {bounds[first - 1]}, the one before; {_REBUILD}"
-        )
+        found = f"document bound {first} at offset {offset + 8 * first} is {bounds[first]}"
+        raise _damaged(path, f"{found}, expected at least {bounds[first - 1]}, the one before")
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
@@ -313,12 +299,11 @@ class IndexedWriter:
     def _commit(self) -> None:
         assert self._bounds[-1] == len(self._lengths), "end_document() was not called after the last sequence"
         lengths = np.asarray(self._lengths, dtype="<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers = _byte_offsets(lengths, self.dtype.itemsize)
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
         with open(self._aside[".idx"], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._bounds)))
-            for part in (lengths, pointers * self.dtype.itemsize, np.asarray(self._bounds, dtype="<i8")):
+            for part in (lengths, pointers, np.asarray(self._bounds, dtype="<i8")):
                 index.write(part.tobytes())
             index.flush()
             os.fsync(index.fileno())

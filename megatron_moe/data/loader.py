@@ -17,7 +17,26 @@ from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 from megatron_moe.parallel.context import ParallelContext
 
 
-class TrainLoader:
+class _Loader:
+    """Builds this data-parallel rank's microbatches from samples."""
+
+    def __init__(self, samples: Samples, masks: MaskConfig, context: ParallelContext) -> None:
+        self.samples = samples
+        self._masks = masks
+        self._context = context
+        self._rank = context.group("dp").rank
+        self._loss_dtype = torch.promote_types(torch.float32, context.dtype)
+
+    def _on_host(self, indices: np.ndarray) -> MicroBatch:
+        """One microbatch of the samples `indices` [micro], in host memory."""
+        return make_microbatch(self.samples, indices, self._masks, self._loss_dtype)
+
+    def _on_device(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's part of a microbatch, on its device."""
+        return split_sequence(to_device(batch, self._context.device), self._context)
+
+
+class TrainLoader(_Loader):
     """Iterates over the microbatches of successive steps.
 
     The only state is the number of samples consumed by all ranks. `prefetch` builds the next step's batches on a thread
@@ -41,7 +60,7 @@ class TrainLoader:
             tokenizer: fingerprint of the tokenizer of the data.
             contents: prefix -> size and sampled checksum of its .bin file.
         """
-        self.samples = samples
+        super().__init__(samples, masks, context)
         self.tokenizer = tokenizer
         self.contents = dict(contents or {})
         self.order = order
@@ -49,11 +68,6 @@ class TrainLoader:
         self.consumed = 0
         self.last_seconds = 0.0
         """Time that the last step waited for its batches."""
-        self._masks = masks
-        self._rank = context.group("dp").rank
-        self._device = context.device
-        self._context = context
-        self._dtype = torch.promote_types(torch.float32, context.dtype)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
 
@@ -65,7 +79,8 @@ class TrainLoader:
     @property
     def exhausted(self) -> bool:
         """True if the next step needs more samples than remain."""
-        return not self._has_samples(self.consumed)
+        end = self.order.end
+        return end is not None and self.consumed + self.schedule.global_batch(self.consumed) > end
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's microbatches of the next step, on the context's device. Raises `DataProblem` if exhausted."""
@@ -80,7 +95,7 @@ class TrainLoader:
         self.consumed += size
         if self._pool is not None and not self.exhausted:
             self._prefetched = (self.consumed, self._pool.submit(self._make, self.consumed))
-        parts = [split_sequence(to_device(batch, self._device), self._context) for batch in batches]
+        parts = [self._on_device(batch) for batch in batches]
         self.last_seconds = time.perf_counter() - begun
         return parts
 
@@ -114,9 +129,6 @@ class TrainLoader:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _has_samples(self, consumed: int) -> bool:
-        return self.order.end is None or consumed + self.schedule.global_batch(consumed) <= self.order.end
-
     def _take(self, consumed: int) -> list[MicroBatch]:
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None and prefetched[0] == consumed:
@@ -125,13 +137,10 @@ class TrainLoader:
 
     def _make(self, consumed: int) -> list[MicroBatch]:
         positions = step_positions(consumed, self.schedule, self._rank)
-        return [
-            make_microbatch(self.samples, indices, self._masks, self._dtype)
-            for indices in self.order.indices(positions)
-        ]
+        return [self._on_host(indices) for indices in self.order.indices(positions)]
 
 
-class EvalLoader:
+class EvalLoader(_Loader):
     """Iterates over the batches of one validation or test set.
 
     Evaluation k uses the k-th group of `eval_iters` global batches, cyclically; `eval_iters` None uses all full batches
@@ -147,37 +156,31 @@ class EvalLoader:
         *,
         eval_iters: int | None,
     ) -> None:
-        self.samples = samples
+        super().__init__(samples, masks, context)
         self.full = eval_iters is None
-        self.eval_iters = len(samples) // batch.global_size if eval_iters is None else eval_iters
+        self.eval_iters = len(samples) // batch.global_batch_size if eval_iters is None else eval_iters
         if self.full and not self.eval_iters:
             raise DataProblem(
                 f"--full-validation: the validation set has {len(samples):,} samples, less than one global batch of "
-                f"{batch.global_size}; add data or use a smaller --global-batch-size"
+                f"{batch.global_batch_size}; add data or use a smaller --global-batch-size"
             )
         self._schedule = BatchSchedule(
-            BatchConfig(micro=batch.micro, global_size=batch.global_size), context.group("dp").size
+            BatchConfig(micro_batch_size=batch.micro_batch_size, global_batch_size=batch.global_batch_size),
+            context.group("dp").size,
         )
-        self._masks = masks
-        self._rank = context.group("dp").rank
-        self._device = context.device
-        self._context = context
-        self._dtype = torch.promote_types(torch.float32, context.dtype)
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
         """This rank's microbatches of evaluation number `evaluation`, which counts from 0."""
         size, number = self._schedule.full, 0 if self.full else evaluation
         for step in range(number * self.eval_iters, (number + 1) * self.eval_iters):
             for positions in step_positions(step * size, self._schedule, self._rank):
-                indices = np.remainder(positions, len(self.samples))
-                batch = make_microbatch(self.samples, indices, self._masks, self._dtype)
-                yield split_sequence(to_device(batch, self._device), self._context)
+                yield self._on_device(self._on_host(np.remainder(positions, len(self.samples))))
 
 
 def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
     """Loader of a run's training samples."""
     assert datasets.train is not None, "a run with --skip-train has no training loader"
-    order = SampleOrder(kind=config.dataloader, num_samples=len(datasets.train), seed=config.seed)
+    order = SampleOrder(kind=config.dataloader_type, num_samples=len(datasets.train), seed=config.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)
     return TrainLoader(
         datasets.train,

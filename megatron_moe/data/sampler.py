@@ -17,10 +17,10 @@ class BatchSchedule:
     """
 
     def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
-        self.micro = batch.micro
+        self.micro = batch.micro_batch_size
         self.data_parallel = data_parallel
-        self.full = batch.global_size
-        self.start, self.increment, self.ramp_samples = batch.rampup or (batch.global_size, 1, 0)
+        self.full = batch.global_batch_size
+        self.start, self.increment, self.ramp_samples = batch.rampup_batch_size or (batch.global_batch_size, 1, 0)
         self._batch = batch
         self._check_ramp()
         for size in self.sizes:

@@ -10,7 +10,7 @@ A sample has seq_length + 1 tokens (inputs and labels overlap); the next one sta
 numbers come from one numpy RandomState in a fixed order, so the arrays depend on documents, seed and length only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -166,7 +166,8 @@ def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> 
     """Builds the three index arrays of `request`."""
     documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
     rng = np.random.RandomState(request.seed)
-    document_index = _shuffled_documents(documents, passes, rng)
+    last = [documents] if passes.separate_final else []
+    document_index = _shuffled([np.tile(documents, passes.epochs - len(last)), *last], rng)
     sample_index = build_sample_index(
         np.asarray(source.sequence_lengths),
         document_index,
@@ -174,7 +175,9 @@ def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> 
         drop_last_partial=request.drop_last_partial,
     )
     count = len(sample_index) - 1
-    shuffle_index = _shuffled_range(passes.samples_before_final if passes.separate_final else count, count, rng)
+    order = np.arange(count, dtype=np.int64 if count >= np.iinfo(np.uint32).max - 1 else np.uint32)
+    first = passes.samples_before_final if passes.separate_final else count
+    shuffle_index = _shuffled([order[:first], order[first:]], rng)
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
@@ -211,22 +214,8 @@ def build_sample_index(
     return np.stack([place, offset], axis=1).astype(dtype)
 
 
-def _shuffled_documents(documents: np.ndarray, passes: Passes, rng: np.random.RandomState) -> np.ndarray:
-    if passes.separate_final:
-        parts = [np.tile(documents, passes.epochs - 1), documents.copy()]
-    else:
-        parts = [np.tile(documents, passes.epochs)]
-    for part in parts:
-        rng.shuffle(part)
-    return np.concatenate(parts)
-
-
-def _shuffled_range(first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """Permutation of range(total) that shuffles [0, first) and [first, total) separately."""
-    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
-    parts = [np.arange(first, dtype=dtype)]
-    if first != total:
-        parts.append(np.arange(first, total, dtype=dtype))
+def _shuffled(parts: Sequence[np.ndarray], rng: np.random.RandomState) -> np.ndarray:
+    """Concatenation of the arrays, each of which is shuffled in place."""
     for part in parts:
         rng.shuffle(part)
     return np.concatenate(parts)

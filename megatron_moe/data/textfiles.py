@@ -8,7 +8,6 @@ import gzip
 import importlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
+from megatron_moe.data.cache import replacing
 
 TEXT_SEPARATOR = "<|endoftext|>"
 """Line that ends a document of a plain text file."""
@@ -135,14 +135,10 @@ def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file atomically. Raises `DataProblem` if it cannot be written."""
-    aside = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_bytes(content)
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(content)
     except OSError as error:
         raise DataProblem(f"cannot write {path}: {error.strerror}; choose another output path") from error
 
@@ -157,7 +153,7 @@ def _decoded(content: bytes) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Opens the decompressed stream of a file and the file itself; damage raises `DataProblem`."""
-    zstandard: Any = _zstandard() if path.suffix == ".zst" else None
+    zstandard: Any = optional_package("zstandard", "reading .zst files") if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
         with open(path, "rb") as raw:
@@ -209,10 +205,9 @@ class _Joined(io.RawIOBase):
         return size
 
 
-def _zstandard() -> Any:
+def optional_package(name: str, purpose: str) -> Any:
+    """Imports a package. Raises `EnvironmentProblem` if it is not installed."""
     try:
-        return importlib.import_module("zstandard")
+        return importlib.import_module(name)
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"reading .zst files needs the package zstandard ({error}); run pip install zstandard, or decompress them"
-        ) from error
+        raise EnvironmentProblem(f"{purpose} needs the package {name} ({error}); run pip install {name}") from error

@@ -6,17 +6,17 @@ and `EnvironmentProblem` if the required package is not installed.
 
 import base64
 import hashlib
-import importlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_moe.config.data import TokenizerConfig
-from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
+from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
 """Id of a token that a tokenizer does not have."""
@@ -39,25 +39,14 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
 class Tokenizer(Protocol):
     """Conversion between text and token ids."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Largest id + 1."""
-        ...
-
-    @property
-    def eod(self) -> int:
-        """End-of-document id."""
-        ...
-
-    @property
-    def pad(self) -> int:
-        """Padding id; -1 if there is none or if it has another meaning as well."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash that changes when the ids of a text may change."""
-        ...
+    vocab_size: int
+    """Largest id + 1."""
+    eod: int
+    """End-of-document id."""
+    pad: int
+    """Padding id; -1 if there is none or if it has another meaning as well."""
+    fingerprint: str
+    """Hash that changes when the ids of a text may change."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -65,22 +54,24 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Loads the tokenizer of `config`."""
-    if config.kind == "NullTokenizer":
+    if config.tokenizer_type == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")
-        return NullTokenizer(config.vocab_size, eod=config.eod, pad=config.pad)
-    if config.kind == "GPT2BPETokenizer":
+        return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=config.null_tokenizer_pad_id)
+    if config.tokenizer_type == "GPT2BPETokenizer":
         return GPT2BPETokenizer(config)
-    if config.kind == "ByteTokenizer":
+    if config.tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
-    if config.model is None:
-        raise DataProblem(f"--tokenizer-type {config.kind} needs --tokenizer-model")
-    if config.kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(local_copy(config.model))
-    if not config.model.exists():
-        raise DataProblem(f"tokenizer model {config.model} does not exist; give a local path, nothing is downloaded")
-    if config.kind == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(config.model)
+    if config.tokenizer_model is None:
+        raise DataProblem(f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-model")
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(local_copy(config.tokenizer_model))
+    if not config.tokenizer_model.exists():
+        raise DataProblem(
+            f"tokenizer model {config.tokenizer_model} does not exist; give a local path, nothing is downloaded"
+        )
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(config.tokenizer_model)
     return TikTokenizer(config)
 
 
@@ -171,7 +162,7 @@ class SentencePieceTokenizer:
     """SentencePiece model; its end-of-sentence piece is end-of-document."""
 
     def __init__(self, path: Path) -> None:
-        package = _package("sentencepiece")
+        package = optional_package("sentencepiece", "this tokenizer")
         content = _read(path)
         self._processor = package.SentencePieceProcessor()
         try:
@@ -180,7 +171,9 @@ class SentencePieceTokenizer:
             raise DataProblem(f"{path} is not a SentencePiece model ({error}); check --tokenizer-type") from error
         self.fingerprint = _fingerprint("SentencePieceTokenizer", content)
         self.vocab_size = self._processor.get_piece_size()
-        self.eod = self._find_end(path)
+        unknown = self._processor.unk_id()
+        pieces = (self._processor.piece_to_id(name) for name in _END_NAMES)
+        self.eod = _end_id(path, [self._processor.eos_id(), *(piece for piece in pieces if piece != unknown)])
         specials = (self._processor.bos_id(), self._processor.eos_id(), self._processor.unk_id(), self.eod)
         self.pad = _unambiguous(self._processor.pad_id(), specials)
 
@@ -190,25 +183,27 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(ids))
 
-    def _find_end(self, path: Path) -> int:
-        end = self._processor.eos_id()
-        if end >= 0:
-            return end
-        unknown = self._processor.unk_id()
-        for name in _END_NAMES:
-            if (found := self._processor.piece_to_id(name)) != unknown:
-                return found
-        raise _no_end(path)
+
+class _TokenizersTokenizer:
+    """Tokenizer of the package `tokenizers`."""
+
+    _tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_TokenizersTokenizer):
     """`tokenizer.json`, or a folder with one; `tokenizer_config.json` in that folder names the special tokens.
 
     Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
     """
 
     def __init__(self, path: Path) -> None:
-        package = _package("tokenizers")
+        package = optional_package("tokenizers", "this tokenizer")
         file = path / "tokenizer.json" if path.is_dir() else path
         content = _read(file)
         model = _json(file, content).get("model")
@@ -228,40 +223,29 @@ class HuggingFaceTokenizer:
         config = _json(config_file, _read(config_file)) if config_file.is_file() else {}
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode())
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eod = self._find_end(file, config)
+        ends = [self._named(config, "eos_token"), self._named(config, "sep_token"), *map(self._token_id, _END_NAMES)]
+        self.eod = _end_id(file, ends)
         specials = [self._named(config, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "cls")]
         self.pad = _unambiguous(self._named(config, "pad_token"), (*specials, self.eod))
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _named(self, config: dict[str, Any], key: str) -> int:
         """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
         entry = config.get(key)
         name = entry.get("content") if isinstance(entry, dict) else entry
-        found = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        return self._token_id(name) if isinstance(name, str) else NO_TOKEN
+
+    def _token_id(self, name: str) -> int:
+        found = self._tokenizer.token_to_id(name)
         return NO_TOKEN if found is None else found
 
-    def _find_end(self, path: Path, config: dict[str, Any]) -> int:
-        for key in ("eos_token", "sep_token"):
-            if (end := self._named(config, key)) >= 0:
-                return end
-        for name in _END_NAMES:
-            if (found := self._tokenizer.token_to_id(name)) is not None:
-                return found
-        raise _no_end(path)
 
-
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(_TokenizersTokenizer):
     """Byte-level BPE of GPT-2 from vocab.json and merges.txt; <|endoftext|> is end-of-document."""
 
     pad = NO_TOKEN
 
     def __init__(self, config: TokenizerConfig) -> None:
-        package = _package("tokenizers")
+        package = optional_package("tokenizers", "this tokenizer")
         if config.vocab_file is None or config.merge_file is None:
             raise DataProblem("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
         contents = (_read(config.vocab_file), _read(config.merge_file))
@@ -272,16 +256,7 @@ class GPT2BPETokenizer:
         self._tokenizer.decoder = package.decoders.ByteLevel()
         self.fingerprint = _fingerprint("GPT2BPETokenizer", *contents)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        end = vocab.get("<|endoftext|>")
-        if end is None:
-            raise _no_end(config.vocab_file)
-        self.eod = int(end)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        self.eod = _end_id(config.vocab_file, [int(vocab.get("<|endoftext|>", NO_TOKEN))])
 
 
 class TikTokenizer:
@@ -292,18 +267,18 @@ class TikTokenizer:
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        assert config.model is not None
-        package = _package("tiktoken")
-        content = _read(config.model)
-        num_special = config.num_special_tokens
-        ranks = _tiktoken_ranks(config.model, content)
+        assert config.tokenizer_model is not None
+        package = optional_package("tiktoken", "this tokenizer")
+        content = _read(config.tokenizer_model)
+        num_special = config.tiktoken_num_special_tokens
+        ranks = _tiktoken_ranks(config.tokenizer_model, content)
         ranks = ranks[: max(0, (config.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
         names = _tiktoken_specials(config)
         pattern = config.tiktoken_pattern or "v2"
         if pattern not in _TIKTOKEN_PATTERNS:
             raise DataProblem(f"--tiktoken-pattern must be v1 or v2, not {pattern}")
         self._encoding = package.Encoding(
-            name=config.model.stem,
+            name=config.tokenizer_model.stem,
             pat_str=_TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: number + num_special for number, token in enumerate(ranks)},
             special_tokens={name: number for number, name in enumerate(names)},
@@ -334,14 +309,14 @@ def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple
 
 
 def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
-    names = list(config.special_tokens or _TIKTOKEN_SPECIALS)
+    names = list(config.tokenizer_special_tokens or _TIKTOKEN_SPECIALS)
     missing = [name for name in _TIKTOKEN_SPECIALS if name not in names]
-    if missing or len(set(names)) != len(names) or len(names) > config.num_special_tokens:
+    if missing or len(set(names)) != len(names) or len(names) > config.tiktoken_num_special_tokens:
         raise DataProblem(
             f"--tokenizer-special-tokens {' '.join(names)} must be different names, include "
-            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {config.num_special_tokens}"
+            f"{' '.join(_TIKTOKEN_SPECIALS)} and fit --tiktoken-num-special-tokens {config.tiktoken_num_special_tokens}"
         )
-    return names + [f"<SPECIAL_{number}>" for number in range(len(names), config.num_special_tokens)]
+    return names + [f"<SPECIAL_{number}>" for number in range(len(names), config.tiktoken_num_special_tokens)]
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
@@ -364,15 +339,6 @@ def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
     if not tokens or [rank for rank, _ in entries] != list(range(len(entries))) or len(set(tokens)) != len(tokens):
         raise DataProblem(f"{path}: ranks must be 0, 1, 2, … and every token different; the file is damaged")
     return tokens
-
-
-def _package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"this tokenizer needs the package {name} ({error}); run pip install {name}"
-        ) from error
 
 
 def _read(path: Path) -> bytes:
@@ -405,8 +371,12 @@ def _unambiguous(pad: int, others: Sequence[int]) -> int:
     return NO_TOKEN if pad in others else pad
 
 
-def _no_end(path: Path) -> DataProblem:
-    return DataProblem(
-        f"tokenizer {path} has no token that ends a document (an end-of-sentence token, or one of "
-        f"{' '.join(_END_NAMES)}); add one, --append-eod and --eod-mask-loss need it"
-    )
+def _end_id(path: Path, candidates: Sequence[int]) -> int:
+    """First existing id of the candidates. Raises `DataProblem` if there is none."""
+    found = next((candidate for candidate in candidates if candidate != NO_TOKEN), None)
+    if found is None:
+        raise DataProblem(
+            f"tokenizer {path} has no token that ends a document (an end-of-sentence token, or one of "
+            f"{' '.join(_END_NAMES)}); add one, --append-eod and --eod-mask-loss need it"
+        )
+    return found

@@ -1,4 +1,4 @@
-"""Matrix products with their backward; a weight gradient goes to the parameter's sink if it has one."""
+"""Differentiable matrix products; weight gradients go to the parameter's sink if it has one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -94,6 +94,86 @@ class PositionSpan:
         return PositionSpan(chunks=tuple(kept), segments_BS=segments_BS)
 
 
+DropoutKey = tuple[int | str, ...]
+"""Key of a random draw (`parallel/rng.py`)."""
+
+
+class AttentionInputs(NamedTuple):
+    """Inputs of attention over a whole sequence. Value width E may differ from D."""
+
+    q_SBND: Tensor
+    k_SBGD: Tensor
+    """Query head n reads group n // (N / G)."""
+    v_SBGE: Tensor
+    config: CoreAttentionConfig
+    sinks_N: Tensor | None = None
+    """Learned logit per head that the softmax also counts."""
+    segments_BS: Tensor | None = None
+    """int64 number of the document of every row; attention stays inside it. None: one document."""
+    dropout_key: DropoutKey | None = None
+    """None: no dropout."""
+    head_part: Part = (0, 1)
+    """(index, number): which part of all heads these are; the dropout mask is that part of the mask of all heads."""
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.sinks_N is not None or self.config.off_by_one
+
+    @property
+    def drops(self) -> bool:
+        return self.config.dropout > 0.0 and self.dropout_key is not None
+
+
+class AttentionBlock(NamedTuple):
+    """Some queries and some keys of a sequence."""
+
+    q_SBND: Tensor
+    k_SBGD: Tensor
+    v_SBGE: Tensor
+    config: CoreAttentionConfig
+    query: PositionSpan
+    key: PositionSpan
+    dropout_key: DropoutKey | None = None
+
+    @property
+    def drops(self) -> bool:
+        return self.config.dropout > 0.0 and self.dropout_key is not None
+
+
+class AttentionResult(NamedTuple):
+    """Result of the forward over all keys, sinks included, with its gradient."""
+
+    grad_SBNE: Tensor
+    out_SBNE: Tensor
+    """In the dtype of q."""
+    lse_SBN: Tensor
+    """Log-sum-exp of the logits, in promote(fp32, dtype)."""
+    delta_SBN: Tensor
+    """Sum of grad times out over the value width. Some backends read `out`, some `delta`."""
+
+
+class QueryKeyTransform(NamedTuple):
+    """Split of a QKV product into heads, with the norm and the rotation of queries and keys."""
+
+    eps: float
+    zero_centered: bool
+    """Whether the norm's scale is 1 + weight."""
+    cos_SBD: Tensor
+    sin_SBD: Tensor
+    interleaved: bool
+    """Pairs of rotated dims: (0, 1), (2, 3) …; otherwise the two halves."""
+    heads_per_group: int
+    """Query heads of a query group."""
+
+
+class AdamWState(NamedTuple):
+    """Flat state of AdamW in the formats of `kernels/low_precision_state.py`."""
+
+    master: PackedState
+    exp_avg: PackedState
+    exp_avg_sq: PackedState
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamWStep:
     """Parameters of one AdamW step."""
@@ -194,16 +274,7 @@ class Kernels(Protocol):
         ...
 
     def query_key_value(
-        self,
-        qkv_SBGC: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        zero_centered: bool,
-        cos_SBD: Tensor,
-        sin_SBD: Tensor,
-        interleaved: bool,
-        heads_per_group: int,
+        self, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Every group of C = (heads_per_group + 2) D channels holds its queries, a key and a value of D channels. With
         weights [D] queries and keys go through `rms_norm`, then both through `rope` -> query [S, B, N, D], key and
@@ -216,61 +287,23 @@ class Kernels(Protocol):
         which may be a view of kv."""
         ...
 
-    def attention(
-        self,
-        q_SBND: Tensor,
-        k_SBGD: Tensor,
-        v_SBGE: Tensor,
-        config: CoreAttentionConfig,
-        sinks_N: Tensor | None,
-        segments_BS: Tensor | None,
-        dropout_key: tuple[int | str, ...] | None,
-        head_part: Part = (0, 1),
-    ) -> Tensor:
-        """Query head n reads group n // (N / G). Value width E may differ from D. -> [S, B, N, E]
-
-        The heads are part (index, number) of all heads; the dropout mask is that part of the mask of all."""
+    def attention(self, inputs: AttentionInputs) -> Tensor:
+        """-> [S, B, N, E]"""
         ...
 
     # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
     # needs the forward's output and log-sum-exp over all parts
-    def attention_block(
-        self,
-        q_SBND: Tensor,
-        k_SBGD: Tensor,
-        v_SBGE: Tensor,
-        config: CoreAttentionConfig,
-        query: PositionSpan,
-        key: PositionSpan,
-        dropout_key: tuple[int | str, ...] | None,
-        out_SBNE: Tensor,
-        lse_SBN: Tensor,
-    ) -> None:
-        """Takes attention of these queries to these keys into what they have found so far: `out_SBNE` [Sq, B, N, E] and
-        the log-sum-exp of its logits `lse_SBN` [Sq, B, N], in place, both in promote(fp32, dtype) and `out` contiguous.
-        Queries that have found nothing have 0 and minus infinity. A backend may round its part of `out` to the dtype of
-        q before it is added."""
+    def attention_block(self, block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
+        """Merges attention of the block's queries to its keys into `out_SBNE` [Sq, B, N, E] and the log-sum-exp of the
+        logits `lse_SBN` [Sq, B, N], in place, both in promote(fp32, dtype) and `out` contiguous. Both start at 0 and
+        minus infinity. A backend may round its part of `out` to the dtype of q before it is added."""
         ...
 
     def attention_block_grad(
-        self,
-        grad_SBNE: Tensor,
-        q_SBND: Tensor,
-        k_SBGD: Tensor,
-        v_SBGE: Tensor,
-        out_SBNE: Tensor,
-        lse_SBN: Tensor,
-        delta_SBN: Tensor,
-        config: CoreAttentionConfig,
-        query: PositionSpan,
-        key: PositionSpan,
-        dropout_key: tuple[int | str, ...] | None,
-        into: tuple[Tensor, Tensor, Tensor],
+        self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         """Adds this block's share of the gradients of q, k and v to those of `into`, contiguous and in
-        promote(fp32, dtype). A backend may round its share to the dtype of q before it is added. Over all keys, sinks
-        included, are `out_SBNE` in the dtype of q, its log-sum-exp, and `delta_SBN` = sum of grad times out over the
-        value width: some backends take `out`, some `delta`."""
+        promote(fp32, dtype). A backend may round its share to the dtype of q before it is added."""
         ...
 
     # elementwise and loss: differentiable
@@ -406,17 +439,10 @@ class Kernels(Protocol):
         ...
 
     def adamw_packed_(
-        self,
-        master: PackedState,
-        grad: Tensor,
-        exp_avg: PackedState,
-        exp_avg_sq: PackedState,
-        move: AdamWStep,
-        weights: Tensor | None = None,
-        first: int = 0,
+        self, state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
     ) -> None:
-        """`adamw_` on state in the formats of `kernels/low_precision_state.py`, with arithmetic in fp32. `first`: index
-        of the first element, which keys the stochastic rounding."""
+        """`adamw_` on low-precision state, with arithmetic in fp32. `first`: index of the first element, which keys the
+        stochastic rounding."""
         ...
 
 

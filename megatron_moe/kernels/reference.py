@@ -14,16 +14,17 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, ActivationKind
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
-from megatron_moe.kernels.low_precision_state import (
-    FIRST_SALT,
-    SECOND_SALT,
-    PackedState,
-    dither,
-    pack,
-    round_weights,
-    unpack,
+from megatron_moe.kernels.low_precision_state import FIRST_SALT, SECOND_SALT, dither, pack, round_weights, unpack
+from megatron_moe.kernels.ops import (
+    AdamWState,
+    AdamWStep,
+    AttentionInputs,
+    GroupedPart,
+    PositionSpan,
+    QueryKeyTransform,
+    internal_dtype,
+    mark_nonfinite,
 )
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, PositionSpan, internal_dtype, mark_nonfinite
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
@@ -45,7 +46,6 @@ from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
-from megatron_moe.parallel.param_meta import Part
 
 NAME = "reference"
 REASON = "plain torch, defines the meaning"
@@ -160,22 +160,26 @@ def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, st
 
 
 def query_key_value(
+    qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
+) -> tuple[Tensor, Tensor, Tensor]:
+    return split_heads(qkv_SBGC, q_weight, k_weight, transform, rms_norm)
+
+
+def split_heads(
     qkv_SBGC: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cos_SBD: Tensor,
-    sin_SBD: Tensor,
-    interleaved: bool,
-    heads_per_group: int,
+    transform: QueryKeyTransform,
+    norm: Callable[[Tensor, Tensor, float, bool], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`Kernels.query_key_value` with the given implementation of `rms_norm`."""
+    eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = transform
     width = qkv_SBGC.shape[-1] // (heads_per_group + 2)
     q_SBGC, k_SBGD, v_SBGD = qkv_SBGC.split((heads_per_group * width, width, width), dim=-1)
     q_SBND = q_SBGC.flatten(2).unflatten(-1, (-1, width))
     if q_weight is not None and k_weight is not None:
-        q_SBND = rms_norm(q_SBND, q_weight, eps, zero_centered)
-        k_SBGD = rms_norm(k_SBGD, k_weight, eps, zero_centered)
+        q_SBND = norm(q_SBND, q_weight, eps, zero_centered)
+        k_SBGD = norm(k_SBGD, k_weight, eps, zero_centered)
     q_SBND, k_SBGD = (rope(x, cos_SBD, sin_SBD, interleaved) for x in (q_SBND, k_SBGD))
     return q_SBND, k_SBGD, v_SBGD
 
@@ -187,17 +191,9 @@ def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tup
     return torch.cat([key_SBND, shared_SBNR], dim=-1), value_SBNE
 
 
-def attention(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    sinks_N: Tensor | None,
-    segments_BS: Tensor | None,
-    dropout_key: tuple[int | str, ...] | None,
-    head_part: Part = (0, 1),
-) -> Tensor:
+def attention(inputs: AttentionInputs) -> Tensor:
     """Vaswani et al., arXiv 1706.03762 section 3.2; grouped queries: Ainslie et al., arXiv 2305.13245."""
+    q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part = inputs
     wide = internal_dtype(q_SBND.dtype)
     heads_per_group = q_SBND.shape[2] // k_SBGD.shape[2]
     q_BNSD = q_SBND.to(wide).permute(1, 2, 0, 3)
@@ -297,37 +293,23 @@ def adamw_(
 
 
 def adamw_packed_(
-    master: PackedState,
-    grad: Tensor,
-    exp_avg: PackedState,
-    exp_avg_sq: PackedState,
-    move: AdamWStep,
-    weights: Tensor | None = None,
-    first: int = 0,
+    state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
     """See `Kernels.adamw_packed_`."""
-    step_unpacked(adamw_, master, grad, exp_avg, exp_avg_sq, move, weights, first)
+    step_unpacked(adamw_, state, grad, move, weights, first)
 
 
 def step_unpacked(
-    adamw_: Callable[..., None],
-    master: PackedState,
-    grad: Tensor,
-    exp_avg: PackedState,
-    exp_avg_sq: PackedState,
-    move: AdamWStep,
-    weights: Tensor | None,
-    first: int,
+    adamw_: Callable[..., None], states: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None, first: int
 ) -> None:
     """`Kernels.adamw_packed_` around an `adamw_` for plain numbers: unpacked to fp32, stepped, packed again."""
-    states = (master, exp_avg, exp_avg_sq)
     wide = [unpack(state, weights).to(torch.float32, copy=True) for state in states]
     adamw_(wide[0], grad.to(torch.float32, copy=True), *wide[1:], move)
     rounded = None if weights is None else round_weights(wide[0], weights.dtype)
     for state, moved, salt in zip(states, wide, (None, FIRST_SALT, SECOND_SALT), strict=True):
         noise = None if salt is None else dither(state.size, move.step, salt, first, moved.device)
         new = pack(moved, state, rounded, noise)
-        if state is master and master.format == "fp16" and weights is not None:
+        if state is states.master and state.format == "fp16" and weights is not None:
             rounded = round_weights(unpack(new), weights.dtype)
         for old_part, new_part in zip(state.parts, new.parts, strict=True):
             old_part.copy_(torch.where(move.proceed, new_part, old_part))

@@ -11,26 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels.ops import PositionSpan, internal_dtype
+from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan, internal_dtype
 from megatron_moe.parallel import rng
 
 
-def attention_block(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    query: PositionSpan,
-    key: PositionSpan,
-    dropout_key: tuple[int | str, ...] | None,
-    out_SBNE: Tensor,
-    lse_SBN: Tensor,
-) -> None:
-    logits_BNSS = _logits(q_SBND, k_SBGD, config, query, key)
+def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
+    logits_BNSS = _logits(block)
     lse_BNS = logits_BNSS.logsumexp(dim=-1)
     probs_BNSS = _probabilities(logits_BNSS, lse_BNS)
-    kept_BNSS = rng.dropout(probs_BNSS, config.dropout, dropout_key)
-    part_BNSE = kept_BNSS @ _heads(v_SBGE, q_SBND.shape[2], probs_BNSS.dtype)
+    kept_BNSS = rng.dropout(probs_BNSS, block.config.dropout, block.dropout_key)
+    part_BNSE = kept_BNSS @ _heads(block.v_SBGE, block.q_SBND.shape[2], probs_BNSS.dtype)
     merge_(out_SBNE, lse_SBN, part_BNSE.permute(2, 0, 1, 3), lse_BNS.permute(2, 0, 1))
 
 
@@ -44,30 +34,18 @@ def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: T
     lse_SBN.copy_(total_SBN)
 
 
-def attention_block_grad(
-    grad_SBNE: Tensor,
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    out_SBNE: Tensor,
-    lse_SBN: Tensor,
-    delta_SBN: Tensor,
-    config: CoreAttentionConfig,
-    query: PositionSpan,
-    key: PositionSpan,
-    dropout_key: tuple[int | str, ...] | None,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]) -> None:
     """Dao et al., arXiv 2205.14135 section B.2."""
+    q_SBND, k_SBGD, v_SBGE, config, *_ = block
     num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
-    probs_BNSS = _probabilities(_logits(q_SBND, k_SBGD, config, query, key), lse_SBN.permute(1, 2, 0))
+    probs_BNSS = _probabilities(_logits(block), found.lse_SBN.permute(1, 2, 0))
     wide = probs_BNSS.dtype
     # what dropout makes of ones: the factor of every probability
-    factor_BNSS = rng.dropout(torch.ones_like(probs_BNSS), config.dropout, dropout_key)
-    grad_BNSE = _heads(grad_SBNE, num_heads, wide)
+    factor_BNSS = rng.dropout(torch.ones_like(probs_BNSS), config.dropout, block.dropout_key)
+    grad_BNSE = _heads(found.grad_SBNE, num_heads, wide)
     grad_v_BNSE = (probs_BNSS * factor_BNSS).transpose(-1, -2) @ grad_BNSE
     grad_probs_BNSS = grad_BNSE @ _heads(v_SBGE, num_heads, wide).transpose(-1, -2) * factor_BNSS
-    grad_logits_BNSS = probs_BNSS * (grad_probs_BNSS - delta_SBN.to(wide).permute(1, 2, 0)[..., None])
+    grad_logits_BNSS = probs_BNSS * (grad_probs_BNSS - found.delta_SBN.to(wide).permute(1, 2, 0)[..., None])
     grad_logits_BNSS = grad_logits_BNSS * config.softmax_scale
     grad_q_BNSD = grad_logits_BNSS @ _heads(k_SBGD, num_heads, wide)
     grad_k_BNSD = grad_logits_BNSS.transpose(-1, -2) @ _heads(q_SBND, num_heads, wide)
@@ -94,10 +72,9 @@ def visible_between(
     return visible
 
 
-def _logits(
-    q_SBND: Tensor, k_SBGD: Tensor, config: CoreAttentionConfig, query: PositionSpan, key: PositionSpan
-) -> Tensor:
+def _logits(block: AttentionBlock) -> Tensor:
     """[B, N, Sq, Sk], minus infinity where a query does not see a key."""
+    q_SBND, k_SBGD, _, config, query, key, _ = block
     wide, num_heads = internal_dtype(q_SBND.dtype), q_SBND.shape[2]
     q_BNSD, k_BNSD = _heads(q_SBND, num_heads, wide), _heads(k_SBGD, num_heads, wide)
     logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2) * config.softmax_scale

@@ -3,7 +3,7 @@
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
 that it imports) and PROVIDES (ops) are read without importing it; its `judge(op, device, dtype) -> Support` returns how
 well it serves an op. `auto` selects the best backend, and plain torch where none is better. A backend with
-BY_WISH = True is excluded from `auto` and imported only when it is requested by name.
+ON_REQUEST = True is excluded from `auto` and imported only when it is requested by name.
 """
 
 import ast
@@ -32,7 +32,7 @@ class Backend:
     name: str
     needs: tuple[str, ...]
     provides: tuple[str, ...]
-    by_wish: bool
+    on_request: bool
     module: str
 
     def missing(self) -> tuple[str, ...]:
@@ -56,11 +56,11 @@ def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtyp
     Raises `EnvironmentProblem` when a request names an unknown op or backend, or one that is not supported.
     """
     backends = {backend.name: backend for backend in discover(BACKENDS)}
-    requests = dict(config.per_op)
+    requests = dict(config.kernel_per_op)
     check_names(config, backends)
     functions, choices = {}, []
     for op in OPS:
-        request = requests.get(op, config.backend)
+        request = requests.get(op, config.kernel_backend)
         if request == AUTO:
             choice = select_best(op, backends, device, dtype)
         else:
@@ -83,19 +83,19 @@ def read(path: Path) -> Backend:
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in ("NAME", "NEEDS", "PROVIDES", "BY_WISH"):
+            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST"):
                 constants[name] = ast.literal_eval(statement.value)
-    by_wish = constants.pop("BY_WISH", False)
+    on_request = constants.pop("ON_REQUEST", False)
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
     module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
-    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], by_wish, module)
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, module)
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
     """The best backend, or plain torch where none is better; the reason lists why not."""
-    able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.by_wish}
+    able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}
     judged = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
     winner = max(judged, key=lambda name: judged[name].fit, default=None)
     if winner is not None and judged[winner].fit >= Priority.BETTER:
@@ -139,15 +139,15 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
 def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
     """Raises `EnvironmentProblem` for requests of ops or backends that do not exist."""
     known = [AUTO, reference.NAME, *backends]
-    for op, request in config.per_op:
+    for op, request in config.kernel_per_op:
         if op not in OPS:
             raise EnvironmentProblem(f"Kernel op '{op}' does not exist; the ops are {listed(OPS)}.")
         if request not in known:
             raise EnvironmentProblem(
                 f"Kernel backend '{request}', requested for '{op}', does not exist; use {listed(known)}."
             )
-    if config.backend not in known:
-        raise EnvironmentProblem(f"Kernel backend '{config.backend}' does not exist; use {listed(known)}.")
+    if config.kernel_backend not in known:
+        raise EnvironmentProblem(f"Kernel backend '{config.kernel_backend}' does not exist; use {listed(known)}.")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

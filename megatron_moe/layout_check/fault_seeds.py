@@ -1,4 +1,4 @@
-"""Errors that can be planted in the ranks of a layout, to see that a comparison notices them and says what they are."""
+"""Errors injected into the ranks of a layout, to show that the comparison detects and explains them."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ SKIPPED_SUMS = "skip-partial-sums"
 
 
 class UnknownFaultSeed(RunError):
-    """There is no such error to plant."""
+    """Unknown name or factor of a fault seed."""
 
     code = ExitCode.CONFIG
 
@@ -24,11 +24,9 @@ class FaultSeed:
 
     @classmethod
     def parse(cls, text: str) -> "FaultSeed":
-        """`scale-expert-grads:2`, `scale-attention-grads:0.5`: the finished gradients of one grid are that many times
-        too large. `skip-partial-sums`: what tensor-parallel ranks know a part of each, such as the gradients of norms
-        and routers, is not added up.
-
-        Raises UnknownFaultSeed.
+        """Parses `scale-expert-grads:2` or `scale-attention-grads:0.5`, which scale the reduced gradients of one grid,
+        or `skip-partial-sums`, which omits the tensor-parallel reduction of partial gradients, such as those of norms
+        and routers. Raises UnknownFaultSeed.
         """
         kind, _, factor = text.partition(":")
         if kind == SKIPPED_SUMS and not factor:
@@ -39,7 +37,7 @@ class FaultSeed:
             number = float("nan")
         if kind not in SCALES or number != number:
             known = ", ".join([*(f"{scale}:FACTOR" for scale in SCALES), SKIPPED_SUMS])
-            raise UnknownFaultSeed(f"--inject {text} is no error that can be planted; choose one of: {known}")
+            raise UnknownFaultSeed(f"--inject {text} is not a fault seed; choose one of: {known}")
         return cls(kind, number)
 
     def __call__(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""The one rank that a layout is compared with: it is given the layout's partition of the tokens.
+"""Single-rank reference run for a layout, given the layout's partition of the tokens.
 
 A layout's results are defined per microbatch, with two exceptions. Capacity limits, Sinkhorn and expert choice are
 defined per rank: the oracle's routers apply them to every rank's share of a microbatch. The global balancing loss
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.memory import MemoryConfig
-from megatron_moe.config.model import ModelConfig, with_experts
+from megatron_moe.config.model import with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -27,9 +27,7 @@ from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.layout_check.record import BeforeStep, RankRecord, record_run
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.moe.balancing import BatchTokens
-from megatron_moe.moe.router import Router
-from megatron_moe.moe.routing_methods import ExpertSelection
+from megatron_moe.moe.router import ExpertSelection, Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import split_places
@@ -40,7 +38,7 @@ from megatron_moe.train.trainer import Trainer
 def record_oracle(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, datasets: Datasets, *, num_steps: int
 ) -> RankRecord:
-    """What the one rank of `context` records, which is given the partition of the tokens of the layout `plan`."""
+    """Record of a single-rank run with the token partition of the layout `plan`."""
     return record_run(
         oracle_plan(plan),
         context,
@@ -52,10 +50,10 @@ def record_oracle(
 
 
 def oracle_plan(plan: RunPlan) -> RunPlan:
-    """The plan of one rank that sees the microbatches of all data-parallel ranks, one after the other."""
+    """Plan of one rank that processes the microbatches of all data-parallel ranks in order."""
     return replace(
         plan,
-        model=_local(plan.model),
+        model=with_experts(plan.model, lambda moe: replace(moe, dispatcher="local", shared_overlap=False)),
         parallel=ParallelConfig(),
         pipeline=PipelineConfig(),
         memory=MemoryConfig(),
@@ -66,17 +64,22 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
 
 
 def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
-    """Makes the oracle's routers select and limit the tokens of every rank of the layout `plan` separately. Returns the
-    function to call before every step, if any."""
-    _partition_tokens(trainer, plan)
+    """Makes the oracle's routers select and limit tokens separately for every rank of the layout `plan`, where the
+    layout's routers do. Returns the function to call before every step, if any."""
+    by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
+    partition = _Partition(plan)
+    if by_rank and plan.parallel.max_seqlen_per_dp_cp_rank is not None:
+        trainer.model.register_forward_pre_hook(partition.adopt_degree)
+    for router in by_rank:
+        router.selection = _SelectionByRank(router, partition)
     if plan.parallel.dp > 1 and any("global_aux_loss" in router.config.balancing for router in trainer.routers):
         return partial(_count_ahead, trainer, plan.parallel.dp)
     return None
 
 
 def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], iteration: int) -> None:
-    """Counts the choices of all microbatches of a step. The step's forward finds the counts of the global balancing
-    loss in `Router.counts_ahead`, as a recomputed forward does."""
+    """Counts the choices of all microbatches of a step into `Router.counts_ahead`, from which the step's forward reads
+    the counts of the global balancing loss, as a recomputed forward does."""
     with torch.no_grad():
         for batch in trainer.prepare(batches, iteration):
             trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
@@ -101,37 +104,25 @@ def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
     counts_ahead.update({key: sums[group_of(key)] for key in counts_ahead})
 
 
-def _partition_tokens(trainer: Trainer, plan: RunPlan) -> None:
-    """Makes the oracle's routers handle the tokens of every rank of the layout separately where the layout's do."""
-    by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
-    if not by_rank:
-        return
-    partition = _Partition(plan)
-    if plan.parallel.max_seqlen_per_rank is not None:
-        trainer.model.register_forward_pre_hook(partition.look_at)
-    for router in by_rank:
-        router.selection = _SelectionByRank(router, partition)
-
-
 def _chooses_by_rank(router: Router) -> bool:
     return not {"sinkhorn", "expert_choice"}.isdisjoint(router.config.balancing)
 
 
 class _Partition:
-    """Which tokens of the oracle's microbatch the ranks of a layout hold."""
+    """Tokens of the oracle's microbatch by rank of the layout."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self.parts = self._over(plan.parallel.cp)
-        """int64, one tensor per rank: its tokens in its order."""
+        """Token indices of every rank in its order, int64."""
 
-    def look_at(self, model: nn.Module, arguments: tuple[MicroBatch, ...]) -> None:
-        """The documents of a microbatch decide over how many context-parallel ranks its sequences are split."""
+    def adopt_degree(self, model: nn.Module, arguments: tuple[MicroBatch, ...]) -> None:
+        """Forward pre-hook: adopts the context-parallel degree of the microbatch, which depends on its documents."""
         self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
 
     def _over(self, degree: int) -> list[Tensor]:
         """Splits each sequence over `degree` context-parallel ranks; groups of `degree` ranks share sequences."""
-        num_sequences = self._plan.batch.micro
+        num_sequences = self._plan.batch.micro_batch_size
         sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
         # token t = s * B + b
@@ -139,7 +130,7 @@ class _Partition:
 
 
 def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> list[Tensor]:
-    """The positions of a sequence that each of `degree` x tp ranks holds, in its order: int64, one tensor per rank."""
+    """Positions of a sequence on each of `degree` x tp ranks, in the order of the rank, int64."""
     shares = split_places(config.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]
@@ -154,17 +145,20 @@ class _SelectionByRank(ExpertSelection):
         self._selects_by_rank = _chooses_by_rank(router)
 
     def by_token(
-        self, logits_TE: Tensor, tokens: BatchTokens, given_ids_TK: Tensor | None, *state: Tensor | None, **options: Any
+        self,
+        logits_TE: Tensor,
+        valid_T: Tensor | None,
+        given_ids_TK: Tensor | None,
+        *state: Tensor | None,
+        **options: Any,
     ) -> RoutedTokens:
         """See `ExpertSelection`."""
         if not self._selects_by_rank:
-            return super().by_token(logits_TE, tokens, given_ids_TK, *state, **options)
+            return super().by_token(logits_TE, valid_T, given_ids_TK, *state, **options)
         chosen = []
         for part in self._partition.parts:
-            valid_T = None if tokens.valid_T is None else tokens.valid_T[part]
-            of_part = BatchTokens(valid_T, len(part), tokens.batch_size, tokens.group)
-            given = None if given_ids_TK is None else given_ids_TK[part]
-            chosen.append(super().by_token(logits_TE[part], of_part, given, *state, **options))
+            valid, given = (None if each is None else each[part] for each in (valid_T, given_ids_TK))
+            chosen.append(super().by_token(logits_TE[part], valid, given, *state, **options))
         z_sums = [each.z_sum for each in chosen if each.z_sum is not None]
         return RoutedTokens(
             ids_TK=_whole([each.ids_TK for each in chosen], self._partition),
@@ -194,7 +188,9 @@ class _SelectionByRank(ExpertSelection):
         assert routing.ids_TK is not None and routing.probs_TK is not None
         ids_TK, probs_TK, counts_E = routing.ids_TK.clone(), routing.probs_TK, torch.zeros_like(routing.counts_E)
         for part in self._partition.parts:
-            limited = super().limit(self._rows_of(routing, part))
+            ids, probs = routing.ids_TK[part], routing.probs_TK[part]
+            counts = self.kernels.count_tokens(ids, routing.num_experts)
+            limited = super().limit(replace(routing, ids_TK=ids, probs_TK=probs, counts_E=counts, chosen_TK=ids))
             assert limited.ids_TK is not None and limited.probs_TK is not None
             ids_TK[part] = limited.ids_TK
             probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)
@@ -202,18 +198,7 @@ class _SelectionByRank(ExpertSelection):
         # one rank has no rows that pad experts to their capacity
         return replace(routing, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, capacity=None)
 
-    def _rows_of(self, routing: Routing, rows: Tensor) -> Routing:
-        assert routing.ids_TK is not None and routing.probs_TK is not None
-        ids_TK = routing.ids_TK[rows]
-        counts_E = self.kernels.count_tokens(ids_TK, routing.num_experts)
-        return replace(routing, ids_TK=ids_TK, probs_TK=routing.probs_TK[rows], counts_E=counts_E, chosen_TK=ids_TK)
-
 
 def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
-    """What was computed of every part, in the order of the tokens."""
+    """Results of all parts, in the order of the tokens."""
     return torch.cat([each for each in of_parts if each is not None])[torch.cat(partition.parts).argsort()]
-
-
-def _local(config: ModelConfig) -> ModelConfig:
-    """Config of the same model with all experts on this rank."""
-    return with_experts(config, lambda moe: replace(moe, dispatcher="local", shared_overlap=False))

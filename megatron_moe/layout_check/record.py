@@ -87,13 +87,13 @@ def record_run(
     before_step = None if prepare is None else prepare(trainer)
     record = RankRecord(context.rank, place_of(context))
     _count_tokens(trainer, record)
-    state = TrainState()
+    state, config = TrainState(), build.build_train_state_config(plan)
     for step in range(num_steps):
         batches = loader.next_step()
         if before_step is not None:
             before_step(batches, state.iteration + 1)
         outcome = trainer.step(batches, state)
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, config)
         record.losses.append(float(outcome.loss))
         record.norms.append({name: float(norm) for name, norm in outcome.norms.items()})
         record.metrics.append(dict(_figures(trainer, context)))
@@ -147,8 +147,7 @@ def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
         if inputs[1].metrics is not trainer.metrics:
             return  # a recomputed forward
         counts_E = routing.counts_E.detach().cpu().long()
-        before = record.tokens.get(router.layer)
-        record.tokens[router.layer] = counts_E.clone() if before is None else before + counts_E
+        record.tokens[router.layer] = counts_E + record.tokens.get(router.layer, 0)
 
     for router in trainer.routers:
         router.register_forward_hook(count)

@@ -42,9 +42,8 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Inserts document ends. Documents of neighbouring sequences start at different positions; otherwise their
-        first
-        tokens would be identical, and rounding would decide which one an expert at capacity drops."""
+        """Inserts document ends. Documents of neighbouring sequences start with different tokens; otherwise rounding
+        would decide which of two identical tokens an expert at capacity drops."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1
@@ -60,7 +59,7 @@ def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
     """
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask
-    samples = RandomSamples(num_steps * plan.batch.global_size, data.seq_length, data.vocab_size, packed)
+    samples = RandomSamples(num_steps * plan.batch.global_batch_size, data.seq_length, data.vocab_size, packed)
     masks = MaskConfig(
         vocab_size=data.vocab_size,
         eod=data.vocab_size - 1,
@@ -69,4 +68,4 @@ def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
     )
-    return Datasets(train=samples, valid=(), test=None, masks=masks, notes=())
+    return Datasets(train=samples, valid={}, test=None, masks=masks, notes=())

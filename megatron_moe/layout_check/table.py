@@ -4,6 +4,7 @@ The relative error of a tensor is max|difference| / max|reference|. A constant r
 indicates a missing or duplicated reduction; copies that differ indicate one that was never done.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -40,6 +41,10 @@ class ComparisonRow:
     remark: str
     bad: bool
 
+    @property
+    def ratio_text(self) -> str:
+        return "" if self.ratio is None else f"{self.ratio:.6g}"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -65,16 +70,24 @@ class Comparison:
     def text(self, *, every: bool = False) -> str:
         """Table of the rows that differ (or all rows), followed by the verdict."""
         rows = list(self.rows) if every else self.bad
-        return "\n".join([*_table(rows), self.verdict()])
+        header = ("quantity", "name", "grid", "rel. error", "ratio", "remark")
+        cells = [(row.what, row.name, row.grid, f"{row.error:.2e}", row.ratio_text, row.remark) for row in rows]
+        return "\n".join([*(_aligned([header, *cells]) if rows else ()), self.verdict()])
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
     """Compares the records of all ranks, in rank order, with the oracle's."""
     axes = {axis: 1 + max(record.place[axis] for record in ranks) for axis in ranks[0].place}
+    expected, figures = _figures(oracle), [_figures(record) for record in ranks]
+    for record, of_rank in zip(ranks, figures, strict=True):
+        if record.place["pp"] < axes["pp"] - 1:  # only the last pipeline rank knows the loss
+            of_rank["loss"] = {}
     rows = [
-        *_figure_rows("loss", [{(f"step {i}", None): x for i, x in enumerate(oracle.losses, 1)}], _losses(ranks), rtol),
-        *_figure_rows("norm", [_norms(oracle)], [_norms(record) for record in ranks], rtol),
-        *_figure_rows("metric", [_metrics(oracle)], [_metrics(record) for record in ranks], rtol),
+        *(
+            row
+            for what in expected
+            for row in _figure_rows(what, expected[what], [each[what] for each in figures], rtol)
+        ),
         *_tensor_rows("gradient", oracle.gradients, [record.gradients for record in ranks], axes, rtol),
         *_tensor_rows("weight", oracle.weights, [record.weights for record in ranks], axes, rtol),
         *_count_rows(oracle, ranks),
@@ -82,37 +95,20 @@ def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float
     return Comparison(tuple(rows))
 
 
-def _losses(ranks: Sequence[RankRecord]) -> list[dict[MetricKey, Figure]]:
-    """Compares losses, which the last rank reports."""
-    last = max(record.place["pp"] for record in ranks)
-    return [
-        {(f"step {i}", None): loss for i, loss in enumerate(record.losses, 1)}
-        for record in ranks
-        if record.place["pp"] == last
-    ]
-
-
-def _norms(record: RankRecord) -> dict[MetricKey, Figure]:
+def _figures(record: RankRecord) -> dict[str, dict[MetricKey, Figure]]:
+    """Losses, gradient norms and metrics by (name with step, layer)."""
+    norms, metrics = enumerate(record.norms, 1), enumerate(record.metrics, 1)
     return {
-        (f"{part}, step {step}", None): norm
-        for step, norms in enumerate(record.norms, 1)
-        for part, norm in norms.items()
-    }
-
-
-def _metrics(record: RankRecord) -> dict[MetricKey, Figure]:
-    return {
-        (f"{name}, step {step}", layer): figure
-        for step, metrics in enumerate(record.metrics, 1)
-        for (name, layer), figure in metrics.items()
+        "loss": {(f"step {step}", None): loss for step, loss in enumerate(record.losses, 1)},
+        "norm": {(f"{part}, step {step}", None): norm for step, each in norms for part, norm in each.items()},
+        "metric": {(f"{name}, step {step}", layer): x for step, each in metrics for (name, layer), x in each.items()},
     }
 
 
 def _figure_rows(
-    what: str, expected: Sequence[Mapping[MetricKey, Figure]], ranks: Sequence[Mapping[MetricKey, Figure]], rtol: float
+    what: str, oracle: Mapping[MetricKey, Figure], ranks: Sequence[Mapping[MetricKey, Figure]], rtol: float
 ) -> Iterator[ComparisonRow]:
     """Compares metrics: every metric of the oracle must be on some rank and equal on all ranks that have it."""
-    (oracle,) = expected
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
@@ -136,12 +132,11 @@ def _tensor_rows(
 ) -> Iterator[ComparisonRow]:
     for name, held in oracle.items():
         parts = [(rank, each[name]) for rank, each in enumerate(ranks) if name in each]
-        extra = {} if not parts else dict(axes)
         if not parts:
             yield ComparisonRow(what, name, held.meta.grid, float("inf"), None, "no rank holds it", bad=True)
             continue
         whole, remark = assemble(parts, held.value)
-        yield _row(what, name, held.meta.grid, whole, held.value, rtol, remark, extra)
+        yield _row(what, name, held.meta.grid, whole, held.value, rtol, remark, axes)
     unknown = sorted({name for each in ranks for name in each} - set(oracle))
     for name in unknown:
         yield ComparisonRow(what, name, "", float("inf"), None, "one rank has no such parameter", bad=True)
@@ -265,15 +260,46 @@ def _both_tiny(actual: Tensor, expected: Tensor) -> bool:
     return float((actual.double() - expected.double()).abs().max()) <= ABSOLUTE_TOLERANCE
 
 
-def _table(rows: Sequence[ComparisonRow]) -> list[str]:
-    if not rows:
-        return []
-    cells = [("quantity", "name", "grid", "rel. error", "ratio", "remark")]
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns; the last column is ragged."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
+    return ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in cells]
+
+
+def summary(comparison: Comparison) -> str:
+    """One line per kind of quantity with its largest error over layers and steps, then the verdict."""
+    header = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
+    lines = _aligned([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
+    return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
+
+
+def _diagnosis(comparison: Comparison) -> Iterator[str]:
+    """Gradient errors of the first step come first, because all later differences follow from them."""
+    wrong = [row for row in comparison.bad if row.what == "gradient"]
+    if not wrong:
+        return
+    right = {_without_numbers(row.name) for row in comparison.rows if row.what == "gradient" and not row.bad}
+    yield f"gradients of the first step are wrong in {len(wrong)} parameters, and so is all that follows from them:"
+    for (_, name, _), rows in _kinds(wrong):
+        some = " (in some layers)" if name in right else ""
+        yield f"  {name}{some}  {rows[0].remark}".rstrip()
+
+
+def _kinds(rows: Sequence[ComparisonRow]) -> Iterator[tuple[tuple[str, str, str], list[ComparisonRow]]]:
+    kinds: dict[tuple[str, str, str], list[ComparisonRow]] = {}
     for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.6g}"
-        cells.append((row.what, row.name, row.grid, f"{row.error:.2e}", ratio, row.remark))
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[5]]).rstrip()
-        for line in cells
-    ]
+        kinds.setdefault((row.what, _without_numbers(row.name), row.grid), []).append(row)
+    yield from kinds.items()
+
+
+def _without_numbers(name: str) -> str:
+    """Name with layer indices replaced by `*`."""
+    name = re.sub(r",? ?(step|layer) \d+", "", name)
+    return re.sub(r"\.\d+\.", ".*.", name) or "all"
+
+
+def _cells(key: tuple[str, str, str], rows: Sequence[ComparisonRow]) -> tuple[str, ...]:
+    worst = max(rows, key=lambda row: (row.bad, row.error))
+    num_bad = sum(row.bad for row in rows)
+    count = f"{len(rows)}" if not num_bad else f"{num_bad} of {len(rows)} WRONG"
+    return (*key, count, f"{worst.error:.1e}", worst.ratio_text, worst.remark)

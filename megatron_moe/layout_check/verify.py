@@ -1,24 +1,33 @@
 """Verifies a layout against one rank in double precision, on processes of this host."""
 
-import re
-from collections.abc import Iterator, Sequence
+import pickle
+import socket
+import time
+import warnings
 from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 import torch
 
 from megatron_moe import build
+from megatron_moe.config.exit_codes import ExitCode, RunError
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.layout_check.fault_seeds import FaultSeed
 from megatron_moe.layout_check.oracle import record_oracle
-from megatron_moe.layout_check.processes import Ranks
-from megatron_moe.layout_check.record import RankRecord
+from megatron_moe.layout_check.record import RankRecord, record_run
 from megatron_moe.layout_check.samples import random_datasets
-from megatron_moe.layout_check.table import Comparison, ComparisonRow, compare_runs
+from megatron_moe.layout_check.table import Comparison, compare_runs
 from megatron_moe.parallel.context import ParallelContext
 
-_COLUMNS = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
+
+class RankFailure(RunError):
+    """A rank raised an error, died or timed out."""
+
+    code = ExitCode.OTHER_RANK
 
 
 def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: FaultSeed | None = None) -> Comparison:
@@ -32,12 +41,16 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: Fault
     Raises:
         RankFailure: a rank failed or timed out.
     """
-    plan = _that_routes(plan)
-    ranks = Ranks(plan, num_steps=num_steps, plant=plant)
-    return compare_runs(_record_oracle(plan, num_steps), ranks.records(timeout))
+    plan = _without_forced_logits(plan)
+    ranks = RankProcesses(plan, num_steps=num_steps, plant=plant)
+    torch.set_num_threads(1)
+    context = ParallelContext.single(seed=plan.loop.seed)
+    kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps)
+    oracle = record_oracle(plan, context, kernels, datasets, num_steps=num_steps)
+    return compare_runs(oracle, ranks.records(timeout))
 
 
-def _that_routes(plan: RunPlan) -> RunPlan:
+def _without_forced_logits(plan: RunPlan) -> RunPlan:
     """Removes forced logits of benchmarks, which would hide the router and differ between context-parallel ranks."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
@@ -46,49 +59,75 @@ def _that_routes(plan: RunPlan) -> RunPlan:
     return replace(plan, model=with_experts(plan.model, routing))
 
 
-def _record_oracle(plan: RunPlan, num_steps: int) -> RankRecord:
+class RankProcesses:
+    """Processes that run a plan; started by the constructor."""
+
+    def __init__(self, plan: RunPlan, *, num_steps: int, plant: FaultSeed | None) -> None:
+        # a fork server imports everything once; ranks are forked from it in milliseconds, without shared threads
+        host = get_context("forkserver")
+        host.set_forkserver_preload([__name__])
+        self._port = _reserved_port()
+        port = self._port.getsockname()[1]
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        for rank in range(plan.parallel.world_size):
+            launch = replace(plan.launch, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
+            ours, theirs = host.Pipe(duplex=False)
+            arguments = (theirs, replace(plan, launch=launch), num_steps, plant)
+            process = host.Process(target=_run_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def records(self, timeout: float) -> list[RankRecord]:
+        """Records by rank. Raises RankFailure when a rank ends early, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        found: dict[int, RankRecord] = {}
+        try:
+            while len(found) < len(self._pipes):
+                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
+                ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = [self._pipes.index(pipe) for pipe in waiting]
+                    raise RankFailure(f"ranks {missing} still ran after {timeout:g} s, perhaps in a deadlock")
+                for pipe in ready:
+                    assert isinstance(pipe, Connection)
+                    rank = self._pipes.index(pipe)
+                    found[rank] = _received(rank, pipe)
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.join()
+            self._port.close()
+        return [found[rank] for rank in range(len(self._pipes))]
+
+
+def _received(rank: int, pipe: Connection) -> RankRecord:
+    try:
+        record = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise RankFailure(f"rank {rank} ended before its last step; see its error above") from None
+    assert isinstance(record, RankRecord), f"rank {rank} sent {type(record)}"
+    return record
+
+
+def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, plant: FaultSeed | None) -> None:
+    """Process main of one rank: sends its record. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
-    context = ParallelContext.single(seed=plan.loop.seed)
-    kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps)
-    return record_oracle(plan, context, kernels, datasets, num_steps=num_steps)
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives once per rank
+    context = build.build_context(plan)
+    datasets = random_datasets(plan, num_steps=num_steps)
+    kernels = build.build_kernels(plan, context)
+    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=plant)
+    pipe.send_bytes(pickle.dumps(record))
+    context.stop()
 
 
-def summary(comparison: Comparison) -> str:
-    """One line per kind of quantity with its largest error over layers and steps, then the verdict."""
-    cells = [_COLUMNS, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS) - 1)]
-    lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in cells]
-    return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
-
-
-def _diagnosis(comparison: Comparison) -> Iterator[str]:
-    """Gradient errors of the first step come first, because all later differences follow from them."""
-    wrong = [row for row in comparison.bad if row.what == "gradient"]
-    if not wrong:
-        return
-    right = {_without_numbers(row.name) for row in comparison.rows if row.what == "gradient" and not row.bad}
-    yield f"gradients of the first step are wrong in {len(wrong)} parameters, and so is all that follows from them:"
-    for (_, name, _), rows in _kinds(wrong):
-        some = " (in some layers)" if name in right else ""
-        yield f"  {name}{some}  {rows[0].remark}".rstrip()
-
-
-def _kinds(rows: Sequence[ComparisonRow]) -> Iterator[tuple[tuple[str, str, str], list[ComparisonRow]]]:
-    kinds: dict[tuple[str, str, str], list[ComparisonRow]] = {}
-    for row in rows:
-        kinds.setdefault((row.what, _without_numbers(row.name), row.grid), []).append(row)
-    yield from kinds.items()
-
-
-def _without_numbers(name: str) -> str:
-    """Name with layer indices replaced by `*`."""
-    name = re.sub(r",? ?(step|layer) \d+", "", name)
-    return re.sub(r"\.\d+\.", ".*.", name) or "all"
-
-
-def _cells(key: tuple[str, str, str], rows: Sequence[ComparisonRow]) -> tuple[str, ...]:
-    worst = max(rows, key=lambda row: (row.bad, row.error))
-    ratio = "" if worst.ratio is None else f"{worst.ratio:.6g}"
-    num_bad = sum(row.bad for row in rows)
-    count = f"{len(rows)}" if not num_bad else f"{num_bad} of {len(rows)} WRONG"
-    return (*key, count, f"{worst.error:.1e}", ratio, worst.remark)
+def _reserved_port() -> socket.socket:
+    """Reserves a port until a rank listens on it: a bound socket that does not listen keeps other programs away, but
+    not a server with SO_REUSEADDR such as torch's."""
+    holder = socket.socket()
+    holder.bind(("", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder

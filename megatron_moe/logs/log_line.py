@@ -1,62 +1,91 @@
-"""Step and validation reports, and their log lines.
+"""Step results, step and validation reports, and their log lines.
 
 The default line has Megatron's fields, order, formats and ` |` separators, so that log parsers keep working; additional
 fields come last. `--log-style short` prints one line of at most 120 columns.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Protocol
 
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.metrics import Metric
 
-_DUMP_COLUMNS = 48
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Results of one step as host numbers."""
+
+    iteration: int
+    loss: float
+    norms: Mapping[str, float]
+    """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Values that only some runs measure: "num_zeros" (gradient elements that are exactly 0), "params_norm" (both only
+    when the log needs them), and "overflow" of expert rows."""
+    proceed: bool
+    """True if the update was applied."""
+    sound: bool
+    """True if no update so far stored a non-finite weight or moment on any rank."""
+    learning_rate: float
+    """Learning rate after the scheduler step, which Megatron logs."""
+    applied_learning_rate: float
+    """Learning rate of the step's update."""
+    num_samples: int
+    """Sequences over all ranks."""
+    seconds: float
+    """Time on the device from the end of the previous step to the end of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Host values of the steps since the last report. Averages are over the steps whose update was applied."""
+    """Host values of the steps since the last report.
 
-    when: datetime
-    iteration: int
+    Losses are averaged over the steps whose update was applied, as in Megatron, and time over all steps; norm, learning
+    rate and batch size are those of the last step.
+    """
+
+    when: datetime = field(default_factory=datetime.now)
+    steps: Sequence[StepResult]
     train_iters: int
     consumed_samples: int
-    consumed_tokens: int
-    batch_size: int
-    """Sequences per step over all ranks."""
-    tokens_per_step: int
-    num_steps: int = 1
-    """Steps covered by this report."""
-    step_seconds: float
-    """Mean wall time of one step."""
-    learning_rate: float
-    """Learning rate after the scheduler step of the last iteration, as in Megatron's line."""
-    applied_learning_rate: float
-    """Learning rate of the last iteration's update."""
-    losses: Mapping[str, float]
-    """Averages, in the order to print: "lm loss" first."""
+    seq_length: int
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics recorded by modules: balancing losses and load statistics, per layer."""
-    grad_norm: float
-    """L2 norm over all parameters before clipping."""
-    grad_norm_parts: Mapping[str, float] = field(default_factory=dict)
-    num_zeros: int | None = None
-    """Number of gradient elements that are exactly 0."""
-    params_norm: float | None = None
-    loss_scale: float = 1.0
-    skipped_samples: int = 0
-    skipped_iterations: int = 0
-    """Rejected updates since the last report."""
-    nan_iterations: int = 0
-    """Non-finite losses since the last report."""
     world_size: int = 1
     flops_per_step: float = 0.0
     """Model FLOPs of the global batch, without recomputation."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device in the compute dtype; None if unknown."""
+
+    @property
+    def last(self) -> StepResult:
+        return self.steps[-1]
+
+    @property
+    def iteration(self) -> int:
+        return self.last.iteration
+
+    @property
+    def loss(self) -> float:
+        applied = [step.loss for step in self.steps if step.proceed]
+        return sum(applied) / len(applied) if applied else self.last.loss
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of one step."""
+        return sum(step.seconds for step in self.steps) / len(self.steps)
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Number of rejected updates."""
+        return sum(not step.proceed for step in self.steps)
+
+    @property
+    def nan_iterations(self) -> int:
+        """Number of non-finite losses."""
+        return sum(not math.isfinite(step.loss) for step in self.steps)
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -65,7 +94,7 @@ class StepReport:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens_per_step / (self.step_seconds * self.world_size)
+        return self.last.num_samples * self.seq_length / (self.step_seconds * self.world_size)
 
     @property
     def model_flops_utilization(self) -> float | None:
@@ -77,17 +106,6 @@ class StepReport:
         """Estimated time to the last iteration."""
         return timedelta(seconds=round((self.train_iters - self.iteration) * self.step_seconds))
 
-    @property
-    def all_losses(self) -> dict[str, float]:
-        """`losses`, then the recorded losses."""
-        recorded = {name: value for name, value in scalars(self.metrics).items() if is_loss(name)}
-        return {**self.losses, **recorded}
-
-    @property
-    def other_scalars(self) -> dict[str, float]:
-        """Recorded scalars that are not losses."""
-        return {name: value for name, value in scalars(self.metrics).items() if not is_loss(name)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationReport:
@@ -95,112 +113,13 @@ class ValidationReport:
 
     iteration: int
     consumed_samples: int
-    losses: Mapping[str, float]
+    loss: float
     where: str = ""
     """Suffix of "validation loss at iteration N" at the end of a run: "on validation set" or "on test set"."""
     data_set: str = ""
     """Name of the data set; empty if there is only one."""
     split: str = "validation"
     """"validation" or "test"; part of the tags."""
-
-
-class IntervalReading(Protocol):
-    """Host values of one step's results."""
-
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def norms(self) -> Mapping[str, float]:
-        """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
-        ...
-
-    @property
-    def proceed(self) -> bool:
-        """True if the update was applied."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate after the scheduler step."""
-        ...
-
-    @property
-    def applied_learning_rate(self) -> float:
-        """Learning rate of the step's update."""
-        ...
-
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-class Interval:
-    """Accumulates step results until the next report.
-
-    Losses are averaged over the steps whose update was applied, as in Megatron, and time over all steps; norm, learning
-    rate and batch size are those of the last step.
-    """
-
-    def __init__(self, *, train_iters: int, seq_length: int, world_size: int, peak_flops: float | None = None) -> None:
-        self.train_iters = train_iters
-        self.seq_length = seq_length
-        self.world_size = world_size
-        self.peak_flops = peak_flops
-        self._readings: list[IntervalReading] = []
-
-    def add(self, reading: IntervalReading) -> None:
-        self._readings.append(reading)
-
-    def report(
-        self,
-        *,
-        consumed_samples: int,
-        flops_of: Callable[[int], float],
-        metrics: Mapping[str, Metric],
-        num_zeros: int | None = None,
-        params_norm: float | None = None,
-        when: datetime | None = None,
-    ) -> StepReport:
-        """Builds the report of all steps since the last one and resets the interval; needs at least one step.
-
-        `flops_of`: FLOPs of a step by its number of sequences.
-        """
-        readings, self._readings = self._readings, []
-        assert readings, "a report needs at least one step"
-        applied = [reading.loss for reading in readings if reading.proceed]
-        last = readings[-1]
-        return StepReport(
-            when=when or datetime.now(),
-            iteration=last.iteration,
-            train_iters=self.train_iters,
-            consumed_samples=consumed_samples,
-            consumed_tokens=consumed_samples * self.seq_length,
-            batch_size=last.num_samples,
-            tokens_per_step=last.num_samples * self.seq_length,
-            num_steps=len(readings),
-            step_seconds=sum(reading.seconds for reading in readings) / len(readings),
-            learning_rate=last.learning_rate,
-            applied_learning_rate=last.applied_learning_rate,
-            losses={"lm loss": sum(applied) / len(applied) if applied else last.loss},
-            metrics=metrics,
-            grad_norm=last.norms["all"],
-            grad_norm_parts={name: norm for name, norm in last.norms.items() if name != "all"},
-            num_zeros=num_zeros,
-            params_norm=params_norm,
-            skipped_iterations=len(readings) - len(applied),
-            nan_iterations=sum(not math.isfinite(reading.loss) for reading in readings),
-            world_size=self.world_size,
-            flops_per_step=flops_of(last.num_samples),
-            peak_flops=self.peak_flops,
-        )
-
-
-def is_loss(name: str) -> bool:
-    """True for losses, which print with six digits; other scalars print with two."""
-    return name.endswith("loss")
 
 
 def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -213,14 +132,9 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss)) if loss == loss else loss
 
 
-def _worst_layer(metric: Metric) -> float:
-    values = [value for value in (metric.value, *metric.layers.values()) if not isinstance(value, list)]
-    return max(values, default=math.nan)
-
-
 def step_line(report: StepReport, config: LoggingConfig) -> str:
     """Line of one report in the style of `--log-style`."""
-    return short_line(report) if config.style == "short" else megatron_line(report, config)
+    return short_line(report) if config.log_style == "short" else megatron_line(report, config)
 
 
 def megatron_line(report: StepReport, config: LoggingConfig) -> str:
@@ -229,22 +143,23 @@ def megatron_line(report: StepReport, config: LoggingConfig) -> str:
         f" [{report.when:%Y-%m-%d %H:%M:%S.%f}] iteration {report.iteration:8d}/{report.train_iters:8d}",
         f" consumed samples: {report.consumed_samples:12d}",
     ]
-    if report.skipped_samples:
-        parts.append(f" skipped samples: {report.skipped_samples:12d}")
     parts.append(f" elapsed time per iteration (ms): {report.step_seconds * 1e3:.1f}")
     if config.log_throughput:
         parts.append(f" throughput per GPU (TFLOP/s/GPU): {report.tflops_per_gpu:.1f}")
-    parts.append(f" learning rate: {report.learning_rate:.6E}")
-    parts.append(f" global batch size: {report.batch_size:5d}")
+    last = report.last
+    parts.append(f" learning rate: {last.learning_rate:.6E}")
+    parts.append(f" global batch size: {last.num_samples:5d}")
+    recorded = scalars(report.metrics)
+    losses = {"lm loss": report.loss, **{name: value for name, value in recorded.items() if name.endswith("loss")}}
     # Megatron omits negative averages and NaN; NaN is shown here.
-    parts += [f" {name}: {value:.6E}" for name, value in report.all_losses.items() if not value < 0.0]
-    parts += [f" {name}: {value:.2f}" for name, value in report.other_scalars.items()]
-    parts.append(f" loss scale: {report.loss_scale:.1f}")
-    parts.append(f" grad norm: {report.grad_norm:.3f}")
-    if report.num_zeros is not None:
-        parts.append(f" num zeros: {report.num_zeros}")
-    if report.params_norm is not None:
-        parts.append(f" params norm: {report.params_norm:.3f}")
+    parts += [f" {name}: {value:.6E}" for name, value in losses.items() if not value < 0.0]
+    parts += [f" {name}: {value:.2f}" for name, value in recorded.items() if name not in losses]
+    parts.append(" loss scale: 1.0")
+    parts.append(f" grad norm: {last.norms['all']:.3f}")
+    if "num_zeros" in last.figures:
+        parts.append(f" num zeros: {last.figures['num_zeros']:.0f}")
+    if "params_norm" in last.figures:
+        parts.append(f" params norm: {last.figures['params_norm']:.3f}")
     parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
     parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
     if config.log_throughput:
@@ -260,13 +175,15 @@ def short_line(report: StepReport) -> str:
     parts = [
         f"{report.iteration:{width}d}/{report.train_iters} {report.iteration / max(report.train_iters, 1):4.0%}",
         f"{report.remaining} left",
-        f"loss {next(iter(report.losses.values()), math.nan):.4f}",
-        f"grad {report.grad_norm:.3f}",
-        f"lr {report.learning_rate:.2e}",
+        f"loss {report.loss:.4f}",
+        f"grad {report.last.norms['all']:.3f}",
+        f"lr {report.last.learning_rate:.2e}",
         f"{report.tokens_per_second_per_gpu:,.0f} tok/s/GPU",
     ]
-    if "moe/max_violation" in report.metrics:
-        parts.append(f"max vio {_worst_layer(report.metrics['moe/max_violation']):.2f}")
+    violation = report.metrics.get("moe/max_violation")
+    if violation is not None:
+        worst = max(value for value in (violation.value, *violation.layers.values()) if not isinstance(value, list))
+        parts.append(f"max vio {worst:.2f}")
     if report.skipped_iterations:
         parts.append(f"{report.skipped_iterations} skipped")
     return " | ".join(parts)[:120]
@@ -275,9 +192,8 @@ def short_line(report: StepReport) -> str:
 def validation_lines(report: ValidationReport) -> list[str]:
     """Megatron's validation line between two rules."""
     place = " ".join(word for word in (f"iteration {report.iteration}", report.where, report.data_set) if word)
-    line = f" validation loss at {place} | "
-    for name, value in report.losses.items():
-        line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+    ppl = perplexity(report.loss)
+    line = f" validation loss at {place} | lm loss value: {report.loss:.6E} | lm loss PPL: {ppl:.6E} | "
     ruler = "-" * (len(line) + 1)
     return [ruler, line, ruler]
 
@@ -285,15 +201,4 @@ def validation_lines(report: ValidationReport) -> list[str]:
 def short_validation_line(report: ValidationReport) -> str:
     """Validation line of `--log-style short` and of the live console."""
     place = " ".join(word for word in (report.where or f"on {report.split} set", report.data_set) if word)
-    losses = ", ".join(f"{name} {value:.4f} (ppl {perplexity(value):.2f})" for name, value in report.losses.items())
-    return f"{report.iteration} {place}: {losses}"
-
-
-def arguments_dump(values: Mapping[str, object]) -> list[str]:
-    """Lines of Megatron's argument dump, sorted by name."""
-    rows = [f"  {name} {'.' * (_DUMP_COLUMNS - len(name))} {value}" for name, value in sorted(values.items())]
-    return [
-        "------------------------ arguments ------------------------",
-        *rows,
-        "-------------------- end of arguments ---------------------",
-    ]
+    return f"{report.iteration} {place}: lm loss {report.loss:.4f} (ppl {perplexity(report.loss):.2f})"

@@ -4,8 +4,10 @@ Recording adds to device tensors without synchronisation. `take` runs one collec
 result to the host once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -55,7 +57,11 @@ class _Total:
     """Entry reduced over all ranks, on the host."""
 
     reduction: Reduction
-    figure: Figure
+    values: list[float]
+    is_vector: bool
+
+    def figure(self) -> Figure:
+        return self.values if self.is_vector else self.values[0]
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,12 @@ class MetricAccumulator:
             entry = _Entry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
             self.entries[name, layer] = entry
         else:
-            _check_like(entry, name, value, reduction)
-            _combine_(entry, value)
+            recorded, given = (entry.reduction, entry.value.shape), (reduction, value.shape)
+            assert recorded == given, f"{name} was recorded as {recorded}, now as {given}"
+            if reduction == "max":
+                torch.maximum(entry.value, value.double(), out=entry.value)
+            else:
+                entry.value.add_(value)  # one kernel for any dtype of `value`
         if count is None:
             entry.calls += 1
         else:
@@ -134,7 +144,7 @@ class MetricAccumulator:
         self._fold()
         entries, self.entries = self.entries, {}
         # pp: the totals of every stage, a few kB for a hundred layers
-        stages = gather_objects(_totals(entries, context), context.group("pp"))
+        stages = gather_objects(_reduced(entries, context), context.group("pp"))
         totals = {key: total for stage in stages for key, total in stage.items()}
         assert len(totals) == sum(map(len, stages)), (
             f"recorded on several stages: {[sorted(stage) for stage in stages]}"
@@ -142,83 +152,45 @@ class MetricAccumulator:
         return {name: _metric(name, totals) for name in dict.fromkeys(name for name, _ in totals)}
 
 
-def _check_like(entry: _Entry, name: str, value: Tensor, reduction: Reduction) -> None:
-    assert entry.reduction == reduction, f"{name} was recorded as {entry.reduction}, now as {reduction}"
-    assert entry.value.shape == value.shape, f"{name} had shape {tuple(entry.value.shape)}, now {tuple(value.shape)}"
-
-
-def _combine_(entry: _Entry, value: Tensor) -> None:
-    """Adds to the fp64 value in one kernel for any dtype of `value`."""
-    if entry.reduction == "max":
-        torch.maximum(entry.value, value.double(), out=entry.value)
-    else:
-        entry.value.add_(value)
-
-
-def _totals(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
-    """Reduces every entry over the ranks of this stage; keeps the order of recording."""
-    keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
-    added = [key for key in keys if entries[key].reduction != "max"]
-    largest = [key for key in keys if entries[key].reduction == "max"]
-    sums = _flat([tensor for key in added for tensor in (entries[key].value, entries[key].count)])
-    maxima = _flat([entries[key].value for key in largest])
-    figures = _reduce_and_read(sums, maxima, context)
-    totals: dict[Key, Figure] = {}
-    for key in added:
-        value, count = _next_figure(figures, entries[key].value), figures.pop()
-        totals[key] = _divide(value, count) if entries[key].reduction == "mean" else value
-    for key in largest:
-        totals[key] = _next_figure(figures, entries[key].value)
-    return {key: _Total(entry.reduction, totals[key]) for key, entry in entries.items()}
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """All elements as one fp64 vector, for a single collective and a single copy to the host."""
-    return torch.cat([tensor.double().flatten() for tensor in tensors]) if tensors else None
-
-
-def _reduce_and_read(sums: Tensor | None, maxima: Tensor | None, context: ParallelContext) -> list[float]:
-    """All reduced elements in reverse order, so that they can be popped.
+def _reduced(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
+    """Reduces every entry over the ranks of this stage; keeps the order of recording.
 
     Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
     """
-    group = context.group("tp_dp_cp")
-    reduced = []
-    if sums is not None:
-        reduced.append(all_reduce_(sums, group, "sum"))
-    if maxima is not None:
-        reduced.append(all_reduce_(maxima, group, "max"))
-    return torch.cat(reduced).tolist()[::-1] if reduced else []
+    keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
+    added = [key for key in keys if entries[key].reduction != "max"]
+    largest = [key for key in keys if entries[key].reduction == "max"]
+    sums = [tensor for key in added for tensor in (entries[key].value, entries[key].count)]
+    maxima = [entries[key].value for key in largest]
+    group, reduced = context.group("tp_dp_cp"), []
+    if sums:
+        reduced.append(all_reduce_(_flat(sums), group, "sum"))
+    if maxima:
+        reduced.append(all_reduce_(_flat(maxima), group, "max"))
+    numbers = iter(torch.cat(reduced).tolist() if reduced else ())
+    totals: dict[Key, _Total] = {}
+    for key in (*added, *largest):
+        entry = entries[key]
+        values = list(islice(numbers, entry.value.numel()))
+        count = 1.0 if entry.reduction == "max" else next(numbers)
+        if entry.reduction == "mean":
+            values = [value / count if count else math.nan for value in values]
+        totals[key] = _Total(entry.reduction, values, is_vector=entry.value.dim() > 0)
+    return {key: totals[key] for key in entries}
 
 
-def _next_figure(figures: list[float], like: Tensor) -> Figure:
-    """Pops the value of one entry from the end of `figures`."""
-    if like.dim() == 0:
-        return figures.pop()
-    return [figures.pop() for _ in range(like.numel())]
-
-
-def _divide(value: Figure, count: float) -> Figure:
-    """value / count; NaN for a count of 0."""
-    if isinstance(value, list):
-        return [element / count if count else float("nan") for element in value]
-    return value / count if count else float("nan")
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
-    """Combines the layers of one metric."""
+    """Combines the layers of one metric: their mean, or their maximum for "max"."""
     if (name, None) in totals:
-        return Metric(totals[name, None].figure)
-    found = sorted((layer, key) for key in totals if key[0] == name and (layer := key[1]) is not None)
-    layers = {layer: totals[key].figure for layer, key in found}
-    largest = totals[found[0][1]].reduction == "max"
-    return Metric(_over_layers(list(layers.values()), largest), layers)
-
-
-def _over_layers(figures: list[Figure], largest: bool) -> Figure:
-    """Mean or maximum over layers, element by element for vectors of equal length."""
-    if isinstance(figures[0], list):
-        columns = zip(*(figure for figure in figures if isinstance(figure, list)), strict=True)
-        return [max(column) if largest else sum(column) / len(figures) for column in columns]
-    numbers = [figure for figure in figures if not isinstance(figure, list)]
-    return max(numbers) if largest else sum(numbers) / len(numbers)
+        return Metric(totals[name, None].figure())
+    recorded = {layer: total for (other, layer), total in totals.items() if other == name and layer is not None}
+    layers = {layer: recorded[layer] for layer in sorted(recorded)}
+    first = next(iter(layers.values()))
+    columns = zip(*(total.values for total in layers.values()), strict=True)
+    values = [max(column) if first.reduction == "max" else sum(column) / len(column) for column in columns]
+    whole = _Total(first.reduction, values, first.is_vector)
+    return Metric(whole.figure(), {layer: total.figure() for layer, total in layers.items()})

@@ -18,26 +18,26 @@ from megatron_moe.logs.metrics import Figure, Metric
 Record = dict[str, Any]
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
 THROUGHPUT_TAGS = ("throughput", "tokens-per-second-per-gpu", "mfu")
-_ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu", "mfu", "skipped-train-samples")
+_ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu", "mfu")
 
 
 def step_tags(report: StepReport) -> dict[str, float]:
     """All scalars of the report except per-layer ones."""
+    last = report.last
     tags: dict[str, float | None] = {
-        "learning-rate": report.learning_rate,
-        "batch-size": report.batch_size,
-        **report.losses,
-        "loss-scale": report.loss_scale,
+        "learning-rate": last.learning_rate,
+        "batch-size": last.num_samples,
+        "lm loss": report.loss,
+        "loss-scale": 1.0,
         "world-size": report.world_size,
-        "grad-norm": report.grad_norm,
-        **{f"grad-norm {part}": norm for part, norm in report.grad_norm_parts.items()},
-        "num-zeros": report.num_zeros,
-        "params-norm": report.params_norm,
+        "grad-norm": last.norms["all"],
+        **{f"grad-norm {part}": norm for part, norm in last.norms.items() if part != "all"},
+        "num-zeros": last.figures.get("num_zeros"),
+        "params-norm": last.figures.get("params_norm"),
         "iteration-time": report.step_seconds,
         "throughput": report.tflops_per_gpu,
         "tokens-per-second-per-gpu": report.tokens_per_second_per_gpu,
         "mfu": report.model_flops_utilization,
-        "skipped-train-samples": report.skipped_samples or None,
         **scalars(report.metrics),
     }
     return {name: value for name, value in tags.items() if value is not None}
@@ -54,30 +54,24 @@ def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, Figure]:
 
 def validation_tags(report: ValidationReport) -> dict[str, float]:
     """`lm loss validation` and `lm loss validation ppl`, or `lm loss validation-NAME` for one of several data sets."""
-    suffix = report.split + (f"-{report.data_set}" if report.data_set else "")
-    tags = {}
-    for name, value in report.losses.items():
-        tags[f"{name} {suffix}"] = value
-        tags[f"{name} {suffix} ppl"] = perplexity(value)
-    return tags
+    name = f"lm loss {report.split}" + (f"-{report.data_set}" if report.data_set else "")
+    return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
 
 
 def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
     """Tags sent to dashboards under the run's flags; metrics.jsonl keeps all of them."""
     hidden: set[str] = set()
-    if not config.log_timers:
+    if not config.log_timers_to_tensorboard:
         hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
     if not config.log_throughput:
         hidden.update(THROUGHPUT_TAGS)
-    if not config.log_world_size:
+    if not config.log_world_size_to_tensorboard:
         hidden.add("world-size")
-    if not config.log_memory:
+    if not config.log_memory_to_tensorboard:
         hidden.update(MEMORY_TAGS)
-    return {
-        name: value
-        for name, value in tags.items()
-        if name not in hidden and (config.log_validation_ppl or not name.endswith(" ppl"))
-    }
+    if not config.log_validation_ppl_to_tensorboard:
+        hidden.update(tag for tag in tags if tag.endswith(" ppl"))
+    return {name: value for name, value in tags.items() if name not in hidden}
 
 
 def has_samples_variant(tag: str) -> bool:
@@ -90,10 +84,10 @@ def step_record(report: StepReport) -> dict[str, Any]:
     return {
         "iteration": report.iteration,
         "samples": report.consumed_samples,
-        "tokens": report.consumed_tokens,
+        "tokens": report.consumed_samples * report.seq_length,
         "time": report.when.isoformat(),
         **step_tags(report),
-        "applied-learning-rate": report.applied_learning_rate,
+        "applied-learning-rate": report.last.applied_learning_rate,
         "skipped-iterations": report.skipped_iterations,
         "nan-iterations": report.nan_iterations,
         **layer_tags(report.metrics),
@@ -117,16 +111,14 @@ def read_metrics(path: Path) -> list[Record]:
     Raises DataProblem if another line is not a JSON object.
     """
     records = []
-    lines = path.read_bytes().split(b"\n")
+    *lines, rest = path.read_bytes().split(b"\n")  # the rest after the last newline is empty or incomplete
     for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_object(line))
-        except ValueError as error:
-            # The last element is empty after a final newline, else an incomplete line.
-            if number < len(lines):
-                message = f"{path}: line {number} is not a JSON object; remove the line or the file"
-                raise DataProblem(message) from error
-    return records
+        record = _parse(line)
+        if record is None:
+            raise DataProblem(f"{path}: line {number} is not a JSON object; remove the line or the file")
+        records.append(record)
+    last = _parse(rest)
+    return records if last is None else [*records, last]
 
 
 def truncate_metrics(path: Path, iteration: int) -> None:
@@ -139,11 +131,13 @@ def truncate_metrics(path: Path, iteration: int) -> None:
     os.replace(aside, path)
 
 
-def _object(line: bytes) -> Record:
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"not an object: {record}")
-    return record
+def _parse(line: bytes) -> Record | None:
+    """JSON object of a line, or None."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _plain(value: Any) -> Any:

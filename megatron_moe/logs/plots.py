@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ def draw_plots(run_folder: Path) -> list[Path]:
     """
     path = run_folder / "metrics.jsonl"
     records = read_metrics(path) if path.exists() else []
-    folder = run_folder / "plots"
-    drawn = []
+    plots = {}
     if any("lm loss" in record for record in records):
+        plots["loss.png"] = draw_loss
+    if any(map(_has_load, records)):
+        plots["expert_load.png"] = draw_expert_load
+    folder = run_folder / "plots"
+    if plots:
         folder.mkdir(exist_ok=True)
-        drawn.append(draw_loss(records, folder / "loss.png", run_folder.name))
-    if latest_loads(records):
-        folder.mkdir(exist_ok=True)
-        drawn.append(draw_expert_load(records, folder / "expert_load.png", run_folder.name))
-    return drawn
+    return [draw(records, folder / name, run_folder.name) for name, draw in plots.items()]
 
 
 def draw_loss(records: list[Record], path: Path, title: str) -> Path:
@@ -63,7 +64,7 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
     from matplotlib.colors import TwoSlopeNorm
 
     loads, iteration = latest_loads(records), max(r["iteration"] for r in records if _has_load(r))
-    relative = [[_relative(tokens, vector) for tokens in vector] for vector in loads.values()]
+    relative = [[tokens * len(load) / (sum(load) or 1.0) for tokens in load] for load in loads.values()]
     num_layers, num_experts = len(loads), len(relative[0])
     largest = max(map(max, relative))
     scale_end = min(max(2.0, largest), _END_OF_SCALE)
@@ -76,7 +77,11 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
     axes.set_yticks(range(0, num_layers, 1 + num_layers // 40), list(loads)[:: 1 + num_layers // 40])
     if labelled:
         axes.set_xticks(range(num_experts))
-        _write_cells(axes, relative, scale_end)
+        for row, column in product(range(num_layers), range(num_experts)):
+            value = relative[row][column]
+            dark = value < 0.35 or value > 1.0 + 0.65 * (scale_end - 1.0)
+            color = "white" if dark else _INK
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
     axes.spines[:].set_visible(False)
     axes.set_title(f"{title}: expert load at iteration {iteration}", loc="left", fontweight="bold", color=_INK, pad=10)
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=24, extend="max" if largest > scale_end else "neither")
@@ -116,20 +121,12 @@ def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
 
 def latest_loads(records: list[Record]) -> dict[int, list[float]]:
     """Tokens per expert by layer, from the last record with expert loads."""
-    for record in reversed(records):
-        if _has_load(record):
-            found = [(int(match[1]), value) for key, value in record.items() if (match := _LAYER_LOAD.match(key))]
-            return dict(sorted(found))
-    return {}
+    last = next(filter(_has_load, reversed(records)), {})
+    return dict(sorted((int(match[1]), value) for key, value in last.items() if (match := _LAYER_LOAD.match(key))))
 
 
 def _has_load(record: Record) -> bool:
     return any(_LAYER_LOAD.match(key) for key in record)
-
-
-def _relative(tokens: float, vector: list[float]) -> float:
-    total = sum(vector)
-    return tokens * len(vector) / total if total else 0.0
 
 
 def _number(value: float | None) -> float:
@@ -163,12 +160,3 @@ def _tokens_on_top(axes: Any, steps: list[Record]) -> None:
     top.set_xlabel("tokens", fontsize=9)
     top.tick_params(colors=_INK, labelsize=8)
     top.spines["top"].set_visible(False)
-
-
-def _write_cells(axes: Any, relative: list[list[float]], scale_end: float) -> None:
-    for row, values in enumerate(relative):
-        for column, value in enumerate(values):
-            strong = value < 0.35 or value > 1.0 + 0.65 * (scale_end - 1.0)
-            axes.text(
-                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if strong else _INK
-            )

@@ -19,17 +19,16 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.precision import FloatName
 from megatron_moe.cost_model.flops import flops_per_step, peak_flops
 from megatron_moe.logs.log_line import (
-    Interval,
-    IntervalReading,
     StepReport,
+    StepResult,
     ValidationReport,
-    arguments_dump,
     short_validation_line,
     step_line,
     validation_lines,
 )
 from megatron_moe.logs.metrics import Metric
 from megatron_moe.logs.metrics_file import (
+    MEMORY_TAGS,
     layer_tags,
     step_record,
     step_tags,
@@ -49,13 +48,12 @@ from megatron_moe.logs.writers import (
     JsonLines,
     LiveConsole,
     LogFile,
-    PlainConsole,
     Sink,
     TensorBoard,
     WandB,
     has_live_line,
 )
-from megatron_moe.parallel.agreement import every_rank_does
+from megatron_moe.parallel.agreement import on_every_rank
 from megatron_moe.parallel.context import ParallelContext
 
 MB = 2**20
@@ -67,7 +65,7 @@ class Reporter:
 
     1. Construction checks that the run folder is writable and, if requested, that wandb is installed.
     2. `begin` sets the first iteration.
-    3. `observe` takes every step, `step` a report when one is `due`; `validation` and `note` at any time.
+    3. `observe` takes every step, `step` reports them when one is `due`; `validation` and `note` at any time.
     4. `close` flushes the records and draws the plots.
 
     The last rank reports losses, as in Megatron; the first rank writes notes and provenance. All ranks may call every
@@ -100,19 +98,19 @@ class Reporter:
         self._run_yaml = run_yaml
         self._command_line = command_line
         self._lock: RunLock | None = None
-        every_rank_does(self._prepare, context)
-        self.interval = Interval(
-            train_iters=train_iters,
-            seq_length=seq_length,
-            world_size=context.group("world").size,
-            peak_flops=_device_peak(params_dtype, context),
-        )
-        self.timers = Timers(self.config.timing_level, context.device)
+        on_every_rank(self._prepare, context)
+        self._seq_length = seq_length
+        self._last_iteration = train_iters
+        on_gpu = context.device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(context.device), params_dtype) if on_gpu else None
+        self._steps: list[StepResult] = []
+        """Steps since the last report."""
+        self.timers = Timers(self.config.timing_log_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._report_failure)
         self._live = self.config.progress_bar and has_live_line()
         """True if the last rank's console shows a live line."""
-        self._console: Console = LiveConsole(seq_length) if self._live and context.is_last else PlainConsole()
+        self._console: Console = LiveConsole(seq_length) if self._live and context.is_last else Console()
         self._log_file = LogFile(self.config.run_dir / "log.txt") if self.config.run_dir is not None else None
         self._samples = 0
         self._has_reported = False
@@ -132,7 +130,7 @@ class Reporter:
     def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
         """Starts after `iteration` (0 in a new run); drops later records of an interrupted run."""
         self._samples = consumed_samples
-        self.interval.train_iters = last_iteration
+        self._last_iteration = last_iteration
         if self._sinks is None:
             self._sinks = self._make_sinks(iteration) if self.context.is_last else ()
         self._guard.run("console", partial(self._console.start, iteration, last_iteration))
@@ -141,48 +139,51 @@ class Reporter:
 
     def due(self, iteration: int) -> bool:
         """True if a report follows this iteration: every `--log-interval`, and after the first and last iteration."""
-        return iteration % self.config.log_interval == 0 or iteration in (1, self.interval.train_iters)
+        return iteration % self.config.log_interval == 0 or iteration in (1, self._last_iteration)
 
-    def observe(self, reading: IntervalReading) -> None:
+    def observe(self, result: StepResult) -> None:
         """Takes the results of one step, for averages, progress bar and per-step curves."""
-        self.interval.add(reading)
-        self._samples += reading.num_samples
-        every = self.config.memory_interval
-        if every is not None and reading.iteration % every == 0:
-            self._write_memory(reading.iteration)
+        self._steps.append(result)
+        self._samples += result.num_samples
+        every = self.config.log_memory_interval
+        if every is not None and result.iteration % every == 0:
+            self._write_memory(result.iteration)
         if not self.context.is_last:
             return
-        self._guard.run("console", partial(self._console.progress, reading))
-        if reading.iteration % self.config.tensorboard_interval == 0:
-            values = (reading.learning_rate, reading.num_samples, reading.loss, reading.norms["all"])
-            self._log(reading.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
+        self._guard.run("console", partial(self._console.progress, result))
+        if result.iteration % self.config.tensorboard_log_interval == 0:
+            values = (result.learning_rate, result.num_samples, result.loss, result.norms["all"])
+            self._log(result.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
     def passed_over(self, iteration: int, num_samples: int) -> None:
         """Counts and notes an iteration without a step."""
         self._samples += num_samples
         self.note(f"iteration {iteration}: skipped its {num_samples} samples (--iterations-to-skip)")
 
-    def summary(
-        self, metrics: Mapping[str, Metric], *, num_zeros: int | None = None, params_norm: float | None = None
-    ) -> StepReport:
-        """Report of all steps since the last one. `metrics`: result of `MetricAccumulator.take`."""
-        return self.interval.report(
-            consumed_samples=self._samples,
-            flops_of=self._flops_of,
-            metrics=metrics,
-            num_zeros=num_zeros,
-            params_norm=params_norm,
-        )
+    def step(self, metrics: Mapping[str, Metric]) -> None:
+        """Prints and records a report of all steps since the last one. Collective over all ranks, which gather timers.
 
-    def step(self, report: StepReport) -> None:
-        """Prints and records a report. Collective over all ranks, which gather the timers."""
-        timings = self.timers.take(self.context, report.num_steps)
+        `metrics`: result of `MetricAccumulator.take`.
+        """
+        steps, self._steps = self._steps, []
+        assert steps, "a report needs at least one step"
+        report = StepReport(
+            steps=steps,
+            train_iters=self._last_iteration,
+            consumed_samples=self._samples,
+            seq_length=self._seq_length,
+            metrics=metrics,
+            world_size=self.context.group("world").size,
+            flops_per_step=self._flops_of(steps[-1].num_samples),
+            peak_flops=self._peak_flops,
+        )
+        timings = self.timers.take(self.context, len(steps))
         if self.context.is_last:
-            for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_option)):
+            for line in (step_line(report, self.config), *timer_lines(timings, self.config.timing_log_option)):
                 self._detail(line)
             extra = memory_tags(self.context.device) | {f"{name}-time": max(ranks) for name, ranks in timings.items()}
             self._log(report.iteration, self._shown(report, extra), {**step_record(report), **extra})
-        if not self._has_reported and self.config.memory_interval is None:
+        if not self._has_reported and self.config.log_memory_interval is None:
             self._write_memory(report.iteration)
         self._has_reported = True
 
@@ -191,7 +192,7 @@ class Reporter:
         if not self.context.is_last:
             return
         short = short_validation_line(report)
-        lines = [short] if self.config.style == "short" else validation_lines(report)
+        lines = [short] if self.config.log_style == "short" else validation_lines(report)
         self.write("\n".join(lines), shown=short if self._live else None)
         self._log(report.iteration, wanted_tags(validation_tags(report), self.config), validation_record(report))
 
@@ -199,13 +200,6 @@ class Reporter:
         """Writes a text from the first rank; see `write`."""
         if self.context.is_first:
             self.write(text, shown=shown)
-
-    def arguments(self) -> None:
-        """Prints Megatron's argument dump."""
-        values = _flat_values(self._run_yaml)
-        dump = arguments_dump({name.replace("-", "_"): value for name, value in values.items()})
-        for line in dump if values else ():
-            self.note(line)
 
     def write(self, text: str, *, shown: str | None = None) -> None:
         """Writes a text from this rank to log.txt and to the console; `shown` replaces it on the console."""
@@ -239,15 +233,15 @@ class Reporter:
     def _write_memory(self, iteration: int) -> None:
         """Writes the memory line of one rank per model shard."""
         if self.context.group("dp").rank == 0:
-            whole_device = self.config.log_device_memory
+            whole_device = self.config.log_device_memory_used
             self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=whole_device))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
         """Scalars of a report that go to dashboards."""
         tags = wanted_tags({**step_tags(report), **extra}, self.config)
-        if self.config.per_layer_moe:
+        if self.config.moe_per_layer_logging:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
-        if report.iteration % self.config.tensorboard_interval == 0:
+        if report.iteration % self.config.tensorboard_log_interval == 0:
             # `observe` already logged the step's own values; metrics.jsonl has the averages.
             tags = {tag: value for tag, value in tags.items() if tag not in _EVERY_STEP}
         return tags
@@ -272,11 +266,9 @@ class Reporter:
         return tuple(sinks)
 
     def _refuse_missing_packages(self) -> None:
-        if not self.config.wandb_project:
-            return
-        if importlib.util.find_spec("wandb") is None:
+        if self.config.wandb_project and importlib.util.find_spec("wandb") is None:
             raise EnvironmentProblem("--wandb-project was given, but wandb is not installed; run: pip install wandb")
-        if not self.config.wandb_exp_name:
+        if self.config.wandb_project and not self.config.wandb_exp_name:
             raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
 
     def _report_failure(self, text: str) -> None:
@@ -286,12 +278,6 @@ class Reporter:
         with suppress(OSError):
             if self._log_file is not None:
                 self._log_file.write(text)
-
-
-def _device_peak(params_dtype: FloatName, context: ParallelContext) -> float | None:
-    if context.device.type != "cuda":
-        return None
-    return peak_flops(torch.cuda.get_device_name(context.device), params_dtype)
 
 
 def _flat_values(resolved_yaml: str) -> dict[str, Any]:
@@ -320,12 +306,8 @@ def memory_tags(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
+    keys = ("reserved_bytes.all.current", "allocated_bytes.all.current", "allocated_bytes.all.peak")
+    return {tag: stats[key] for tag, key in zip(MEMORY_TAGS, (*keys, "allocation.all.current"), strict=True)}
 
 
 def _device_bytes(device: torch.device) -> dict[str, int]:
@@ -341,8 +323,7 @@ def _used_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    free, total = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
-    return (total - free) * resource.getpagesize()
+    return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * resource.getpagesize()
 
 
 def _host_bytes() -> dict[str, int]:

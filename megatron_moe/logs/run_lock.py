@@ -32,16 +32,15 @@ class RunLock:
 
     def __init__(self, folder: Path, *, does: str, option: str) -> None:
         self._folder = folder
-        self.works = True
+        self._works = True
         """False on a file system without locks."""
         try:
             self._file = open(folder / LOCK, "a+")
             self._acquire()
             self._write_owner()
         except BlockingIOError as error:
-            holder = _holder(self._file.fileno())
-            self._file.close()
-            raise _refusal(folder, does, option, holder) from error
+            with self._file:
+                raise _refusal(folder, does, option, _holder(self._file.fileno())) from error
         except OSError as error:
             raise EnvironmentProblem(
                 f"the lock file {folder / LOCK} cannot be written: {error.strerror or error}; fix its permissions or "
@@ -51,8 +50,9 @@ class RunLock:
     @property
     def warning(self) -> str | None:
         """Log line for a lock that has no effect, or None."""
-        where = f"{self._folder} is on a file system without locks"
-        return None if self.works else f"{where}: a second job would not be noticed"
+        if self._works:
+            return None
+        return f"{self._folder} is on a file system without locks: a second job would not be noticed"
 
     def _acquire(self) -> None:
         """Raises BlockingIOError if another process holds the lock."""
@@ -64,7 +64,7 @@ class RunLock:
                     raise
                 time.sleep(_PAUSE_SECONDS)
             except OSError:
-                self.works = False
+                self._works = False
                 return
 
     def _write_owner(self) -> None:
@@ -74,7 +74,7 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
-        if self.works:
+        if self._works:
             fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would not release it if a forked process has the file
         self._file.close()
 
@@ -89,17 +89,13 @@ def refuse_held(folder: Path, *, does: str, option: str) -> None:
 def held_by(folder: Path) -> str | None:
     """Description of the job that holds the folder; None if there is none or locks are unavailable."""
     try:
-        file = os.open(folder / LOCK, os.O_RDONLY)
+        with open(folder / LOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _holder(file.fileno())
     except OSError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder(file)
-    except OSError:
-        return None
-    finally:
-        os.close(file)
+        pass
     return None
 
 

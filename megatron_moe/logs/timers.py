@@ -46,28 +46,19 @@ class Timers:
     def __init__(self, level: int, device: torch.device) -> None:
         self._level = level
         self._device = device
-        self._seconds: dict[str, float] = {}
-        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[str, Moment, Moment]] = []
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """Context manager that times its body, by the wall clock on a CPU and on the current stream on a GPU."""
+        """Context manager that times its body; see `Moment`."""
         if level > self._level:
             yield
-        elif self._device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            try:
-                yield
-            finally:
-                end.record()
-                self._marks.append((name, start, end))
-        else:
-            begun = time.perf_counter()
-            try:
-                yield
-            finally:
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+            return
+        begin = Moment(self._device)
+        try:
+            yield
+        finally:
+            self._spans.append((name, begin, Moment(self._device)))
 
     def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
         """Seconds per step of each span, by rank; resets the timers. Synchronises with the recorded events.
@@ -76,11 +67,11 @@ class Timers:
         """
         if self._level == 0:
             return {}
-        marks, self._marks = self._marks, []
-        seconds, self._seconds = self._seconds, {}
-        for name, start, end in marks:
-            end.synchronize()
-            seconds[name] = seconds.get(name, 0.0) + start.elapsed_time(end) / 1e3
+        spans, self._spans = self._spans, []
+        seconds: dict[str, float] = {}
+        for name, begin, end in spans:
+            end.wait()
+            seconds[name] = seconds.get(name, 0.0) + end.seconds_since(begin)
         ranks = gather_objects(seconds, context.group("world"))
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: [rank.get(name, 0.0) / num_steps for rank in ranks] for name in names}
@@ -97,9 +88,12 @@ def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[
             lines.append(f"  {name}:")
             lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(ranks)]
         return lines
-    padded = {name: f"{name} ".ljust(_NAME_COLUMNS, ".") for name in timings}
-    if option == "max":
-        rows = [f"    {padded[name]}: {max(ranks):.2f}" for name, ranks in timings.items()]
-        return ["max time across ranks (ms):", *rows]
-    rows = [f"    {padded[name]}: ({min(ranks):.2f}, {max(ranks):.2f})" for name, ranks in timings.items()]
-    return ["(min, max) time across ranks (ms):", *rows]
+    shown = {
+        name: f"{max(ranks):.2f}" if option == "max" else f"({min(ranks):.2f}, {max(ranks):.2f})"
+        for name, ranks in timings.items()
+    }
+    title = "max time" if option == "max" else "(min, max) time"
+    return [
+        f"{title} across ranks (ms):",
+        *(f"    {f'{name} '.ljust(_NAME_COLUMNS, '.')}: {text}" for name, text in shown.items()),
+    ]

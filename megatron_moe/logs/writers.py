@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from megatron_moe.config.logging import LoggingConfig
-from megatron_moe.logs.log_line import IntervalReading
+from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.metrics_file import Record, encode, has_samples_variant
 
 HOUR = 3600.0
@@ -74,22 +75,14 @@ class Guard:
                 )
 
 
-class Console(Protocol):
-    """Console output: lines and progress."""
-
-    def start(self, iteration: int, last_iteration: int) -> None: ...
-    def write(self, line: str) -> None: ...
-    def progress(self, reading: IntervalReading) -> None: ...
-    def close(self) -> None: ...
-
-
-class PlainConsole:
-    """Plain lines, for files and pipes."""
+class Console:
+    """Console output as plain lines, for files and pipes."""
 
     def start(self, iteration: int, last_iteration: int) -> None:
-        pass
+        """Begins to show progress after `iteration`."""
 
     def write(self, line: str) -> None:
+        """Prints a line."""
         try:
             print(line, flush=True)
         except BrokenPipeError:
@@ -99,14 +92,14 @@ class PlainConsole:
             os.close(devnull)
             raise
 
-    def progress(self, reading: IntervalReading) -> None:
-        pass
+    def progress(self, result: StepResult) -> None:
+        """Shows the results of a step."""
 
     def close(self) -> None:
-        pass
+        """Ends the display of progress."""
 
 
-class LiveConsole:
+class LiveConsole(Console):
     """Lines above one live line with iteration, loss, tokens/s and time left; needs a terminal."""
 
     def __init__(self, seq_length: int) -> None:
@@ -132,17 +125,17 @@ class LiveConsole:
 
     def write(self, line: str) -> None:
         if self._live is None:
-            print(line, flush=True)
+            super().write(line)
         else:
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def progress(self, reading: IntervalReading) -> None:
-        self._seconds.append(reading.seconds)
+    def progress(self, result: StepResult) -> None:
+        self._seconds.append(result.seconds)
         seconds = median(self._seconds)
-        speed = reading.num_samples * self._seq_length / max(seconds, 1e-9)
-        left = timedelta(seconds=round((self._last_iteration - reading.iteration) * seconds))
-        text = f"loss {reading.loss:.4f}  {speed:,.0f} tokens/s  {left} left"
-        self._live.update(self._task, completed=reading.iteration, description=text)
+        speed = result.num_samples * self._seq_length / max(seconds, 1e-9)
+        left = timedelta(seconds=round((self._last_iteration - result.iteration) * seconds))
+        text = f"loss {result.loss:.4f}  {speed:,.0f} tokens/s  {left} left"
+        self._live.update(self._task, completed=result.iteration, description=text)
 
     def close(self) -> None:
         """Stops the live line and leaves its last state on the screen."""
@@ -161,17 +154,16 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor: int | None = None
+        self._file: FileIO | None = None
 
     def write(self, line: str) -> None:
-        if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.write(self._descriptor, f"{line}\n".encode())
+        self._file = self._file or open(self._path, "ab", buffering=0)
+        self._file.write(f"{line}\n".encode())
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class JsonLines:
@@ -228,8 +220,7 @@ class TensorBoard:
 
     def log(self, entry: Entry) -> None:
         try:
-            if self._writer is None:
-                self._writer = self._start()
+            self._writer = self._writer or self._start()
             for tag, value in entry.tags.items():
                 self._writer.add_scalar(tag, value, entry.iteration)
                 if has_samples_variant(tag):
@@ -275,8 +266,7 @@ class WandB:
         self._run: Any = None
 
     def log(self, entry: Entry) -> None:
-        if self._run is None:
-            self._run = self._start()
+        self._run = self._run or self._start()
         self._run.log({**entry.tags, "samples vs steps": entry.samples}, step=entry.iteration)
 
     def close(self) -> None:
@@ -286,13 +276,14 @@ class WandB:
     def _start(self) -> Any:
         import wandb
 
-        folder = self._settings.wandb_save_dir or self._settings.run_dir or Path()
+        settings = self._settings
+        folder = settings.wandb_save_dir or settings.run_dir or Path()
         folder.mkdir(parents=True, exist_ok=True)
         resumes = "WANDB_RUN_ID" in os.environ and "WANDB_RESUME" not in os.environ
         return wandb.init(
-            project=self._settings.wandb_project,
-            name=self._settings.wandb_exp_name,
-            entity=self._settings.wandb_entity or None,
+            project=settings.wandb_project,
+            name=settings.wandb_exp_name,
+            entity=settings.wandb_entity or None,
             dir=str(folder),
             config=dict(self._config),
             resume="allow" if resumes else None,

@@ -1,16 +1,17 @@
-"""Tensors that chosen modules save for the backward wait in host memory.
+"""Offload of saved activations of selected modules to host memory.
 
-What one run of a module saves is a group. When the module has run, its group sets out for the host, behind the modules
-that follow. In the backward a group comes back while the module that ran after it is differentiated. The last group of
-every module stays where the backward follows its forward at once: there is nothing to hide its way behind. How many
-groups a chunk of the model has is learnt from its first forward, of which all are sent.
+One call of a module forms a group. After the call its group is copied to the host, overlapped with the modules that
+follow; in backward a group is copied back while the module that ran after it is differentiated. The last group of every
+module stays on the device if the backward follows immediately, since no work could hide its copies. The groups of a
+model chunk are learned from its first forward, which offloads all of them.
 
-Memory is what is moved: one storage once, whoever saves it and however it is viewed. Parameters stay.
+Storages are offloaded, each once, however many tensors or views of it are saved. Parameters stay.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from weakref import ReferenceType, ref
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_moe.config.memory import ActivationOffloadConfig
-from megatron_moe.memory.output_discard import PackedTensor, storage_of
+from megatron_moe.memory.output_discard import PackedTensor, PackedView, storage_of
 from megatron_moe.parallel.streams import Event, HostCopies
 
 At = tuple[int, int]
@@ -38,9 +39,13 @@ class BufferPool:
         self.bytes_to_device = 0
 
     def offload(self, flat: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy to the host: (buffer, event at its end). The caller may free `flat` at once."""
+        """Starts a copy to the host: (buffer, event at its end). The caller may free `flat` immediately."""
         free = self._free[flat.numel(), flat.dtype]
-        buffer, read = free.pop() if free else (self._allocate(flat), None)
+        if free:
+            buffer, read = free.pop()
+        else:
+            buffer, read = self.copies.host_buffer(flat.numel(), flat.dtype, exact=False), None
+            self.num_buffers += 1
         self.bytes_to_host += flat.nbytes
         return buffer, self.copies.to_host(buffer, flat, read, free_source=True)
 
@@ -52,43 +57,39 @@ class BufferPool:
         allocated = self.copies.record()
         return flat, self.copies.to_device(flat, buffer, allocated, written, free_into=True)
 
-    def give_back(self, buffer: Tensor, read: Event) -> None:
-        """The buffer may be overwritten after `read`."""
+    def free(self, buffer: Tensor, read: Event) -> None:
+        """Returns a buffer that may be overwritten after `read`."""
         self._free[buffer.numel(), buffer.dtype].append((buffer, read))
-
-    def _allocate(self, flat: Tensor) -> Tensor:
-        self.num_buffers += 1
-        return self.copies.host_buffer(flat.numel(), flat.dtype, exact=False)
 
 
 class OffloadedTensor:
-    """One storage of one group, on the device, on the host, or both. It lives as long as somebody has saved it."""
+    """Storage of a group, on the device, on the host or both. Owned by the saved tensors that use it."""
 
     def __init__(self, tensor: Tensor, pool: BufferPool) -> None:
-        number = tensor.untyped_storage().nbytes() // tensor.element_size()
-        self._flat: Tensor | None = tensor.detach().as_strided((number,), (1,), 0)
+        num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self._flat: Tensor | None = tensor.detach().as_strided((num_elements,), (1,), 0)
         self._device = tensor.device
         self._pool = pool
         self._buffer: Tensor | None = None
         self._copied: Event = None
         self.nbytes = self._flat.nbytes
 
-    def send(self) -> Event:
-        """Starts the copy to the host and drops the device memory."""
-        assert self._flat is not None, "sent twice"
+    def offload(self) -> Event:
+        """Starts the copy to the host and frees the device memory."""
+        assert self._flat is not None, "offloaded twice"
         self._buffer, self._copied = self._pool.offload(self._flat)
         self._flat = None
         return self._copied
 
-    def fetch(self) -> None:
-        """Starts the copy to the device, unless it is there or already under way."""
+    def reload(self) -> None:
+        """Starts the copy to the device, unless it has started or the data are there."""
         if self._flat is None:
-            assert self._buffer is not None, "neither here nor on the host"
+            assert self._buffer is not None, "neither on the device nor on the host"
             self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
 
-    def here(self) -> Tensor:
-        """All elements, flat, for the computation."""
-        self.fetch()
+    def on_device(self) -> Tensor:
+        """All elements, flat, ready for the current stream."""
+        self.reload()
         assert self._flat is not None
         if self._buffer is not None:
             self._pool.copies.wait(self._copied)
@@ -96,178 +97,164 @@ class OffloadedTensor:
 
     def __del__(self) -> None:
         if self._buffer is not None:
-            self._pool.give_back(self._buffer, self._copied)
+            self._pool.free(self._buffer, self._copied)
 
 
 @dataclass(eq=False)
 class OffloadGroup:
-    """What one run of a module saved."""
+    """Tensors saved by one call of a module. Also the policy of its scope (`saved_tensors.Policy`)."""
 
+    offload: "ActivationOffload"
     module: str
-    flight: "InFlightOffloads"
-    number: int
-    """In the flight."""
-    moved: list[ReferenceType[OffloadedTensor]] = field(default_factory=list)
-    sent: bool = False
+    microbatch: "MicrobatchOffloads"
+    index: int
+    """Index among the groups of the microbatch."""
+    tensors: list[ReferenceType[OffloadedTensor]] = field(default_factory=list)
+    offloaded: bool = False
     nbytes: int = 0
 
-    def fetch(self) -> None:
-        for reference in self.moved:
-            moved = reference()
-            if moved is not None:
-                moved.fetch()
+    def alive(self) -> list[OffloadedTensor]:
+        """Tensors that are still saved."""
+        return [tensor for tensor in (reference() for reference in self.tensors) if tensor is not None]
+
+    def reload(self) -> None:
+        for tensor in self.alive():
+            tensor.reload()
+
+    def pack(self, tensor: Tensor) -> PackedTensor | None:
+        """See `Policy`. Parameters and small tensors are not offloaded."""
+        base = tensor if tensor._base is None else tensor._base
+        is_parameter = base.is_leaf and base.requires_grad
+        if is_parameter or tensor.numel() < self.offload.config.min_offloaded_tensor_size:
+            return None
+        return PackedView.of(tensor, partial(self._unpack, self._offloaded_tensor(tensor)))
+
+    def close(self) -> None:
+        """Called after the module has run: starts to offload the group if it is selected."""
+        self.offload.end_group(self)
+
+    def _unpack(self, tensor: OffloadedTensor) -> Tensor:
+        self.offload.begin_backward(self)
+        return tensor.on_device()
+
+    def _offloaded_tensor(self, tensor: Tensor) -> OffloadedTensor:
+        key, known = (storage_of(tensor), tensor.dtype), self.microbatch.known
+        storage, reference = known.get(key, (None, None))
+        found = None if storage is None or reference is None or storage.expired() else reference()
+        if found is None:
+            found = OffloadedTensor(tensor, self.offload.pool)
+            known[key] = StorageWeakRef(tensor.untyped_storage()), ref(found)
+            self.tensors.append(ref(found))
+            self.nbytes += found.nbytes
+        return found
 
 
 @dataclass(eq=False)
-class InFlightOffloads:
-    """One microbatch between its forward and its backward in one chunk."""
+class MicrobatchOffloads:
+    """Groups of a microbatch in one chunk, between forward and backward."""
 
     at: At
     groups: list[OffloadGroup] = field(default_factory=list)
     known: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, ReferenceType[OffloadedTensor]]] = field(
         default_factory=dict
     )
-    """By storage; the weak reference keeps its place from being taken by another one."""
-    send: frozenset[int] | None = None
-    """Numbers of the groups to send; None: all."""
+    """Offloaded tensors by storage. The weak reference prevents reuse of the storage's identifier."""
+    selected: frozenset[int] | None = None
+    """Indices of the groups to offload; None: all."""
 
-    def fetch_before(self, number: int) -> bool:
-        """Starts the way back of the last group before `number` that was sent; False: there is none."""
-        for group in reversed(self.groups[:number]):
-            if group.sent:
-                group.fetch()
+    def reload_before(self, index: int) -> bool:
+        """Starts to reload the last offloaded group before `index`; False: there is none."""
+        for group in reversed(self.groups[:index]):
+            if group.offloaded:
+                group.reload()
                 return True
         return False
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    """Instead of a saved tensor."""
-
-    offload: "ActivationOffload"
-    group: OffloadGroup
-    moved: OffloadedTensor
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def __call__(self) -> Tensor:
-        self.offload.needed(self.group)
-        return self.moved.here().as_strided(self.shape, self.stride, self.offset)
-
-
 class ActivationOffload:
-    """Which groups wait on the host, and when they come back. One object per rank."""
+    """Selects the groups to offload and schedules their copies. One object per rank."""
 
     def __init__(self, config: ActivationOffloadConfig, copies: HostCopies, *, stay_bytes: int = 0) -> None:
-        """`stay_bytes`: of the last groups of every microbatch and chunk at least so many bytes stay."""
+        """`stay_bytes`: minimum that stays on the device, taken from the last groups of every microbatch and chunk."""
         self.config = config
         self.pool = BufferPool(copies)
         self._stay_bytes = stay_bytes
-        self._flights: dict[At, InFlightOffloads] = {}
-        self._current = InFlightOffloads((0, 0))
-        self._learnt: dict[int, tuple[tuple[str, int], ...]] = {}
-        """By chunk: module and bytes of every group."""
-        self._after: Mapping[At, At] = {}
-        self._at_once: frozenset[At] = frozenset()
-        self._leaving: dict[str, deque[Event]] = {}
+        self._microbatches: dict[At, MicrobatchOffloads] = {}
+        self._current = MicrobatchOffloads((0, 0))
+        self._learned: dict[int, tuple[tuple[str, int], ...]] = {}
+        """(module, bytes) of every group, by chunk."""
+        self._next_backward: Mapping[At, At] = {}
+        self._immediate: frozenset[At] = frozenset()
+        """Microbatches whose backward follows their forward."""
+        self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
-        """What the rank is going to compute, in order: ("forward" or "backward", at)."""
+        """Sets the computations of the rank in the next pass, in order: ("forward" or "backward", at)."""
         backwards = [at for kind, at in computations if kind == "backward"]
-        self._after = dict(zip(backwards, backwards[1:], strict=False))
+        self._next_backward = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)
-        self._at_once = frozenset(
+        self._immediate = frozenset(
             at for (kind, at), after in following if kind == "forward" and after == ("backward", at)
         )
-        self._flights.clear()
+        self._microbatches.clear()
 
     def begin_forward(self, at: At) -> None:
-        """What is saved from now on belongs to this microbatch and chunk."""
-        self._learn(self._current)
-        self._current = self._flights[at] = InFlightOffloads(at)
-        groups = self._learnt.get(at[1])
+        """Assigns tensors that are saved from now on to this microbatch and chunk."""
+        done = self._current
+        if done.groups:
+            self._learned[done.at[1]] = tuple((group.module, group.nbytes) for group in done.groups)
+        self._current = self._microbatches[at] = MicrobatchOffloads(at)
+        groups = self._learned.get(at[1])
         if groups is not None:
-            keep_last = at in self._at_once
-            self._current.send = to_send(
-                groups, fraction=self.config.fraction, stay_bytes=self._stay_bytes, keep_last=keep_last
+            self._current.selected = select_groups(
+                groups,
+                fraction=self.config.activation_offload_fraction,
+                stay_bytes=self._stay_bytes,
+                keep_last=at in self._immediate,
             )
 
-    def open(self, module: str) -> "_Collecting":
-        """A new group: the policy of the scope in which its module runs."""
-        flight = self._current
-        group = OffloadGroup(module, flight, len(flight.groups))
-        flight.groups.append(group)
-        return _Collecting(self, group)
+    def open(self, module: str) -> OffloadGroup:
+        """Opens a new group for one call of the module."""
+        microbatch = self._current
+        group = OffloadGroup(self, module, microbatch, len(microbatch.groups))
+        microbatch.groups.append(group)
+        return group
 
-    def take(self, tensor: Tensor, group: OffloadGroup) -> PackedTensor | None:
-        """The tensor as part of the group; None: it stays where it is."""
-        base = tensor if tensor._base is None else tensor._base
-        is_parameter = base.is_leaf and base.requires_grad
-        if is_parameter or tensor.numel() < self.config.min_elements:
-            return None
-        moved = self._moved(tensor, group)
-        return _Ticket(self, group, moved, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def _moved(self, tensor: Tensor, group: OffloadGroup) -> OffloadedTensor:
-        key, known = (storage_of(tensor), tensor.dtype), group.flight.known
-        reference, moved = known.get(key, (None, None))
-        found = None if reference is None or moved is None or reference.expired() else moved()
-        if found is None:
-            found = OffloadedTensor(tensor, self.pool)
-            known[key] = StorageWeakRef(tensor.untyped_storage()), ref(found)
-            group.moved.append(ref(found))
-            group.nbytes += found.nbytes
-        return found
-
-    def close(self, group: OffloadGroup) -> None:
-        """The module has run: its group sets out, if it is to."""
-        wanted = group.flight.send
-        if wanted is not None and group.number not in wanted:
+    def end_group(self, group: OffloadGroup) -> None:
+        """Starts to offload a group if it is selected."""
+        selected = group.microbatch.selected
+        if selected is not None and group.index not in selected:
             return
-        group.sent = bool(group.moved)
-        leaving = self._leaving.setdefault(group.module, deque())
-        for reference in group.moved:
-            moved = reference()
-            if moved is not None:
-                leaving.append(moved.send())
-        while self.config.max_inflight is not None and len(leaving) > self.config.max_inflight:
-            self.pool.copies.wait(leaving.popleft())
+        group.offloaded = bool(group.tensors)
+        in_flight = self._in_flight[group.module]
+        in_flight.extend(tensor.offload() for tensor in group.alive())
+        while (
+            self.config.fine_grained_offloading_max_inflight_offloads is not None
+            and len(in_flight) > self.config.fine_grained_offloading_max_inflight_offloads
+        ):
+            self.pool.copies.wait(in_flight.popleft())
 
-    def needed(self, group: OffloadGroup) -> None:
-        """The backward has come to a group: it must be here, and the one before it sets out."""
-        group.fetch()
-        flight = group.flight
-        if not flight.fetch_before(group.number) and flight.at in self._after:
-            after = self._flights.get(self._after[flight.at])
-            if after is not None and after is not self._current:
-                after.fetch_before(len(after.groups))
-
-    def _learn(self, flight: InFlightOffloads) -> None:
-        if flight.groups:
-            self._learnt[flight.at[1]] = tuple((group.module, group.nbytes) for group in flight.groups)
+    def begin_backward(self, group: OffloadGroup) -> None:
+        """Reloads a group whose backward has begun, and starts to reload the group before it."""
+        group.reload()
+        microbatch = group.microbatch
+        if not microbatch.reload_before(group.index) and microbatch.at in self._next_backward:
+            following = self._microbatches.get(self._next_backward[microbatch.at])
+            if following is not None and following is not self._current:
+                following.reload_before(len(following.groups))
 
 
-@dataclass(frozen=True)
-class _Collecting:
-    """The policy of one group's scope."""
+def select_groups(
+    groups: Sequence[tuple[str, int]], *, fraction: float, stay_bytes: int, keep_last: bool
+) -> frozenset[int]:
+    """Indices of the groups (module, bytes) of a forward to offload.
 
-    offload: ActivationOffload
-    group: OffloadGroup
-
-    def pack(self, tensor: Tensor) -> PackedTensor | None:
-        return self.offload.take(tensor, self.group)
-
-    def close(self) -> None:
-        self.offload.close(self.group)
-
-
-def to_send(groups: Sequence[tuple[str, int]], *, fraction: float, stay_bytes: int, keep_last: bool) -> frozenset[int]:
-    """Which of the groups (module, bytes) of a forward wait on the host: the first `fraction` of them, but not the last
-    ones as far as `stay_bytes` are to stay, and with `keep_last` not the last of any module."""
+    Selects the first `fraction` of them, except the last ones up to `stay_bytes` and, with `keep_last`, the last one of
+    every module.
+    """
     first = groups[: ceil(fraction * len(groups))]
-    last = {module: number for number, (module, _) in enumerate(groups)} if keep_last else {}
-    chosen = [number for number, (module, _) in enumerate(first) if last.get(module) != number]
-    while chosen and stay_bytes > 0:
-        stay_bytes -= groups[chosen.pop()][1]
-    return frozenset(chosen)
+    last = {module: index for index, (module, _) in enumerate(groups)} if keep_last else {}
+    selected = [index for index, (module, _) in enumerate(first) if last.get(module) != index]
+    while selected and stay_bytes > 0:
+        stay_bytes -= groups[selected.pop()][1]
+    return frozenset(selected)

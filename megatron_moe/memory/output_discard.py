@@ -1,33 +1,49 @@
-"""Outputs that are dropped as soon as their consumers have run, and made again when the backward asks for them.
+"""Output-discarding recompute: drops an op's output after its consumers' forward and recomputes it in backward.
 
-The graph of the forward stays as it is. Only what the consumers save of the output is replaced by a note of how it was
-made: from inputs that are kept anyway, since the backward of what made it needs them. So the gradient is the one
-without all this, and memory is freed when, and only when, nobody else holds the output. Megatron frees the output's
-storage under its users' hands and refills it in a hook; the effect is the same.
+The autograd graph is unchanged. Tensors that consumers save are replaced by a handle that recomputes the output from
+inputs that are saved anyway, for the backward of the op itself. Gradients are therefore identical, and the memory is
+freed once the last reference to the output is gone. (Megatron frees the output's storage and refills it in a hook.)
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 PackedTensor = Tensor | Callable[[], Tensor]
-"""What stands for a saved tensor between forward and backward: itself, or how it is had again."""
+"""Packed form of a saved tensor: the tensor itself, or a function that restores it."""
 
 
 def unpack(packed: PackedTensor) -> Tensor:
-    """The saved tensor."""
     return packed if isinstance(packed, Tensor) else packed()
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Tells memory from memory, of fake tensors too, as long as somebody holds it."""
+    """Identifier of the tensor's storage, valid while the storage exists; also for fake tensors."""
     return int(tensor.untyped_storage()._cdata)
 
 
+@dataclass(frozen=True, eq=False)
+class PackedView:
+    """Packed form of a saved tensor: restores the base tensor and views it as the saved tensor did."""
+
+    restore: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, restore: Callable[[], Tensor]) -> "PackedView":
+        return cls(restore, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def __call__(self) -> Tensor:
+        return self.restore().as_strided(self.shape, self.stride, self.offset)
+
+
 class DiscardedOutput:
-    """The outputs of one computation. Every save of one of them, or of a view of it, is one note."""
+    """Policy of the consumers of the discarded outputs of one computation."""
 
     def __init__(
         self,
@@ -35,47 +51,32 @@ class DiscardedOutput:
         inputs: Sequence[PackedTensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """`make(*inputs)` gives the outputs, in the same memory layout. Somebody must hold the outputs as long as
-        `pack` is called."""
+        """`make(*inputs)` returns the outputs in the same memory layout. The outputs must exist while `pack` is
+        called."""
         self._make = make
         self._inputs = inputs
-        self._number = {(storage_of(output), output.dtype): number for number, output in enumerate(outputs)}
-        self._num_notes = 0
-        self._made: tuple[Tensor, ...] | None = None
-        """From the first note that is read to the last."""
+        self._indices = {(storage_of(output), output.dtype): index for index, output in enumerate(outputs)}
+        self._num_packed = 0
+        self._recomputed: tuple[Tensor, ...] | None = None
+        """Kept from the first unpack to the last."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
-        """None: the tensor is none of the outputs."""
-        number = self._number.get((storage_of(tensor), tensor.dtype))
-        if number is None:
+        """See `Policy`. Applies to the outputs and their views."""
+        index = self._indices.get((storage_of(tensor), tensor.dtype))
+        if index is None:
             return None
-        self._num_notes += 1
-        return _Note(self, number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        self._num_packed += 1
+        return PackedView.of(tensor, partial(self._unpack, index))
 
     def close(self) -> None:
-        """One of the scopes of the consumers was left; others may follow."""
+        """Does nothing: the outputs may have consumers in several scopes."""
 
-    def read(self, number: int) -> Tensor:
-        """The output for one note. Several are read behind one another; the output is made once for all of them."""
-        made = self._made
-        if made is None:
+    def _unpack(self, index: int) -> Tensor:
+        outputs = self._recomputed
+        if outputs is None:
             with torch.no_grad():
                 result = self._make(*map(unpack, self._inputs))
-            made = (result,) if isinstance(result, Tensor) else result
-        self._num_notes -= 1
-        self._made = made if self._num_notes > 0 else None
-        return made[number]
-
-
-@dataclass(frozen=True, eq=False)
-class _Note:
-    """Instead of a saved tensor: which output, and how it was looked at."""
-
-    of: DiscardedOutput
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def __call__(self) -> Tensor:
-        return self.of.read(self.number).as_strided(self.shape, self.stride, self.offset)
+            outputs = (result,) if isinstance(result, Tensor) else result
+        self._num_packed -= 1
+        self._recomputed = outputs if self._num_packed > 0 else None
+        return outputs[index]

@@ -1,68 +1,62 @@
-"""Structures of tensors, taken apart and put together again.
+"""Flattening of pytrees (nested tuples, mappings and dataclasses) of tensors.
 
-A structure is any nest of tuples, mappings and dataclasses. What differs between two structures besides the contents of
-their tensors is their form, which can be compared.
+Unlike `torch.utils._pytree`, a tensor that occurs twice is one leaf, dataclasses need no registration, and the form is
+hashable and includes shapes and dtypes, so it can key captured graphs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
-_PLAIN = (str, int, float, range, type(None), torch.dtype)
-"""Of everything else that is no tensor the kind alone belongs to the form."""
+_COMPARED_BY_VALUE = (str, int, float, range, type(None), torch.dtype)
+"""Leaves whose values are part of the form; of other leaves only the type is."""
+Form = tuple[Any, ...]
+"""Pytree without the data of its tensors: containers, other leaves, and for every tensor shape, dtype and position."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """A structure without the contents of its tensors."""
-
-    described: tuple[Any, ...]
-    """Everything but the tensors, in the order of a walk, and the shapes, types and places of those."""
-
-
-def flatten(structure: Any) -> tuple[list[Tensor], Form]:
-    """Its tensors, each once, and its form. A tensor that stands in two places is one tensor."""
+def flatten(tree: Any) -> tuple[list[Tensor], Form]:
+    """(tensors, form) of a pytree. A tensor that occurs several times is returned once."""
     tensors: list[Tensor] = []
-    number: dict[int, int] = {}
-    described: list[Any] = []
+    indices: dict[int, int] = {}
+    form: list[Any] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        if id(tensor) not in number:
-            number[id(tensor)] = len(tensors)
+    def visit(tensor: Tensor) -> Tensor:
+        if id(tensor) not in indices:
+            indices[id(tensor)] = len(tensors)
             tensors.append(tensor)
-            described.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        described.append(number[id(tensor)])
+            form.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        form.append(indices[id(tensor)])
         return tensor
 
-    _walk(structure, note, described.append)
-    return tensors, Form(tuple(described))
+    _map(tree, visit, form.append)
+    return tensors, tuple(form)
 
 
-def unflatten(structure: Any, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Any:
-    """The structure with each of its `tensors` replaced by that of `others` in the same place."""
-    instead = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
-    return _walk(structure, lambda tensor: instead[id(tensor)], lambda _: None)
+def unflatten(tree: Any, tensors: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:
+    """The pytree with each of its `tensors` replaced."""
+    by_id = {id(tensor): replacement for tensor, replacement in zip(tensors, replacements, strict=True)}
+    return _map(tree, lambda tensor: by_id[id(tensor)], lambda _: None)
 
 
-def _walk(part: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any], None]) -> Any:
-    if isinstance(part, Tensor):
-        return change(part)
-    if isinstance(part, tuple):
-        describe(("tuple", len(part)))
-        parts = [_walk(each, change, describe) for each in part]
-        return part._make(parts) if hasattr(part, "_make") else tuple(parts)
-    if isinstance(part, Mapping):
-        describe(("mapping", tuple(part)))
-        return {name: _walk(each, change, describe) for name, each in part.items()}
-    if is_dataclass(part) and not isinstance(part, type):
-        describe(type(part))
-        return map_fields(part, lambda value: _walk(value, change, describe))
-    describe(part if isinstance(part, _PLAIN) else type(part))
-    return part
+def _map(tree: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any], None]) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        describe(("tuple", len(tree)))
+        items = [_map(each, change, describe) for each in tree]
+        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
+    if isinstance(tree, Mapping):
+        describe(("mapping", tuple(tree)))
+        return {name: _map(each, change, describe) for name, each in tree.items()}
+    if is_dataclass(tree) and not isinstance(tree, type):
+        describe(type(tree))
+        return map_fields(tree, lambda value: _map(value, change, describe))
+    describe(tree if isinstance(tree, _COMPARED_BY_VALUE) else type(tree))
+    return tree
 
 
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
@@ -73,9 +67,8 @@ def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def evolve(instance: T, changes: Mapping[str, Any]) -> T:
-    """Copy of a frozen dataclass instance with changed fields, at a tenth of the host time of `dataclasses.replace`:
-    neither `__init__` nor `__post_init__` runs."""
+    """Copy of a frozen dataclass instance with changed fields, ten times faster than `dataclasses.replace`: neither
+    `__init__` nor `__post_init__` runs."""
     copy = object.__new__(type(instance))
-    copy.__dict__.update(instance.__dict__)
-    copy.__dict__.update(changes)
+    copy.__dict__.update(instance.__dict__, **changes)
     return copy

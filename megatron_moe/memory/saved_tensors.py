@@ -45,17 +45,17 @@ class SavedTensorPolicy:
         stash: PagedStash | None = None,
         tp: ProcessGroup | None = None,
     ) -> None:
-        """`recompute`, `offload`, `stash`: None disables them. `tp`: group over which inputs of recomputed layers are
-        sharded with `--distribute-saved-activations`."""
+        """`recompute`, `offload`, `stash`: None disables them. `tp`: group over which `--distribute-saved-activations`
+        shards the inputs of recomputed layers."""
         self.offload = offload
         self.stash = stash
         self._recompute = recompute or RecomputeConfig()
-        self._spread = tp if self._recompute.distribute else None
+        self._shard_over = tp if self._recompute.distribute_saved_activations else None
         self._policies: list[Policy] = []
 
     def is_recomputed(self, module: str) -> bool:
         """Whether a module is recomputed in backward (selective recompute)."""
-        return self._recompute.granularity == "selective" and module in self._recompute.modules
+        return self._recompute.recompute_granularity == "selective" and module in self._recompute.recompute_modules
 
     def run(self, module: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """`run(*tensors)`; for a recomputed module only the inputs are saved."""
@@ -63,23 +63,21 @@ class SavedTensorPolicy:
 
     def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, mb: MicrobatchContext) -> Tensor:
         """`run(*tensors, mb)`, recomputed in backward. Metrics are recorded in the forward only."""
-        unrecorded = replace(mb, metrics=None)
-        return checkpoint(
-            lambda *given: run(*given, mb), lambda *given: run(*given, unrecorded), *tensors, spread=self._spread
-        )
+        group, unrecorded = self._shard_over, replace(mb, metrics=None)
+        return checkpoint(lambda *x: run(*x, mb), lambda *x: run(*x, unrecorded), *tensors, shard_over=group)
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
-        """Groups of the layers of a stage, in order: (number of layers, whether the group is recomputed).
+        """Groups of a stage's layers, in order: (number of layers, whether the group is recomputed).
 
         `ahead`: layers of multi-token prediction, which form groups of one.
         """
         config = self._recompute
-        if config.granularity != "full":
+        if config.recompute_granularity != "full":
             return [(1, False)] * number
-        if config.method == "block":
-            checkpoint = 0 if ahead else min(config.num_layers, number)
+        if config.recompute_method == "block":
+            checkpoint = 0 if ahead else min(config.recompute_num_layers, number)
             return [(1, True)] * checkpoint + [(1, False)] * (number - checkpoint)
-        size = 1 if ahead else config.num_layers
+        size = 1 if ahead else config.recompute_num_layers
         return [(min(size, number - first), True) for first in range(0, number, size)]
 
     def discard_output(
@@ -94,20 +92,20 @@ class SavedTensorPolicy:
         if not self.is_recomputed(module) or not torch.is_grad_enabled():
             return nullcontext()
         kept = [self.pack(tensor.detach()) for tensor in inputs]
-        return _Scope(self, self._policies, DiscardedOutput(make, kept, outputs))
+        return _Scope(self.pack, self._policies, DiscardedOutput(make, kept, outputs))
 
     def offload_scope(self, module: str) -> Scope:
         """Scope of one call of a module: tensors that an offloaded module saves are moved to the host."""
-        if self.offload is None or module not in self.offload.config.modules or not torch.is_grad_enabled():
+        if self.offload is None or module not in self.offload.config.offload_modules or not torch.is_grad_enabled():
             return nullcontext()
-        return _Scope(self, self._policies, self.offload.open(module))
+        return _Scope(self.pack, self._policies, self.offload.open(module))
 
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
         """Scope of the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved, in
         pages."""
         if self.stash is None or not torch.is_grad_enabled():
             return nullcontext()
-        return _Scope(self, self._policies, self.stash.open(rows_RW, valid))
+        return _Scope(self.pack, self._policies, self.stash.open(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor with the innermost open scope that applies to it."""
@@ -119,12 +117,12 @@ class SavedTensorPolicy:
 
 
 class _Scope(AbstractContextManager[None]):
-    """Applies a policy to the tensors that are saved inside. May be entered more than once, not recursively."""
+    """Applies a policy to the tensors that are saved inside. Reusable, but not reentrant."""
 
-    def __init__(self, saved_tensors: SavedTensorPolicy, policies: list[Policy], policy: Policy) -> None:
+    def __init__(self, pack: Callable[[Tensor], PackedTensor], policies: list[Policy], policy: Policy) -> None:
         self._policies = policies
         self._policy = policy
-        self._hooks = saved_tensors_hooks(saved_tensors.pack, unpack)
+        self._hooks = saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> None:
         self._policies.append(self._policy)

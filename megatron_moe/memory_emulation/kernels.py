@@ -1,7 +1,7 @@
 """Selection of kernel fakes for memory emulation on a machine without the target GPU.
 
-A fake allocates and saves for backward what its kernel does, and computes nothing. Fakes are defined next to their
-backend; ops without one are plain torch on the GPU too.
+A fake allocates and saves for backward what its kernel does, and computes nothing (`kernels/fakes.py`). Ops without one
+are plain torch on the GPU too.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,21 +14,18 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.backends.torch_native import fakes as native
-from megatron_moe.kernels.backends.triton import fakes as triton
+from megatron_moe.kernels.fakes import fake_backend
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 
-OURS, NATIVE = "as triton", "as torch_native"
 
-
-def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
+def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
     """Kernel set of fakes of the backends that `auto` selects on a Hopper GPU, or of the requested ones.
 
     Raises EnvironmentProblem for backends without fakes.
     """
-    requests, functions, choices = dict(config.per_op), {}, []
+    requests, functions, choices = dict(config.kernel_per_op), {}, []
     for op in OPS:
-        name, function = _selected(op, requests.get(op, config.backend), dtype)
+        name, function = _selected(op, requests.get(op, config.kernel_backend), dtype)
         functions[op] = function
         choices.append(
             Selection(op, name, "memory only, nothing is computed" if name != reference.NAME else "plain torch")
@@ -37,31 +34,24 @@ def emulated_bundle(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
 
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
-    if request not in ("auto", "hopper", "triton", torch_native.NAME, reference.NAME):
+    if request not in ("auto", "hopper", *_FAKED, reference.NAME):
         raise EnvironmentProblem(
             f"memory emulation on a CPU does not know the memory of '{op}' in kernel backend '{request}'; use auto, "
-            f"hopper, triton, {torch_native.NAME} or {reference.NAME}, or emulate on a GPU"
+            f"hopper, {', '.join(_FAKED)} or {reference.NAME}, or emulate on a GPU"
         )
-    plain = request == reference.NAME or dtype is torch.float64
-    if op in _HOST_READS and plain:
-        return reference.NAME, _HOST_READS[op]
-    if plain:
-        return reference.NAME, getattr(reference, op)
-    if request == torch_native.NAME and op in torch_native.PROVIDES:
-        return NATIVE, native.FAKES.get(op, getattr(torch_native, op))
-    for name, known in ((OURS, triton.FAKES), (NATIVE, native.FAKES)):
-        if op in known:
-            return name, known[op]
-    if op in torch_native.PROVIDES:
-        return torch_native.NAME, getattr(torch_native, op)
+    if request == reference.NAME or dtype is torch.float64:
+        # emulated tensors have no sizes that the reference could read on the host
+        return reference.NAME, getattr(fake_backend(_HOST_READS[op]) if op in _HOST_READS else reference, op)
+    for name in (torch_native.NAME,) if request == torch_native.NAME else _FAKED:
+        backend = fake_backend(name)
+        if op in backend.PROVIDES:
+            return f"as {name}", getattr(backend, op)
     return reference.NAME, getattr(reference, op)
 
 
-_HOST_READS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "grouped_forward": native.FAKES["grouped_forward"],
-        "grouped_input_grad": native.FAKES["grouped_input_grad"],
-        "grouped_weight_grad": triton.FAKES["grouped_weight_grad"],
-    }
+_FAKED = ("triton", torch_native.NAME)
+"""Backends with fakes, in the order of preference on a Hopper GPU."""
+_HOST_READS: Mapping[str, str] = MappingProxyType(
+    {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Ops whose reference implementation reads sizes on the host, which emulated tensors do not have."""
+"""Ops whose reference implementation reads sizes on the host, and the backends whose fakes replace it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,19 @@ from megatron_moe.train.trainer import Trainer
 
 _METHODS = ("forward", "loss", "logits", "first", "second")
 """Methods through which a module runs."""
+_OUTSIDE_LAYERS = MappingProxyType({"mtp": "mtp", "embedding": "embedding", "output_layer": "head"})
+_IN_LAYER = MappingProxyType(
+    {
+        "": "residual",
+        "input_layernorm": "input_norm",
+        "self_attention": "attention",
+        "pre_mlp_layernorm": "mlp_norm",
+        "mlp": "mlp",
+        "mlp.router": "router",
+        "mlp.experts": "experts",
+        "mlp.shared_experts": "shared",
+    }
+)
 _EXCHANGE = ("start_dispatch", "finish_dispatch", "start_combine", "finish_combine")
 
 
@@ -29,53 +43,26 @@ def label_model(model: nn.Module, tracker: Tracker) -> None:
 def _label(path: str) -> str:
     """Part of the model for a module path; empty: that of the enclosing module."""
     words = path.split(".")
-    if words[0] == "mtp":
-        return "mtp"
-    if words[0] == "embedding":
-        return "embedding"
-    if words[0] == "output_layer":
-        return "head"
-    if len(words) == 2 and words[1] == "final_layernorm":
-        return "final_norm"
-    return _in_layer(words[3:])
-
-
-def _in_layer(words: list[str]) -> str:
-    match words:
-        case []:
-            return "residual"
-        case ["input_layernorm"]:
-            return "input_norm"
-        case ["self_attention"]:
-            return "attention"
-        case ["pre_mlp_layernorm"]:
-            return "mlp_norm"
-        case ["mlp"]:
-            return "mlp"
-        case ["mlp", "router"]:
-            return "router"
-        case ["mlp", "experts"]:
-            return "experts"
-        case ["mlp", "shared_experts"]:
-            return "shared"
-    return ""
+    if words[0] in _OUTSIDE_LAYERS:
+        return _OUTSIDE_LAYERS[words[0]]
+    return "final_norm" if words[1:] == ["final_layernorm"] else _IN_LAYER.get(".".join(words[3:]), "")
 
 
 def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) -> None:
     """Wraps methods of one object so that they run under the label."""
+
+    def labelled(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with tracker.within(label):
+                return method(*args, **kwargs)
+
+        return run
+
     for name in methods:
         method = getattr(target, name, None)
         if callable(method):
-            setattr(target, name, _labelled(method, label, tracker))
-
-
-def _labelled(method: Callable[..., Any], label: str, tracker: Tracker) -> Callable[..., Any]:
-    @wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with tracker.within(label):
-            return method(*args, **kwargs)
-
-    return run
+            setattr(target, name, labelled(method))
 
 
 def label_links(pipeline: Pipeline, tracker: Tracker) -> None:

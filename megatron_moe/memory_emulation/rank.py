@@ -1,8 +1,7 @@
-"""One rank of a world without peers takes a step, and what memory that takes is written down.
+"""Runs a training step of one rank without peers and tracks its memory.
 
-On torch's device "meta" nothing is computed and nothing is allocated: tensors have sizes and no data, and kernels are
-those of `kernels.py`. With a GPU the step is a real one; only what would come from other ranks is missing. Both are the
-program's own model, schedule and optimizer.
+Model, schedule and optimizer are those of a real run. On the `meta` device tensors have no data and kernels are the
+fakes of `kernels.py`. On a GPU the step is real, except for data from other ranks.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, sp
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
 from megatron_moe.logs.timers import Timers
-from megatron_moe.memory_emulation.kernels import emulated_bundle
+from megatron_moe.memory_emulation.kernels import emulated_kernels
 from megatron_moe.memory_emulation.labels import label_links, label_model, mark_pages, mark_state
 from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.model.gpt import GPT
@@ -38,33 +37,33 @@ from megatron_moe.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class EmulatedRun:
-    """What is known of a rank that took a step."""
+    """Memory of one rank during a step."""
 
     rank: int
-    """Of the world."""
+    """Global rank."""
     pipeline_rank: int
     num_microbatches: int
-    """Of the step that was taken: enough for the fullest moment."""
+    """Microbatches of the emulated step, enough to reach the peak."""
     timeline: Timeline
     allocator_peak: int | None
-    """Of the CUDA allocator, where there is one."""
+    """Peak bytes of the CUDA allocator; None without a GPU."""
     requested_peak: int | None
-    """The same before it rounds."""
+    """Peak of the requested bytes, before the CUDA allocator rounds them; None without a GPU."""
 
 
 def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbatches: int | None = None) -> EmulatedRun:
-    """Builds rank `rank` of the plan's world on this device and takes two steps, the second of which counts.
+    """Builds global rank `rank` of the plan on this device, runs two steps and reports the second.
 
-    `num_microbatches`: of a step; None: as many as bring it to its fullest moment.
+    `num_microbatches`: microbatches per step; None: the fewest that reach the peak.
     """
     emulation = plan.emulation
-    assert emulation is not None, "a plan that asks for no emulation"
+    assert emulation is not None, "the plan has no emulation"
     parallel = replace(plan.parallel, embedding_ranks=plan.layout.embedding_ranks(tied=plan.model.tied_embeddings))
     context = ParallelContext.fake(parallel, rank, dtype=torch_dtype(plan.precision.params), device=device)
-    load = assumed_load(context, emulation.imbalance)
+    load = assumed_load(context, emulation.emulate_imbalance)
     try:
         if device.type == "meta":
-            kernels = emulated_bundle(plan.kernels, context.dtype)
+            kernels = emulated_kernels(plan.kernels, context.dtype)
         else:
             kernels = with_assumed_choices(build.build_kernels(plan, context), load)
         return take_steps(plan, context, kernels, num_microbatches or enough_microbatches(plan), load)
@@ -75,22 +74,24 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs two steps of the real program, one to warm up. Without `load`, the other ranks of `context` join."""
+    """Runs a warm-up step and a tracked step. Without `load`, the other ranks of `context` take part."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:
         trainer = _trainer(plan, context, kernels, tracker, load)
         mark_state(trainer, tracker)
-        state = TrainState()
+        state, config = TrainState(), build.build_train_state_config(plan)
         fewest = min(plan.schedule(num_microbatches).group, num_microbatches)
         for is_last, number in ((False, fewest), (True, num_microbatches)):
             batches = make_batches(plan, context, number)
             if is_last:
                 tracker.begin()
-                _reset_peak(context.device)
+                if on_gpu:
+                    torch.cuda.synchronize(context.device)
+                    torch.cuda.reset_peak_memory_stats(context.device)
             outcome = trainer.step(batches, state)
             mark_pages(trainer, tracker)
-            state.advance(outcome.num_samples, plan)
+            state.advance(outcome.num_samples, config)
             del batches, outcome
     return EmulatedRun(
         rank=context.rank,
@@ -98,23 +99,23 @@ def take_steps(
         num_microbatches=num_microbatches,
         timeline=tracker.timeline(),
         allocator_peak=torch.cuda.max_memory_allocated(context.device) if on_gpu else None,
-        requested_peak=_requested_peak(context.device) if on_gpu else None,
+        requested_peak=torch.cuda.memory_stats(context.device)["requested_bytes.all.peak"] if on_gpu else None,
     )
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Warm-up of the first pipeline rank and two more rounds, and as many as wait for weight gradients: after these
-    nothing new is ever kept."""
-    whole = plan.batch.global_size // (plan.batch.micro * plan.parallel.dp)
+    """Microbatches until the peak: the warm-up of the first pipeline rank, two more rounds, and those with delayed
+    expert weight gradients."""
+    whole = plan.num_microbatches
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
-    wanted = warmup + 2 * config.pp + plan.memory.expert_wgrad_interval - 1
+    wanted = warmup + 2 * config.pp + plan.memory.moe_expert_wgrad_interval - 1
     rounds = -(-wanted // config.group) * config.group
     return min(rounds if config.vpp > 1 else wanted, whole)
 
 
 class _Spans(Timers):
-    """Tells the tracker where in the step it is."""
+    """Timers that set the phase of the tracker and measure nothing."""
 
     def __init__(self, tracker: Tracker, device: torch.device) -> None:
         super().__init__(0, device)
@@ -122,7 +123,7 @@ class _Spans(Timers):
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """See `Timers`; nothing is timed."""
+        """See `Timers`."""
         phase: Phase = "forward" if name == "forward-backward" else "update"
         with self._tracker.during(phase):
             yield
@@ -146,7 +147,7 @@ def _trainer(
     host_copies = None
     if context.device.type == "meta":
         host_copies = _TrackedHostCopies(tracker)
-        # a loop over experts would read their offsets, and uses the same memory
+        # a loop over experts would read their offsets on the host; it uses the same memory
         grouped = with_experts(plan.model, lambda moe: replace(moe, experts=replace(moe.experts, grouped=True)))
         plan = replace(plan, model=grouped)
     model = build.build_model(plan, context, kernels, initial=load is None, host_copies=host_copies)
@@ -160,13 +161,13 @@ def _trainer(
 
 
 def make_batches(plan: RunPlan, context: ParallelContext, number: int) -> list[MicroBatch]:
-    """This rank's part of so many microbatches, whose tokens mean nothing."""
+    """This rank's part of `number` microbatches of placeholder tokens."""
     return [split_sequence(_batch(plan, context.device), context) for _ in range(number)]
 
 
 def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
-    """Tokens without meaning, in one document per sequence."""
-    size, length = plan.batch.micro, plan.data.seq_length
+    """Placeholder tokens in one document per sequence."""
+    size, length = plan.batch.micro_batch_size, plan.data.seq_length
     tokens_BS = torch.arange(size * length, device=device).remainder(plan.data.vocab_size).view(size, length)
     wide = torch.promote_types(torch.float32, torch_dtype(plan.precision.params))
     positions_BS = torch.arange(length, device=device).repeat(size, 1)
@@ -181,7 +182,7 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
 
 
 def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
-    """The routing that is assumed of all ranks; `imbalance`: see `RoutedLoad`."""
+    """Expert load that all ranks are assumed to have; `imbalance`: see `RoutedLoad`."""
     ep = context.group("ep")
     return RoutedLoad(ep.size, ep.rank, imbalance)
 
@@ -200,7 +201,7 @@ def assume_load(model: GPT, load: RoutedLoad) -> None:
 
 
 def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
-    """The kernels with a router that selects the experts of the assumed load; their weights are those of the logits."""
+    """Kernels whose router selects experts by the assumed load, with the probabilities of the logits."""
 
     def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
         ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)
@@ -212,20 +213,10 @@ def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
 
 
 def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
-    """int64 [T, K]: choices with the counts of the load, no expert twice for a token."""
+    """Choices with the counts of the load, no expert twice for a token; int64 [T, K]."""
     num_choices = num_tokens * config.topk
     counts_E = torch.tensor(load.counts(config.num_experts, num_choices), device=device)
     experts = torch.arange(config.num_experts, device=device)
     ids = experts.repeat_interleave(counts_E, output_size=num_choices)
-    # an expert's stretch is never longer than the tokens, so it meets each of them once at most
+    # an expert has at most num_tokens consecutive places, so it occurs at most once per token
     return ids.view(config.topk, num_tokens).T.contiguous()
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _requested_peak(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])

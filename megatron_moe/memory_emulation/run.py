@@ -1,19 +1,23 @@
-"""Memory emulation of the requested ranks (`--fake-init-process-group`)."""
+"""Memory emulation of the requested ranks (`--fake-init-process-group`): JSON facts, table and plot."""
 
 import gc
 import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.hardware import GPUS
+from megatron_moe.cost_model.hardware import GIB, GPU, GPUS
 from megatron_moe.logs.plots import draw_memory
 from megatron_moe.memory_emulation.rank import EmulatedRun, emulate_rank
-from megatron_moe.memory_emulation.report import facts_of, report
+from megatron_moe.memory_emulation.tracker import CATEGORIES, MemoryPeak
 from megatron_moe.parallel.grid import all_groups
 
+Facts = dict[str, Any]
+_LEAST_SHARE = 0.0005
+"""Share of the total below which an item is merged into 'other'."""
 _POINTS = 1500
 """Number of points of the timeline plot."""
 
@@ -28,40 +32,115 @@ def emulate(plan: RunPlan) -> str:
     device = _device(plan)
     # the first rank of every pipeline stage
     ranks = config.ranks or tuple(all_groups(plan.parallel)["pp"][0])
-    played = []
+    runs = []
     for rank in ranks:
-        played.append(emulate_rank(plan, rank, device))
+        runs.append(emulate_rank(plan, rank, device))
         gc.collect()
-    facts = facts_of(plan, GPUS[config.gpu], played, real=device.type == "cuda")
+    facts = facts_of(plan, GPUS[config.gpu], runs, real=device.type == "cuda")
     try:
-        if config.json is not None:
-            config.json.write_text(json.dumps(facts, indent=2) + "\n")
-        if config.plot is not None:
-            draw_memory({_title(each): each.timeline.curves(_POINTS)[1] for each in played}, config.plot)
+        if config.emulate_json is not None:
+            config.emulate_json.write_text(json.dumps(facts, indent=2) + "\n")
+        if config.emulate_plot is not None:
+            curves = {
+                f"rank {run.rank}, pipeline rank {run.pipeline_rank}": run.timeline.curves(_POINTS)[1] for run in runs
+            }
+            draw_memory(curves, config.emulate_plot)
     except OSError as trouble:
         raise EnvironmentProblem(f"the emulation's results could not be written: {trouble}") from trouble
     return report(facts)
-
-
-def _title(played: EmulatedRun) -> str:
-    return f"rank {played.rank}, pipeline rank {played.pipeline_rank}"
 
 
 def _device(plan: RunPlan) -> torch.device:
     """Device of the emulation: a GPU if available and not declined, else `meta`."""
     if plan.device == "cpu" or not torch.cuda.is_available():
         if plan.device == "cuda":
-            raise EnvironmentProblem("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+            raise EnvironmentProblem("--device cuda was requested, but torch finds no CUDA device; use --device cpu")
         return torch.device("meta")
-    kinds = {
-        kind
-        for layer in plan.model.layers
-        if isinstance(layer.feed_forward, MoEConfig)
-        for kind in layer.feed_forward.router.balancing
-    }
-    if "sinkhorn" in kinds and plan.parallel.ep > 1:
+    if plan.parallel.ep > 1 and any("sinkhorn" in moe.router.balancing for moe in plan.model.moe_configs):
         raise EnvironmentProblem(
-            "on a GPU the choices of sinkhorn balancing are its own, and not those that an emulation assumes of all "
-            "ranks; emulate with --device cpu"
+            "on a GPU, sinkhorn balancing selects experts itself and does not follow the load that the emulation "
+            "assumes for all ranks; emulate with --device cpu"
         )
     return torch.device("cuda", 0)
+
+
+def facts_of(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool) -> Facts:
+    """Facts of the report in bytes. `real`: measured on a GPU."""
+    assert plan.emulation is not None
+    return {
+        "world_size": plan.parallel.world_size,
+        "device": {"kind": gpu.kind, "memory_bytes": int(gpu.memory_gib * GIB), "real": real},
+        "imbalance": plan.emulation.emulate_imbalance,
+        "layout": str(plan.layout),
+        "ranks": [_rank(each) for each in runs],
+    }
+
+
+def _rank(run: EmulatedRun) -> Facts:
+    peak = run.timeline.peak()
+    facts: Facts = {
+        "rank": run.rank,
+        "pipeline_rank": run.pipeline_rank,
+        "microbatches": run.num_microbatches,
+        "peak_bytes": peak.total,
+        "peak_phase": peak.phase,
+        "categories": dict(peak.categories),
+        "by_module": {name: _modules(peak, name) for name in CATEGORIES if _modules(peak, name)},
+    }
+    if run.allocator_peak is not None:
+        facts["allocator_peak_bytes"] = run.allocator_peak
+        facts["requested_peak_bytes"] = run.requested_peak
+    return facts
+
+
+def _modules(peak: MemoryPeak, category: str) -> dict[str, int]:
+    found = {label or "elsewhere": size for (name, label), size in peak.modules.items() if name == category}
+    return dict(sorted(found.items(), key=lambda each: -each[1])) if set(found) != {"elsewhere"} else {}
+
+
+def report(facts: Facts) -> str:
+    """Formats the facts as a table."""
+    return "\n".join([*_head(facts), *_table(facts["ranks"]), *_fit(facts)])
+
+
+def _head(facts: Facts) -> Iterator[str]:
+    device, world = facts["device"], facts["world_size"]
+    kind = device["kind"].upper()
+    how = "a real step on this GPU without peers" if device["real"] else f"tensors without data, kernels of {kind}"
+    load = "even routing" if facts["imbalance"] == 1 else f"its experts get {facts['imbalance']:g} times an even share"
+    yield f"Emulation of {world:,} rank{'s' * (world != 1)}: {how}; {load}"
+    yield f"  pipeline layout {facts['layout']}; peak of a step in GiB"
+
+
+def _table(ranks: Sequence[Facts]) -> Iterator[str]:
+    unit = GIB if max(rank["peak_bytes"] for rank in ranks) >= GIB else 1 << 20
+    if unit != GIB:
+        yield "  (all figures in MiB)"
+    rows: list[tuple[str, list[float]]] = []
+    for name in CATEGORIES:
+        rows.append((name, [rank["categories"][name] for rank in ranks]))
+        labels = list(dict.fromkeys(label for rank in ranks for label in rank["by_module"].get(name, {})))
+        if len(labels) > 1 or name == "activations":
+            rows += [
+                (f"  {label}", [rank["by_module"].get(name, {}).get(label, 0) for rank in ranks]) for label in labels
+            ]
+    rows.append(("total", [rank["peak_bytes"] for rank in ranks]))
+    if "allocator_peak_bytes" in ranks[0]:
+        rows.append(("allocator peak", [rank["allocator_peak_bytes"] for rank in ranks]))
+    most = max(rank["peak_bytes"] for rank in ranks)
+    kept = [row for row in rows if max(row[1]) >= _LEAST_SHARE * most]
+    wide = max(len(name) for name, _ in kept)
+    yield f"  {'rank of the world':<{wide}}" + "".join(f"{rank['rank']:>10,}" for rank in ranks)
+    yield f"  {'pipeline rank':<{wide}}" + "".join(f"{rank['pipeline_rank']:>10,}" for rank in ranks)
+    for name, sizes in kept:
+        yield f"  {name:<{wide}}" + "".join(f"{size / unit:>10.2f}" for size in sizes)
+
+
+def _fit(facts: Facts) -> Iterator[str]:
+    most = max(rank.get("allocator_peak_bytes", rank["peak_bytes"]) for rank in facts["ranks"])
+    device = facts["device"]
+    spare, kind = (device["memory_bytes"] - most) / GIB, device["kind"].upper()
+    if spare < 0:
+        yield f"  does not fit: {-spare:.1f} GiB more than a {kind} has"
+    else:
+        yield f"  {spare:.1f} GiB of a {kind} are left for CUDA, NCCL and fragmentation"

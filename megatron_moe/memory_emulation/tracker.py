@@ -6,15 +6,15 @@ not modelled.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Phase = Literal["setup", "forward", "backward", "update"]
 
@@ -48,9 +48,7 @@ class TrackedPiece:
         """Category, derived at its release."""
         if self.state:
             return self.state
-        if self.phase == "setup":
-            return "other"
-        if self.died is None:
+        if self.phase == "setup" or self.died is None:
             return "other"
         if self.phase == "forward" and self.outlived:
             return "activations"
@@ -88,19 +86,16 @@ class Timeline:
 
     def totals(self) -> list[int]:
         """Bytes after every event."""
+        return self._sums(piece for piece in self.pieces if piece.state != HOST)
+
+    def _sums(self, pieces: Iterable[TrackedPiece]) -> list[int]:
+        """Bytes of some pieces after every event."""
         change = [0] * self.num_events
-        for piece in self._on_device():
+        for piece in pieces:
             change[piece.born] += piece.bytes
             if piece.died is not None:
                 change[piece.died] -= piece.bytes
-        total, totals = 0, []
-        for difference in change:
-            total += difference
-            totals.append(total)
-        return totals
-
-    def _on_device(self) -> Iterator[TrackedPiece]:
-        return (piece for piece in self.pieces if piece.state != HOST)
+        return list(accumulate(change))
 
     def peak(self) -> MemoryPeak:
         """Breakdown at the event with the most bytes."""
@@ -111,11 +106,13 @@ class Timeline:
         """Breakdown after an event."""
         categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         modules: dict[tuple[str, str], int] = defaultdict(int)
-        for piece in self._on_device():
-            if piece.born <= event and (piece.died is None or piece.died > event):
+        for piece in self.pieces:
+            if piece.state != HOST and piece.born <= event and (piece.died is None or piece.died > event):
                 category = piece.category
                 categories[category] += piece.bytes
-                modules[category, _holder(category, piece.label)] += piece.bytes
+                # dispatched rows that are saved for backward belong to the experts
+                label = "experts" if (category, piece.label) == ("activations", "dispatch") else piece.label
+                modules[category, label] += piece.bytes
         return MemoryPeak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
 
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
@@ -124,26 +121,11 @@ class Timeline:
         width = max((self.num_events - self.begin) // num_points, 1)
         starts = range(self.begin, self.num_events, width)
         events = [max(range(s, min(s + width, self.num_events)), key=totals.__getitem__) for s in starts]
-        curves = {name: [0] * len(events) for name in CATEGORIES}
+        curves = {}
         for name in CATEGORIES:
-            change = [0] * (self.num_events + 1)
-            for piece in self.pieces:
-                if piece.category == name:
-                    change[piece.born] += piece.bytes
-                    if piece.died is not None:
-                        change[piece.died] -= piece.bytes
-            total, place = 0, 0
-            for event, wanted in enumerate(events):
-                while place <= wanted:
-                    total += change[place]
-                    place += 1
-                curves[name][event] = total
+            sums = self._sums(piece for piece in self.pieces if piece.category == name)
+            curves[name] = [sums[event] for event in events]
         return events, curves
-
-
-def _holder(category: str, label: str) -> str:
-    """Attributes rows kept for the backward to the experts."""
-    return "experts" if (category, label) == ("activations", "dispatch") else label
 
 
 class Tracker(TorchDispatchMode):
@@ -167,21 +149,17 @@ class Tracker(TorchDispatchMode):
         self._begin = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in args:  # tensors created from host values are not outputs of an operation
-            if isinstance(argument, Tensor):
-                self._see(argument)
-            elif isinstance(argument, tuple | list):
-                for each in argument:
-                    if isinstance(each, Tensor):
-                        self._see(each)
+        self._see_all(args)  # tensors created from host values are not outputs of an operation
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._see(result)
-        elif isinstance(result, tuple | list):
-            for each in tree_leaves(result):
-                if isinstance(each, Tensor):
-                    self._see(each)
+        self._see_all(result)
         return result
+
+    def _see_all(self, values: Any) -> None:
+        if isinstance(values, Tensor):
+            self._see(values)
+        elif isinstance(values, tuple | list):
+            for value in values:
+                self._see_all(value)
 
     @property
     def phase(self) -> Phase:
@@ -230,10 +208,11 @@ class Tracker(TorchDispatchMode):
         piece = self._alive.get(key)
         size = rounded(storage.nbytes())
         if piece is not None:
-            if piece.bytes != size:
-                self._resized(key, piece, size)
-            return
-        if size:
+            if piece.bytes != size:  # resized in place
+                self._end(key)
+                if size:
+                    self._new(key, size, piece.phase, piece.label, piece.state)
+        elif size:
             self._new(key, size, self.phase, self._labels[-1] if self._labels else "")
             weakref.finalize(storage, self._end, key).atexit = False
 
@@ -245,18 +224,8 @@ class Tracker(TorchDispatchMode):
     def _end(self, key: int) -> None:
         piece = self._alive.pop(key, None)
         if piece is not None:
-            self._die(piece)
-
-    def _resized(self, key: int, piece: TrackedPiece, size: int) -> None:
-        """Handles a storage resized in place: ends its record and starts a new one if it is not empty."""
-        self._die(piece)
-        del self._alive[key]
-        if size:
-            self._new(key, size, piece.phase, piece.label, piece.state)
-
-    def _die(self, piece: TrackedPiece) -> None:
-        piece.died = self._event()
-        piece.outlived = self._last_backward > piece.born
+            piece.died = self._event()
+            piece.outlived = self._last_backward > piece.born
 
     def _event(self) -> int:
         phase = self.phase

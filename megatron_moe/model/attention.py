@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.attention import AttentionConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, MLAConfig, RopeConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, internal_dtype
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
+from megatron_moe.kernels.ops import Kernels, QueryKeyTransform, internal_dtype
 from megatron_moe.model.core_attention import core_attention
 from megatron_moe.model.norm import Norm, UnitNorm
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.param_meta import ParamMeta
@@ -26,23 +26,22 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import all_gather
 
 
-def share_of_heads(number: int, what: str, ctx: ParallelContext) -> int:
-    """Number of heads or query groups of this tensor-parallel rank."""
+def local_heads(number: int, ctx: ParallelContext) -> int:
+    """Number of heads or query groups of this tensor-parallel rank, of `number` in all."""
     num_ranks = ctx.group("tp").size
-    assert number % num_ranks == 0, f"{number} {what} do not divide among {num_ranks} tensor parallel ranks"
+    assert number % num_ranks == 0, f"{num_ranks} tensor parallel ranks do not divide {number} heads or query groups"
     return number // num_ranks
 
 
 def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
     """Attention sinks: one learned logit per head in the softmax denominator."""
-    meta = ParamMeta(role="sink", tp_dim=0, decay=False)
-    return new_parameter((num_heads,), meta, ctx)
+    return new_parameter((num_heads,), ParamMeta(role="sink", tp_dim=0, decay=False), ctx)
 
 
 def rotate(
     kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, mb: MicrobatchContext, start: int = 0
 ) -> Tensor:
-    """Rotates `spec.dim` channels of every head, from channel `start` on, by the positions of `mb`."""
+    """Rotates `config.dim` channels of every head, from channel `start` on, by the positions of `mb`."""
     if config is None:
         return x_SBND
     assert mb.rotary is not None, "the rotary tables are not attached to the context"
@@ -50,31 +49,37 @@ def rotate(
     return kernels.rope(x_SBND, cos_SBD, sin_SBD, config.interleaved, start)
 
 
-class Attention(nn.Module):
-    """Self-attention. `site`, the module's path in the model, names its dropout.
+class Mixer(nn.Module):
+    """Common part of the attention modules. `site`, the module's path in the model, names its dropout."""
 
-    Below, N and G are the heads and query groups of this tensor-parallel rank. With fewer query groups than ranks, G is
-    1: ranks share a group and each computes an equal part of its heads. As in Megatron-Core, the rows of `linear_qkv`
-    are then cut evenly, and its outputs are gathered.
+    sinks: Parameter | None
+
+    def __init__(self, config: AttentionConfig | MLAConfig, site: str, resources: ModelResources) -> None:
+        super().__init__()
+        self.ctx, self.kernels, self.saved_tensors, _ = resources
+        self.core = config.core
+        self.site = site
+        self.num_heads = local_heads(config.num_heads, self.ctx)
+
+    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+        """[S, B, N, E]"""
+        return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, self.core, mb, self.site, self.ctx, self.kernels)
+
+
+class Attention(Mixer):
+    """Multi-head or grouped-query self-attention.
+
+    N and G are the heads and query groups of this tensor-parallel rank. With fewer query groups than ranks, G is 1:
+    ranks share a group and each computes an equal part of its heads. As in Megatron-Core, the rows of `linear_qkv` are
+    then sharded evenly, and its outputs are gathered.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-    ) -> None:
-        super().__init__()
-        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+    def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:
+        super().__init__(config, site, resources)
+        ctx, kernels = self.ctx, self.kernels
         self.config = config
-        self.site = site
-        self.ctx = ctx
-        self.kernels = kernels
-        self.num_heads = share_of_heads(config.num_heads, "heads", ctx)
         self.ranks_per_group = max(ctx.group("tp").size // config.num_query_groups, 1)
-        self.num_groups = share_of_heads(config.num_query_groups * self.ranks_per_group, "query groups", ctx)
+        self.num_groups = local_heads(config.num_query_groups * self.ranks_per_group, ctx)
         self.heads_per_group = self.num_heads // self.num_groups
         # Rows of one query group: the unit of tensor-parallel sharding and of per-matrix optimizers.
         self.group_rows = self._rows(config.num_heads // config.num_query_groups)
@@ -90,14 +95,15 @@ class Attention(nn.Module):
         self.linear_proj = Linear(
             config.q_width, config.hidden_size, ctx, kernels, bias=config.out_bias, tp_dim=1, init="output"
         )
+        self.q_layernorm: Norm | UnitNorm
+        self.k_layernorm: Norm | UnitNorm
         if config.qk_norm == "l2":
-            self.q_layernorm: Norm | UnitNorm = UnitNorm(config.norm.eps, kernels)
-            self.k_layernorm: Norm | UnitNorm = UnitNorm(config.norm.eps, kernels)
+            self.q_layernorm, self.k_layernorm = (UnitNorm(config.norm.eps, kernels) for _ in range(2))
         elif config.qk_norm != "none":
             full = config.qk_norm == "full"
-            q_width, k_width = (config.q_width, config.kv_width) if full else (config.head_dim, config.head_dim)
-            self.q_layernorm = Norm(config.norm, q_width, ctx, kernels, over_heads=True)
-            self.k_layernorm = Norm(config.norm, k_width, ctx, kernels, over_heads=True)
+            widths = (config.q_width, config.kv_width) if full else (config.head_dim, config.head_dim)
+            norms = (Norm(config.norm, width, ctx, kernels, over_heads=True) for width in widths)
+            self.q_layernorm, self.k_layernorm = norms
         self.sinks = new_sinks(config.num_heads, ctx) if config.core.sinks else None
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
@@ -105,10 +111,10 @@ class Attention(nn.Module):
         with self.saved_tensors.offload_scope("qkv_linear"):
             qkv_SBGC = self._own_groups(self.linear_qkv(hidden_SBH))
         gate_SBND = None
-        if self._is_one_kernel:
-            q_SBND, k_SBGD, v_SBGD = self._in_one(qkv_SBGC, mb)
+        if self._is_fused:
+            q_SBND, k_SBGD, v_SBGD = self._fused_qkv(qkv_SBGC, mb)
         else:
-            q_SBND, gate_SBND, k_SBGD, v_SBGD = self._apart(qkv_SBGC, mb)
+            q_SBND, gate_SBND, k_SBGD, v_SBGD = self._unfused_qkv(qkv_SBGC, mb)
         with self.saved_tensors.offload_scope("core_attn"):
             context_SBND = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBGD, v_SBGD)
         if gate_SBND is not None:
@@ -135,39 +141,25 @@ class Attention(nn.Module):
         own = [x.chunk(self.ranks_per_group, dim=-1)[part] for x in of_q]
         return torch.cat([*own, k_SBD, v_SBD], dim=-1).unsqueeze(2)
 
-    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
-        """[S, B, N, D]"""
-        return core_attention(
-            q_SBND, k_SBGD, v_SBGD, self.sinks, self.config.core, mb, self.site, self.ctx, self.kernels
-        )
-
     @property
-    def _is_one_kernel(self) -> bool:
-        """Whether the fused op (norm and rotation of q and k) serves this config."""
+    def _is_fused(self) -> bool:
+        """Whether the fused op for norm and rotation of q and k supports this config."""
         config = self.config
         normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
         return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")
 
-    def _in_one(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _fused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
         """q [S, B, N, D], k and v [S, B, G, D]"""
         config = self.config
         assert config.rope is not None and mb.rotary is not None, "the rotary tables are not attached to the context"
         cos_SBD, sin_SBD = mb.rotary[config.rope]
         norms = (self.q_layernorm, self.k_layernorm) if config.qk_norm != "none" else (None, None)
         q_weight, k_weight = (norm.weight if isinstance(norm, Norm) else None for norm in norms)
-        return self.kernels.query_key_value(
-            qkv_SBGC,
-            q_weight,
-            k_weight,
-            config.norm.eps,
-            config.norm.zero_centered,
-            cos_SBD,
-            sin_SBD,
-            config.rope.interleaved,
-            self.heads_per_group,
-        )
+        eps, zero_centered, interleaved = config.norm.eps, config.norm.zero_centered, config.rope.interleaved
+        transform = QueryKeyTransform(eps, zero_centered, cos_SBD, sin_SBD, interleaved, self.heads_per_group)
+        return self.kernels.query_key_value(qkv_SBGC, q_weight, k_weight, transform)
 
-    def _apart(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def _unfused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
         *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.config.head_dim)) for x in of_q)

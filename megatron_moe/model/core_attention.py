@@ -24,7 +24,14 @@ from torch import Tensor
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.attention_blocks import with_first_row
-from megatron_moe.kernels.ops import Kernels, PositionSpan, internal_dtype
+from megatron_moe.kernels.ops import (
+    AttentionBlock,
+    AttentionInputs,
+    AttentionResult,
+    Kernels,
+    PositionSpan,
+    internal_dtype,
+)
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.context_parallel import (
     Chunks,
@@ -38,7 +45,7 @@ from megatron_moe.parallel.context_parallel import (
     take_places,
     unpack,
 )
-from megatron_moe.parallel.exchange import Landing
+from megatron_moe.parallel.exchange import Wait
 from megatron_moe.parallel.rng import Key
 from megatron_moe.parallel.tensor_parallel import all_gather
 
@@ -65,61 +72,56 @@ def core_attention(
 ) -> Tensor:
     """Attention output [S, B, N, E]; N and G count this rank's heads and groups, `site` names the dropout."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
-    if mb.tokens.part is None or len(mb.tokens.part.of_ranks) == 1:
-        known = mb.tokens.part is not None or ctx.group("cp").size == 1
-        assert known, "TokenMeta.part is not set on a context-parallel rank"
-        return _whole(heads, config, mb.tokens.segments_BS, mb.key(site), ctx, kernels)
-    return _SplitSequence(config, mb.tokens.part, mb.tokens.whole_segments_BS, mb.key(site), ctx, kernels).attend(heads)
-
-
-def _whole(
-    heads: Heads,
-    config: CoreAttentionConfig,
-    segments_BS: Tensor | None,
-    dropout_key: Key | None,
-    ctx: ParallelContext,
-    kernels: Kernels,
-) -> Tensor:
-    """Attention over a sequence that this rank holds whole and in order."""
-    q_SBND, k_SBGD, v_SBGE, sinks_N = heads
-    tp = ctx.group("tp")
-    return kernels.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, (tp.rank, tp.size))
+    part = mb.tokens.part
+    is_split = part is not None and len(part.of_ranks) > 1
+    segments_BS = mb.tokens.whole_segments_BS if is_split else mb.tokens.segments_BS
+    attention = _CoreAttention(config, segments_BS, mb.key(site), ctx, kernels)
+    if part is not None and is_split:
+        return attention.over_ranks(heads, part)
+    assert part is not None or ctx.group("cp").size == 1, "TokenMeta.part is not set on a context-parallel rank"
+    return attention.whole(heads)
 
 
 @dataclass(frozen=True)
-class _SplitSequence:
-    """Attention over a sequence that is split over context-parallel ranks."""
+class _CoreAttention:
+    """Attention over one microbatch."""
 
     config: CoreAttentionConfig
-    part: SequencePart
     segments_BS: Tensor | None
     """Document ids of the whole sequence."""
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
 
-    def attend(self, heads: Heads) -> Tensor:
-        cp = self.ctx.group(self.part.group)
+    def whole(self, heads: Heads) -> Tensor:
+        """Attention over a sequence that this rank holds whole and in order."""
+        (q_SBND, k_SBGD, v_SBGE, sinks_N), tp = heads, self.ctx.group("tp")
+        state = (self.config, sinks_N, self.segments_BS, self.dropout_key, (tp.rank, tp.size))
+        return self.kernels.attention(AttentionInputs(q_SBND, k_SBGD, v_SBGE, *state))
+
+    def over_ranks(self, heads: Heads, part: SequencePart) -> Tensor:
+        """Attention over a sequence that is split over context-parallel ranks."""
+        cp = self.ctx.group(part.group)
         match self.config.context_exchange:
             case "p2p":
-                return self._around(cp, self.part.of_ranks, heads)
+                return self._ring(cp, part.of_ranks, heads)
             case "allgather":
-                return self._gathered(cp, heads)
+                return self._gathered(cp, part, heads)
             case "a2a":
-                return self._by_heads(cp, None, heads)
+                return self._by_heads(cp, None, part.of_ranks, heads)
             case "a2a+p2p":
-                return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), heads)
+                return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), part.of_ranks, heads)
 
-    def _around(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
+    def _ring(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
         """Ring attention: every rank holds queries, keys and values of its part."""
         # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; in the backward once
         # more, and size times their gradients in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
-    def _gathered(self, cp: ProcessGroup, heads: Heads) -> Tensor:
-        """Gathers keys and values of the whole sequence; each chunk of queries reads those its mask allows."""
-        own, everywhere = self.part.chunks, self.part.of_ranks
+    def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
+        """Gathers keys and values of the whole sequence; each chunk of queries reads those that its mask allows."""
+        own, everywhere = part.chunks, part.of_ranks
         # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
         k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
         v_SBGE = in_order(all_gather(heads.v_SBGE, cp), everywhere)
@@ -130,23 +132,22 @@ class _SplitSequence:
             outputs.append(self._blockwise(Ring(None), self._span((chunk,)), keys, rows))
         return torch.cat(outputs)
 
-    def _by_heads(self, inner: ProcessGroup, outer: ProcessGroup | None, heads: Heads) -> Tensor:
+    def _by_heads(
+        self, inner: ProcessGroup, outer: ProcessGroup | None, everywhere: Sequence[Chunks], heads: Heads
+    ) -> Tensor:
         """Exchanges heads for positions within the `inner` group; with an `outer` ring of such groups, runs ring
         attention over it."""
-        everywhere = self.part.of_ranks
         groups = [everywhere[first : first + inner.size] for first in range(0, len(everywhere), inner.size)]
         held = groups[0 if outer is None else outer.rank]
-        sinks_N = heads.sinks_N
-        if sinks_N is not None:
-            sinks_N = sinks_N.chunk(inner.size)[inner.rank]
+        sinks_N = None if heads.sinks_N is None else heads.sinks_N.chunk(inner.size)[inner.rank]
         q_SBND, k_SBGD, v_SBGE = heads.q_SBND, *(_enough_groups(x, inner.size) for x in heads[1:3])
         # inner group: S * B * (N * D + G * (D + E)) elements here, S * B * N * E back; backward: the same
         q_SBND, k_SBGD, v_SBGE = (in_order(scatter_heads(x, inner), held) for x in (q_SBND, k_SBGD, v_SBGE))
         share = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
         if outer is None:
-            out_SBNE = _whole(share, self.config, self.segments_BS, self.dropout_key, self.ctx, self.kernels)
+            out_SBNE = self.whole(share)
         else:
-            out_SBNE = self._around(outer, [joined(group) for group in groups], share)
+            out_SBNE = self._ring(outer, [joined(group) for group in groups], share)
         return gather_heads(by_rank(out_SBNE, held), inner)
 
     def _blockwise(self, ring: Ring, query: PositionSpan, keys: tuple[PositionSpan, ...], heads: Heads) -> Tensor:
@@ -171,14 +172,7 @@ def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
     return x_SBGD.repeat_interleave(num_ranks // num_groups, dim=2)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Part of the keys, with the smallest ranges of query and key rows that the mask does not exclude."""
-
-    queries: slice
-    keys: slice
-    mask: tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
-    """Mask positions and dropout key in the form the kernels take."""
+Mask = tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
 
 
 @dataclass(frozen=True)
@@ -192,8 +186,9 @@ class _Blocks:
     keys: tuple[PositionSpan, ...]
     dropout_key: Key | None
 
-    def block(self, source: int) -> _Block | None:
-        """Keys of rank `source`; None if the mask excludes all of them."""
+    def visible(self, source: int) -> tuple[slice, slice, Mask] | None:
+        """Smallest ranges of query rows and of the rows of rank `source`'s keys that the mask does not exclude, and the
+        mask arguments of the kernels; None if the mask excludes all keys."""
         key = self.keys[source]
         seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
@@ -201,7 +196,7 @@ class _Blocks:
         queries, keys = seen
         dropout_key = None if self.dropout_key is None else (*self.dropout_key, "keys of", source)
         spans = self.query.rows(queries.start, queries.stop), key.rows(keys.start, keys.stop)
-        return _Block(queries, keys, (self.config, *spans, dropout_key))
+        return queries, keys, (self.config, *spans, dropout_key)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -224,12 +219,10 @@ class _BlockAttention(torch.autograd.Function):
         if sinks_N is not None:
             lse_SBN[:] = sinks_N
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
-            block = blocks.block(source)
-            if block is None:
-                continue
-            rows, keys = block.queries, block.keys
-            q, k, v = q_SBND[rows], k_held[keys], v_held[keys]
-            blocks.kernels.attention_block(q, k, v, *block.mask, out_SBNE[rows], lse_SBN[rows])
+            if (visible := blocks.visible(source)) is not None:
+                rows, keys, mask = visible
+                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
+                blocks.kernels.attention_block(given, out_SBNE[rows], lse_SBN[rows])
         ctx.blocks = blocks
         out_SBNE = out_SBNE.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, sinks_N, out_SBNE, lse_SBN)
@@ -242,23 +235,21 @@ class _BlockAttention(torch.autograd.Function):
         grad_SBNE, wide = grads[0], lse_SBN.dtype
         delta_SBN = (grad_SBNE.to(wide) * out_SBNE).sum(dim=-1)
         grad_q_SBND = q_SBND.new_zeros(q_SBND.shape, dtype=wide)
-        behind: Landing | None = None
+        landing: Wait | None = None
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
             total = k_held.new_zeros(k_held.numel() + v_held.numel(), dtype=wide)
             grad_k, grad_v = unpack(total, (k_held, v_held))
-            block = blocks.block(source)
-            if block is not None:
-                rows, keys = block.queries, block.keys
-                grad, q, k, v = grad_SBNE[rows], q_SBND[rows], k_held[keys], v_held[keys]
-                out, lse, delta = out_SBNE[rows], lse_SBN[rows], delta_SBN[rows]
-                into = grad_q_SBND[rows], grad_k[keys], grad_v[keys]
-                blocks.kernels.attention_block_grad(grad, q, k, v, out, lse, delta, *block.mask, into)
+            if (visible := blocks.visible(source)) is not None:
+                rows, keys, mask = visible
+                given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
+                found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows], delta_SBN[rows])
+                blocks.kernels.attention_block_grad(given, found, (grad_q_SBND[rows], grad_k[keys], grad_v[keys]))
             # The gradient sum follows its keys around the ring and returns to their owner after the last step.
-            if behind is not None:
-                total += behind()
-            behind = blocks.ring.pass_on(total)
-        assert behind is not None, "a ring has at least one rank"
-        grad_k, grad_v = unpack(behind(), (k_SBGD, v_SBGE))
+            if landing is not None:
+                total += landing()
+            landing = blocks.ring.pass_on(total)
+        assert landing is not None, "a ring has at least one rank"
+        grad_k, grad_v = unpack(landing(), (k_SBGD, v_SBGE))
         grad_sinks = None
         if sinks_N is not None:
             grad_sinks = -((sinks_N.to(wide) - lse_SBN).exp() * delta_SBN).sum(dim=(0, 1)).to(sinks_N.dtype)
@@ -266,8 +257,10 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:
-    """Smallest ranges of query rows and key rows that contain every visible pair; None if there is none. Under a causal
-    mask this skips the half of the work that a zigzag split balances."""
+    """Smallest ranges of query rows and key rows that contain every visible pair; None if there is none.
+
+    Under a causal mask this skips the half of the work that a zigzag split balances.
+    """
     left, right = config.window or (-1, -1)
     right = 0 if config.causal else right
     of_query: list[int] = []

@@ -1,5 +1,7 @@
 """Embedding: word embedding, learned positions and dropout."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
@@ -46,24 +48,17 @@ class Embedding(nn.Module):
         # A tied head sums over hidden_size inputs, which decides the fan-in of unit-gain initialisation.
         fan_in = config.hidden_size if config.tied_embeddings else 1
         shared = ctx.group("pp").size > 1 and (config.tied_embeddings or config.mtp is not None)
-        words = ParamMeta(
-            role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay, shared_stages=shared
-        )
-        self.word_embeddings = Table(config.vocab_size, config.hidden_size, words, ctx, kernels)
+        meta = ParamMeta(role="embedding", init="embedding", fan_in=fan_in, tp_dim=0, decay=decay, shared_stages=shared)
+        self.word_embeddings = Table(config.vocab_size, config.hidden_size, meta, ctx, kernels)
         self.position_embeddings = None
         if config.position_embedding == "learned_absolute":
-            positions = ParamMeta(
-                role="position",
-                init="embedding",
-                decay=decay,
-                partial_over_tp=ctx.config.sequence_parallel,
-                shared_stages=shared,
-            )
-            self.position_embeddings = Table(config.max_positions, config.hidden_size, positions, ctx, kernels)
+            partial = ctx.config.sequence_parallel
+            meta = replace(meta, role="position", fan_in=1, tp_dim=None, partial_over_tp=partial)
+            self.position_embeddings = Table(config.max_positions, config.hidden_size, meta, ctx, kernels)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, mb: MicrobatchContext) -> Tensor:
-        """-> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Positions are given apart from `mb`:
-        multi-token prediction looks ahead."""
+        """[B, S] -> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Multi-token prediction passes
+        shifted positions."""
         words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
         hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)
         if self.position_embeddings is not None:

@@ -22,7 +22,7 @@ from megatron_moe.model.norm import Norm
 from megatron_moe.model.output_head import Head
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
-from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.moe_layer import ModelResources, MoELayer
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
@@ -56,29 +56,21 @@ class LossOutput:
 class Decoder(nn.Module):
     """Transformer layers of this rank, named by global index, and the final norm in the last stage."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        chunks: Sequence[StageLayout],
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy,
-        expert_comm: ExpertComm | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, chunks: Sequence[StageLayout], resources: ModelResources) -> None:
         super().__init__()
         self.chunks = tuple(chunks)
-        held = [i for chunk in chunks for i in chunk.layers]
         self.by_index = {
-            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", ctx, kernels, saved_tensors, expert_comm)
-            for i in held
+            i: TransformerLayer(config.layers[i], i, f"decoder.layers.{i}", resources)
+            for chunk in chunks
+            for i in chunk.layers
         }
         """`layers` by global index."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
-        self._layer_nodes = [self._whole_layers(chunk, saved_tensors) for chunk in chunks]
+        self._layer_nodes = [self._whole_layers(chunk, resources.saved_tensors) for chunk in chunks]
         self.final_layernorm = None
         self._final_nodes: tuple[Node, ...] = ()
         if any(chunk.final_norm for chunk in chunks):
-            self.final_layernorm = Norm(config.norm, config.hidden_size, ctx, kernels)
+            self.final_layernorm = Norm(config.norm, config.hidden_size, resources.ctx, resources.kernels)
             self._final_nodes = (norm_node(self.final_layernorm),)
 
     def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
@@ -99,17 +91,18 @@ class Decoder(nn.Module):
         self._final_nodes = acquire_nodes(self._final_nodes, store)
 
     def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
+        """One node per layer, or per group of layers that is recomputed together."""
         layers, nodes = iter(stage.layers), []
-        for number, twice in saved_tensors.layers(len(stage.layers)):
+        for number, recomputed in saved_tensors.layers(len(stage.layers)):
             group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
-            nodes += [recompute_nodes(group, saved_tensors, "chunk")] if twice else group
+            nodes += [recompute_nodes(group, saved_tensors, "chunk")] if recomputed else group
         return nodes
 
 
 class GPT(nn.Module):
-    """A decoder-only language model, or the chunks of it that a pipeline rank holds.
+    """Decoder-only language model, or the model chunks of one pipeline rank.
 
-    1. embed the tokens, or take the hidden state of the stage before
+    1. embed the tokens, or take the hidden state of the previous stage
     2. run the layers
     3. run the layers of multi-token prediction
     4. in the last stage: head and loss per token, for the model and every depth of multi-token prediction
@@ -131,18 +124,19 @@ class GPT(nn.Module):
         expert_comm: ExpertComm | None = None,
     ) -> None:
         super().__init__()
-        self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.expert_comm = expert_comm
+        resources = ModelResources(ctx, kernels, self.saved_tensors, expert_comm)
         self.config = config
         self.ctx = ctx
-        self.chunks = tuple(chunks) or whole_model(config)
+        self.chunks = tuple(chunks) or even_layout(len(config.layers), num_mtp=config.num_mtp).stages
         has_loss = any(chunk.loss for chunk in self.chunks)
         has_mtp = any(chunk.num_mtp for chunk in self.chunks)
         # A tied head and multi-token prediction read the embedding too.
         if any(chunk.embedding for chunk in self.chunks) or has_mtp or has_loss and config.tied_embeddings:
             self.embedding = Embedding(config, ctx, kernels)
-        self.decoder = Decoder(config, self.chunks, ctx, kernels, saved_tensors, expert_comm)
-        self.mtp = MTP(config, ctx, kernels, saved_tensors, expert_comm) if has_mtp else None
+        self.decoder = Decoder(config, self.chunks, resources)
+        self.mtp = MTP(config, resources) if has_mtp else None
         self.output_layer = Head(config, ctx, kernels) if has_loss else None
         mixers = [config.layers[i].mixer for chunk in self.chunks for i in chunk.layers]
         self.rotations = Rotations(mixers + ([config.layers[-1].mixer] if has_mtp else []), ctx)
@@ -191,12 +185,11 @@ class GPT(nn.Module):
             layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
-        """The microbatch with the logits that benchmarks force on the routers of the decoder: a replay draws no random
+        """The microbatch with the forced logits of the decoder's routers, because a graph replay draws no random
         numbers."""
-        routers = [layer.mlp.router for layer in self.decoder.by_index.values() if isinstance(layer.mlp, MoELayer)]
-        forced = [
-            router for router in routers if router.config.force_balancing or router.config.force_biased is not None
-        ]
+        layers = self.decoder.by_index.values()
+        routers = (layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer))
+        forced = [each for each in routers if each.config.force_balancing or each.config.force_biased is not None]
         if not forced:
             return batch
         num_tokens = batch.tokens_BS.numel()
@@ -211,10 +204,7 @@ class GPT(nn.Module):
         if stage.num_mtp and mb.training:
             assert self.mtp is not None, "a stage of multi-token prediction without its layers"
             chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
-        if stage.loss:
-            last = self._head_node(partial(self._losses, batch))
-        else:
-            last = (Node("send", "head", _sent),)
+        last = self._head_node(partial(self._losses, batch)) if stage.loss else (Node("send", "head", _sent),)
         return [*chain, BoundNodes(last, mb)]
 
     def _head_node(self, run: Callable[[LayerState, MicrobatchContext], Any]) -> tuple[Node, ...]:
@@ -247,9 +237,10 @@ class GPT(nn.Module):
         """Head and loss of the hidden states of all depths."""
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
         detach = self.config.mtp is not None and self.config.mtp.detach_heads
-        loss_BS, mtp_losses = self._loss(own_SBH, batch.labels_BS), []
+        loss_BS, mtp_losses = self._head(own_SBH, self._tied_VH, labels_BS=batch.labels_BS), []
         for hidden_SBH, (labels_BS, weights_BS, num_tokens) in zip(ahead, targets(batch, len(ahead)), strict=True):
-            mtp_losses.append((self._loss(hidden_SBH, labels_BS, detach=detach), weights_BS, num_tokens))
+            ahead_BS = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
+            mtp_losses.append((ahead_BS, weights_BS, num_tokens))
         return LossOutput(loss_BS, tuple(mtp_losses))
 
     def _count_uses(self) -> None:
@@ -270,10 +261,6 @@ class GPT(nn.Module):
     def _tied_VH(self) -> Tensor | None:
         return self.embedding.word_embeddings.weight if self.config.tied_embeddings else None
 
-    def _loss(self, hidden_SBH: Tensor, labels_BS: Tensor, *, detach: bool = False) -> Tensor:
-        loss_BS: Tensor = self._head(hidden_SBH, self._tied_VH, labels_BS=labels_BS, detach=detach)
-        return loss_BS
-
     @property
     def _head(self) -> Head:
         assert self.output_layer is not None, "only the last stage has a head"
@@ -283,12 +270,6 @@ class GPT(nn.Module):
 def _sent(state: LayerState, mb: MicrobatchContext) -> Tensor:
     """The tensor that the next stage receives: the hidden states of all depths, one after the other along S."""
     return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
-
-
-def whole_model(config: ModelConfig) -> tuple[StageLayout]:
-    """Single stage that holds the whole model."""
-    (stage,) = even_layout(len(config.layers), num_mtp=config.mtp.num_layers if config.mtp else 0).stages
-    return (stage,)
 
 
 def objective(

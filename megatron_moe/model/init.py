@@ -1,6 +1,6 @@
 """Parameter initialisation. Values depend only on the seed, the parameter's global name and the expert id.
 
-They are drawn on the CPU in fp32 for every device and dtype and then copied, so they do not depend on the layout.
+They are drawn on the CPU in fp32 and then copied, so they do not depend on layout, device or dtype.
 """
 
 import math
@@ -52,15 +52,9 @@ def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
     if config.method == "unit_gain":
         constant = meta.init in ("zeros", "ones") or meta.role in ("norm", "bias")
         return SPREAD if constant else 1 / math.sqrt(meta.fan_in)
-    match meta.init:
-        case "normal":
-            return config.std
-        case "output":
-            return config.output_std
-        case "embedding":
-            return config.std if config.embedding_std is None else config.embedding_std
-        case "zeros" | "ones":
-            return 0.0
+    embedding_std = config.std if config.embedding_std is None else config.embedding_std
+    stds = {"normal": config.std, "output": config.output_std, "embedding": embedding_std, "zeros": 0.0, "ones": 0.0}
+    return stds[meta.init]
 
 
 def normal(shape: tuple[int, ...], key: rng.Key) -> Tensor:

@@ -13,38 +13,24 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
-from megatron_moe.model.attention import new_sinks, rotate, share_of_heads
-from megatron_moe.model.core_attention import core_attention
+from megatron_moe.model.attention import Mixer, new_sinks, rotate
 from megatron_moe.model.norm import Norm
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
-class MLA(nn.Module):
-    """Multi-latent self-attention. `site`, the module's path in the model, names its dropout.
+class MLA(Mixer):
+    """Multi-latent self-attention.
 
-    Every tensor-parallel rank computes the latents (under sequence parallelism, those of its own positions) and from
-    them q, k and v of its own N heads.
+    Every tensor-parallel rank computes the latents (under sequence parallelism, for its local positions) and q, k
+    and v of its N heads.
     """
 
-    def __init__(
-        self,
-        config: MLAConfig,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-    ) -> None:
-        super().__init__()
-        self.saved_tensors = saved_tensors or SavedTensorPolicy()
+    def __init__(self, config: MLAConfig, site: str, resources: ModelResources) -> None:
+        super().__init__(config, site, resources)
+        ctx, kernels = self.ctx, self.kernels
         self.config = config
-        self.site = site
-        self.ctx = ctx
-        self.kernels = kernels
-        self.num_heads = share_of_heads(config.num_heads, "heads", ctx)
         hidden, heads, q_rank, kv_rank = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
         if q_rank is None:
             self.linear_q_proj = Linear(hidden, heads * config.q_head_dim, ctx, kernels, tp_dim=0)
@@ -66,8 +52,8 @@ class MLA(nn.Module):
             latents = self._down(hidden_SBH)
             up = partial(self._up, mb)
             q_SBND, k_SBND, v_SBNE = up(*latents)
-            forget = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
-        with self.saved_tensors.offload_scope("core_attn"), forget:
+            discard = self.saved_tensors.discard_output("mla_up_proj", up, latents, q_SBND, k_SBND, v_SBNE)
+        with self.saved_tensors.offload_scope("core_attn"), discard:
             context_SBNE = self.saved_tensors.run("core_attn", partial(self._attend, mb), q_SBND, k_SBND, v_SBNE)
         with self.saved_tensors.offload_scope("attn_proj"):
             return self.linear_proj(context_SBNE.flatten(2))
@@ -80,29 +66,15 @@ class MLA(nn.Module):
 
     def _up(self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [S, B, N, nope | rope], v [S, B, N, E]"""
-        return self._query(q_latent, mb), *self._key_value(kv_latent, mb)
-
-    def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor) -> Tensor:
-        """[S, B, N, E]"""
-        return core_attention(
-            q_SBND, k_SBND, v_SBNE, self.sinks, self.config.core, mb, self.site, self.ctx, self.kernels
-        )
-
-    def _query(self, latent: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[S, B, N, nope | rope]"""
         config = self.config
         if config.q_lora_rank is None:
-            q = self.linear_q_proj(latent)
+            q = self.linear_q_proj(q_latent)
         else:
-            q = self.linear_q_up_proj(self.q_layernorm(latent))
+            q = self.linear_q_up_proj(self.q_layernorm(q_latent))
         q_SBND = q.unflatten(-1, (self.num_heads, config.q_head_dim))
-        return rotate(self.kernels, q_SBND, config.rope, mb, start=config.qk_head_dim)
-
-    def _key_value(self, latent: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor]:
-        """k [S, B, N, nope | rope], v [S, B, N, E]"""
-        config = self.config
-        latent, turned = latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
+        q_SBND = rotate(self.kernels, q_SBND, config.rope, mb, start=config.qk_head_dim)
+        latent, key = kv_latent.split((config.kv_lora_rank, config.qk_rope_dim), dim=-1)
         # tp: S * B * rope elements in backward; the gradient is partial because each rank's heads read the shared key.
-        turned_SB1D = rotate(self.kernels, enter_tensor_parallel(turned, self.ctx)[:, :, None], config.rope, mb)
+        key_SB1D = rotate(self.kernels, enter_tensor_parallel(key, self.ctx)[:, :, None], config.rope, mb)
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        return self.kernels.latent_key_value(kv, turned_SB1D.squeeze(2), config.qk_head_dim)
+        return q_SBND, *self.kernels.latent_key_value(kv, key_SB1D.squeeze(2), config.qk_head_dim)

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext
-from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.embedding import Embedding
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import (
     BoundNodes,
     LayerState,
@@ -38,8 +37,6 @@ from megatron_moe.moe.node_chain import (
     recompute_nodes,
     run_nodes,
 )
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.parallel.tensor_parallel import columns_to_residual
@@ -48,26 +45,16 @@ from megatron_moe.parallel.tensor_parallel import columns_to_residual
 class MTPLayer(nn.Module):
     """One depth: joins hidden state and embedding of a later token, then runs one layer like the model's last."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        depth: int,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy,
-        expert_comm: ExpertComm | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, depth: int, resources: ModelResources) -> None:
         super().__init__()
+        ctx, kernels = resources.ctx, resources.kernels
         self.ctx = ctx
         hidden = config.hidden_size
         self.enorm = Norm(config.norm, hidden, ctx, kernels)
         self.hnorm = Norm(config.norm, hidden, ctx, kernels)
         self.eh_proj = Linear(2 * hidden, hidden, ctx, kernels, tp_dim=0)
-        layer, site = len(config.layers) + depth, f"{site}.transformer_layer"
-        self.transformer_layer = TransformerLayer(
-            config.layers[-1], layer, site, ctx, kernels, saved_tensors, expert_comm
-        )
+        layer, site = len(config.layers) + depth, f"mtp.layers.{depth}.transformer_layer"
+        self.transformer_layer = TransformerLayer(config.layers[-1], layer, site, resources)
         self.final_layernorm = Norm(config.norm, hidden, ctx, kernels)
         self.nodes = (
             Node("join", "attention", self._join, parameters_of(self.enorm, self.hnorm, self.eh_proj)),
@@ -77,9 +64,7 @@ class MTPLayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, embedded_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        state = run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb)
-        out_SBH: Tensor = state.hidden_SBH
-        return out_SBH
+        return run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb).hidden_SBH
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Projection of the normed embedding and hidden state to the input of the transformer layer."""
@@ -93,38 +78,30 @@ class MTPLayer(nn.Module):
 class MTP(nn.Module):
     """All depths in order; with a repeated layer they share one set of weights."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy,
-        expert_comm: ExpertComm | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, resources: ModelResources) -> None:
         super().__init__()
+        saved_tensors = resources.saved_tensors
         assert config.mtp is not None, "the model config has no multi-token prediction"
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
-        layers = {
-            str(d): MTPLayer(config, d, f"mtp.layers.{d}", ctx, kernels, saved_tensors, expert_comm)
-            for d in range(self.num_layers)
-        }
-        self.layers = nn.ModuleDict(layers)
+        self.by_index = [MTPLayer(config, index, resources) for index in range(self.num_layers)]
+        """`layers` in order."""
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(self.by_index)})
         if config.mtp.repeated_layer:
             for parameter in self.parameters():
                 cast(Parameter, parameter).uses = config.mtp.num_layers
         self._store: UnitStore | None = None
-        inputs, ((_, twice),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
-        whole = [(module_node(layer, inputs),) for layer in layers.values()]
-        self._layer_nodes = [
-            (recompute_nodes(n, saved_tensors, "chunk", inputs=inputs),) if twice else n for n in whole
-        ]
+        inputs, ((_, recomputed),) = ("hidden_SBH", "embedded_SBH"), saved_tensors.layers(1, ahead=True)
+        self._layer_nodes = [module_node(layer, inputs) for layer in self.by_index]
+        if recomputed:
+            self._layer_nodes = [
+                recompute_nodes([node], saved_tensors, "chunk", inputs=inputs) for node in self._layer_nodes
+            ]
 
     def acquire_from(self, store: UnitStore) -> None:
         """Makes the nodes acquire the units of their parameters."""
         self._store = store
-        for layer in self.layers.values():
-            assert isinstance(layer, MTPLayer), f"a {type(layer).__name__} among the depths"
+        for layer in self.by_index:
             layer.nodes = acquire_nodes(layer.nodes, store)
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
@@ -135,7 +112,8 @@ class MTP(nn.Module):
         """
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
-            nodes = depth.layer.nodes if by_node else self._layer_nodes[number % self.num_layers]
+            index = number % self.num_layers
+            nodes = self.by_index[index].nodes if by_node else [self._layer_nodes[index]]
             yield BoundNodes([*acquire_nodes([embed], self._store), *nodes], depth.mb, first + number)
 
     def _embed(self, depth: "_Depth", embedding: Embedding, state: LayerState, mb: MicrobatchContext) -> LayerState:
@@ -148,24 +126,17 @@ class MTP(nn.Module):
     def _depths(self, batch: MicroBatch) -> Iterator["_Depth"]:
         whole = batch.whole or batch
         meta, take = whole.context.tokens, batch.context.tokens.take
-        tokens_BS, positions_BS, valid_BS, segments_BS = (
-            whole.tokens_BS,
-            meta.positions_BS,
-            meta.valid_BS,
-            meta.segments_BS,
-        )
+        tokens_BS, segments_BS = whole.tokens_BS, meta.segments_BS
+        positions_BS, valid_BS = meta.positions_BS, meta.valid_BS
         for number in range(self.config.num_layers):
             tokens_BS, positions_BS = shift(tokens_BS, segments_BS), shift(positions_BS, segments_BS)
             if valid_BS is not None:
                 # A position without a later token keeps its own validity, so that an all-true mask equals no mask.
                 valid_BS = valid_BS & shift(valid_BS, segments_BS, fill=True)
-            mb = self._look_ahead(batch.context, None if valid_BS is None else take(valid_BS), number)
-            layer = self.layers[str(number % self.num_layers)]
-            assert isinstance(layer, MTPLayer), f"depth {number} is a {type(layer).__name__}"
-            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb, layer)
+            mb = self._depth_context(batch.context, None if valid_BS is None else take(valid_BS), number)
+            yield _Depth(number == 0, take(tokens_BS), take(positions_BS), mb)
 
-    def _look_ahead(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
-        """Context of a depth, from that of the model."""
+    def _depth_context(self, mb: MicrobatchContext, valid_BS: Tensor | None, depth: int) -> MicrobatchContext:
         return replace(
             mb,
             tokens=replace(mb.tokens, valid_BS=valid_BS),
@@ -185,7 +156,6 @@ class _Depth:
     """Shifted left by the depth's number of positions."""
     positions_BS: Tensor
     mb: MicrobatchContext
-    layer: MTPLayer
 
 
 def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

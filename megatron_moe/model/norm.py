@@ -1,5 +1,8 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) over the last dim."""
 
+from dataclasses import replace
+from typing import Literal
+
 from torch import Tensor, nn
 
 from megatron_moe.config.attention import NormConfig
@@ -20,14 +23,12 @@ class Norm(nn.Module):
         partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config
         self.kernels = kernels
-        weight = ParamMeta(
-            role="norm", init="zeros" if config.zero_centered else "ones", decay=False, partial_over_tp=partial
-        )
-        self.weight = new_parameter((width,), weight, ctx)
+        init: Literal["zeros", "ones"] = "zeros" if config.zero_centered else "ones"
+        meta = ParamMeta(role="norm", init=init, decay=False, partial_over_tp=partial)
+        self.weight = new_parameter((width,), meta, ctx)
         self.bias = None
         if config.kind == "LayerNorm":
-            bias = ParamMeta(role="bias", init="zeros", decay=False, partial_over_tp=partial)
-            self.bias = new_parameter((width,), bias, ctx)
+            self.bias = new_parameter((width,), replace(meta, role="bias", init="zeros"), ctx)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[..., width] -> [..., width], computed in promote(fp32, dtype). With a residual: (residual + x, norm of that

@@ -2,7 +2,6 @@
 chunk."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
 class Head(nn.Module):
-    """Computes logits = hidden W^T + b over the padded vocabulary; a tied W is the word embedding and is an argument.
+    """Logits = hidden W^T + b over the padded vocabulary; a tied W is the word embedding, passed as an argument.
 
     A tensor-parallel rank computes the logits of its V / tp vocabulary entries for all positions.
     """
@@ -51,7 +50,7 @@ class Head(nn.Module):
         """Logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: no gradient to the head's weights."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
-        assert weight_VH is not None, "a tied head needs the word embedding weight weight"
+        assert weight_VH is not None, "a tied head needs the word embedding weight"
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         if labels_BS is not None and self.loss_chunk is not None:
@@ -62,13 +61,13 @@ class Head(nn.Module):
     def _chunked_loss(
         self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_BS: Tensor, chunk: int
     ) -> Tensor:
-        """Loss [B, S] from chunks of logits, without materialising the logits of all tokens."""
+        """Loss [B, S] from chunks of tokens, without materialising all logits. Weight and bias are this rank's part of
+        the vocabulary, so the gradient of the hidden state is partial."""
         whole_SBH = enter_tensor_parallel(hidden_SBH, self.ctx)
         seq, batch, hidden = whole_SBH.shape
-        tp, labels_T = self.ctx.group("tp"), labels_BS.T.reshape(-1)
-        loss_T = linear_cross_entropy(
-            self.kernels, whole_SBH.reshape(-1, hidden), weight_VH, bias_V, labels_T, tp, chunk
-        )
+        settings = (self.kernels, self.ctx.group("tp"), chunk)
+        hidden_TH, labels_T = whole_SBH.reshape(-1, hidden), labels_BS.T.reshape(-1)
+        loss_T: Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, labels_T, *settings)  # type: ignore[no-untyped-call]
         return loss_T.view(seq, batch).T
 
     def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -115,78 +114,51 @@ class _CrossEntropy(torch.autograd.Function):
         return (grad_TV * grads[0][:, None]).to(logits_TV.dtype), None, None
 
 
-def linear_cross_entropy(
-    kernels: Kernels,
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    labels_T: Tensor,
-    group: ProcessGroup,
-    chunk: int,
-) -> Tensor:
-    """`cross_entropy` of hidden W^T + b, [T], computed in chunks of `chunk` tokens.
-
-    Weight and bias are this rank's part of the vocabulary; the gradient of `hidden` is partial accordingly.
-    """
-    settings = _Settings(kernels, group, chunk)
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, bias_V, labels_T, settings)  # type: ignore[no-untyped-call,no-any-return]
-
-
-@dataclass(frozen=True)
-class _Settings:
-    kernels: Kernels
-    group: ProcessGroup
-    chunk: int
-
-    def slices(self, num_tokens: int) -> Iterator[slice]:
-        """Yields the token range of each chunk; one empty range if there are no tokens."""
-        for start in range(0, max(num_tokens, 1), self.chunk):
-            yield slice(start, min(start + self.chunk, num_tokens))
-
-    def logits(self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        return self.kernels.linear_forward(hidden_TH, weight_VH, bias_V)
-
-    def loss(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        return cross_entropy(self.kernels, logits_TV, labels_T, self.group)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
+    """`cross_entropy` of hidden W^T + b, [T], in chunks of `chunk` tokens; the backward recomputes the logits."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_T: Tensor, settings: _Settings
-    ) -> Tensor:
-        loss_T = hidden_TH.new_empty(len(labels_T), dtype=internal_dtype(hidden_TH.dtype))
-        for rows in settings.slices(len(labels_T)):
-            loss_T[rows] = settings.loss(settings.logits(hidden_TH[rows], weight_VH, bias_V), labels_T[rows])
-        ctx.save_for_backward(hidden_TH, labels_T, bias_V)
-        ctx.weight, ctx.settings = weight_VH, settings
-        return loss_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, labels_T, bias_V = ctx.saved_tensors
-        work = _Gradients(ctx.settings, hidden_TH, ctx.weight, bias_V, labels_T, grads[0])
-        grad_weight = give(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
-        if work.grad_hidden_TH is None:  # no weight gradient, or it is deferred
-            work.run(None, False)
-        grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None
-        return work.grad_hidden_TH, grad_weight, grad_bias, None, None
-
-
-class _Gradients:
-    """Backward of `linear_cross_entropy` in chunks of tokens."""
-
-    def __init__(
-        self,
-        settings: _Settings,
+        ctx: Any,
         hidden_TH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
         labels_T: Tensor,
-        grad_T: Tensor,
-    ) -> None:
-        self._settings, self._grad_T = settings, grad_T
-        self._hidden_TH, self._weight_VH, self._bias_V, self._labels_T = hidden_TH, weight_VH, bias_V, labels_T
+        kernels: Kernels,
+        group: ProcessGroup,
+        chunk: int,
+    ) -> Tensor:
+        loss_T = hidden_TH.new_empty(len(labels_T), dtype=internal_dtype(hidden_TH.dtype))
+        for rows in _slices(len(labels_T), chunk):
+            logits_TV = kernels.linear_forward(hidden_TH[rows], weight_VH, bias_V)
+            loss_T[rows] = cross_entropy(kernels, logits_TV, labels_T[rows], group)
+        ctx.save_for_backward(hidden_TH, labels_T, bias_V)
+        ctx.weight, ctx.kernels, ctx.group, ctx.chunk = weight_VH, kernels, group, chunk
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        work = _Gradients(ctx, grads[0])
+        grad_weight = give(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
+        if work.grad_hidden_TH is None:  # no weight gradient, or it is deferred
+            work.run(None, False)
+        grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None
+        return work.grad_hidden_TH, grad_weight, grad_bias, None, None, None, None
+
+
+def _slices(num_tokens: int, chunk: int) -> Iterator[slice]:
+    """Yields the token range of each chunk; for zero tokens, one empty range."""
+    for start in range(0, max(num_tokens, 1), chunk):
+        yield slice(start, min(start + chunk, num_tokens))
+
+
+class _Gradients:
+    """Backward of `_LinearCrossEntropy` in chunks of tokens."""
+
+    def __init__(self, ctx: Any, grad_T: Tensor) -> None:
+        self._hidden_TH, self._labels_T, self._bias_V = ctx.saved_tensors
+        self._weight_VH, self._kernels, self._group, self._chunk = ctx.weight, ctx.kernels, ctx.group, ctx.chunk
+        self._grad_T = grad_T
         self.grad_hidden_TH: Tensor | None = None
         self.grad_bias_V: Tensor | None = None
 
@@ -199,26 +171,26 @@ class _Gradients:
             wide = torch.empty_like(out, dtype=internal_dtype(out.dtype))
         first_time, biases = self.grad_hidden_TH is None, []
         grad_hidden_TH = torch.empty_like(self._hidden_TH) if self.grad_hidden_TH is None else self.grad_hidden_TH
-        for rows in self._settings.slices(len(self._labels_T)):
+        for rows in _slices(len(self._labels_T), self._chunk):
             grad_TV = self._of_logits(rows)
             if wide is not None:
-                adding = rows.start > 0 or (accumulate and wide is out)
-                self._settings.kernels.linear_weight_grad(grad_TV, self._hidden_TH[rows], wide, adding)
+                adds = rows.start > 0 or (accumulate and wide is out)
+                self._kernels.linear_weight_grad(grad_TV, self._hidden_TH[rows], wide, adds)
             if first_time:
-                grad_hidden_TH[rows] = self._settings.kernels.linear_input_grad(grad_TV, self._weight_VH)
+                grad_hidden_TH[rows] = self._kernels.linear_input_grad(grad_TV, self._weight_VH)
                 if self._bias_V is not None:
                     biases.append(grad_TV.sum(dim=0, dtype=internal_dtype(grad_TV.dtype)))
         self.grad_hidden_TH = grad_hidden_TH
-        if biases and self._bias_V is not None:
+        if biases:
             self.grad_bias_V = torch.stack(biases).sum(dim=0).to(self._bias_V.dtype)
         if out is not None and wide is not None and wide is not out:
             store(out, wide, accumulate)
 
     def _of_logits(self, rows: slice) -> Tensor:
         """Gradient of the logits of one chunk of tokens."""
-        logits_TV = self._settings.logits(self._hidden_TH[rows], self._weight_VH.detach(), self._bias_V)
+        logits_TV = self._kernels.linear_forward(self._hidden_TH[rows], self._weight_VH.detach(), self._bias_V)
         logits_TV = logits_TV.detach().requires_grad_()
         with torch.enable_grad():
-            loss_T = self._settings.loss(logits_TV, self._labels_T[rows])
+            loss_T = cross_entropy(self._kernels, logits_TV, self._labels_T[rows], self._group)
         (grad_TV,) = torch.autograd.grad(loss_T, logits_TV, self._grad_T[rows])
         return grad_TV

@@ -43,28 +43,25 @@ class Rotations:
 def inverse_frequencies(config: RopeConfig) -> Tensor:
     """Angular frequency of every channel pair, radians per position, fp64 [dim / 2]."""
     plain = config.base ** (-torch.arange(0, config.dim, 2, dtype=torch.float64) / config.dim)
-    match config.scaling:
-        case "none":
-            return plain
-        case "linear":
-            return plain / config.scaling_factor
-        case "llama3":
-            return _llama3(config, plain)
-        case "yarn":
-            return _yarn(config, plain)
+    if config.scaling == "none":
+        return plain
+    if config.scaling == "linear":
+        return plain / config.scaling_factor
+    keep = _llama3_weights(config, plain) if config.scaling == "llama3" else _yarn_weights(config)
+    return plain * keep + plain / config.scaling_factor * (1 - keep)
 
 
-def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama 3.1 scaling (arXiv 2407.21783): wavelengths above the original context are stretched by the factor, short
-    ones are kept, and those between `low_freq_factor` and `high_freq_factor` per context are interpolated."""
+def _llama3_weights(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Share of each unscaled frequency in Llama 3.1 scaling (arXiv 2407.21783): 0 for wavelengths above the original
+    context, 1 for short ones, linear between `low_freq_factor` and `high_freq_factor` wavelengths per context."""
     waves_per_context = config.original_max_positions * plain / (2 * math.pi)
     keep = (waves_per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    return _mix(plain, config.scaling_factor, keep.clamp(0, 1))
+    return keep.clamp(0, 1)
 
 
-def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
-    """YaRN scaling (arXiv 2309.00071 section 3.2): pairs with more than `beta_fast` rotations in the original context
-    are kept, those with fewer than `beta_slow` are stretched, with a linear ramp over the pairs between."""
+def _yarn_weights(config: RopeConfig) -> Tensor:
+    """Share of each unscaled frequency in YaRN (arXiv 2309.00071 section 3.2): 1 for pairs with more than `beta_fast`
+    rotations in the original context, 0 below `beta_slow`, with a linear ramp over the pairs between."""
     low, high = _turning_dim(config, config.beta_fast), _turning_dim(config, config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -72,16 +69,12 @@ def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
     if low == high:
         high += 0.001  # avoids a division by zero: the ramp becomes a step
     stretch = (torch.arange(config.dim // 2, dtype=torch.float64) - low) / (high - low)
-    return _mix(plain, config.scaling_factor, 1 - stretch.clamp(0, 1))
+    return 1 - stretch.clamp(0, 1)
 
 
 def _turning_dim(config: RopeConfig, turns: float) -> float:
     """Fractional index of the pair with `turns` rotations in the original context."""
     return config.dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.base))
-
-
-def _mix(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
-    return plain * keep + plain / factor * (1 - keep)
 
 
 def concentration(config: RopeConfig) -> float:

@@ -6,20 +6,34 @@ from torch import Tensor, nn
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
-from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.mla import MLA
-from megatron_moe.model.mlp import MLP
 from megatron_moe.model.norm import Norm
-from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.moe_layer import ModelResources, MoELayer
 from megatron_moe.moe.node_chain import EMPTY_STATE, LayerState, Node, parameters_of, recompute_nodes, run_nodes
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.tensor_parallel import sequence_part
+
+
+class MLP(nn.Module):
+    """Dense MLP fc2(act(fc1(x))); a gated fc1 (arXiv 2002.05202) has the gate rows first, then the up rows."""
+
+    def __init__(self, config: MLPConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = kernels
+        hidden, ffn, fan = config.hidden_size, config.ffn_hidden_size, config.activation.fan
+        self.linear_fc1 = Linear(hidden, fan * ffn, ctx, kernels, bias=config.bias, tp_dim=0, splits=(ffn,) * fan)
+        self.linear_fc2 = Linear(ffn, hidden, ctx, kernels, bias=config.bias, tp_dim=1, init="output")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return self.linear_fc2(self.kernels.activation(self.linear_fc1(hidden), None, self.config.activation))
 
 
 class TransformerLayer(nn.Module):
@@ -31,42 +45,34 @@ class TransformerLayer(nn.Module):
     Args:
         layer: global index, under which an MoE layer reports metrics.
         site: path of the module in the model; names the dropout of both residual connections.
-        saved_tensors: saved-tensor policies; None: all tensors are kept.
     """
 
     nodes: tuple[Node, ...]
     """`GPT.capture` replaces some of them by captured ones."""
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        layer: int,
-        site: str,
-        ctx: ParallelContext,
-        kernels: Kernels,
-        saved_tensors: SavedTensorPolicy | None = None,
-        expert_comm: ExpertComm | None = None,
-    ) -> None:
+    def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
+        ctx, kernels, saved_tensors, _ = resources
         self.config = config
         self.site = site
-        self.saved_tensors = saved_tensors = saved_tensors or SavedTensorPolicy()
+        self.saved_tensors = saved_tensors
         self.positions = sequence_part(ctx)
         self.input_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
         mixer: Any = MLA if isinstance(config.mixer, MLAConfig) else Attention
-        self.self_attention = mixer(config.mixer, f"{site}.self_attention", ctx, kernels, saved_tensors)
+        self.self_attention = mixer(config.mixer, f"{site}.self_attention", resources)
         self.pre_mlp_layernorm = Norm(config.norm, config.mixer.hidden_size, ctx, kernels)
         self.mlp: MoELayer | MLP
         feed_forward: tuple[Node, ...]
         if isinstance(config.feed_forward, MoEConfig):
-            self.mlp = MoELayer(config.feed_forward, layer, ctx, kernels, saved_tensors, expert_comm)
+            self.mlp = MoELayer(config.feed_forward, layer, *resources)
             feed_forward = self.mlp.nodes
         else:
             self.mlp = MLP(config.feed_forward, ctx, kernels)
             feed_forward = (Node("mlp", "experts", self._mlp, parameters_of(self.mlp)),)
         if saved_tensors.is_recomputed("moe" if config.is_moe else "mlp"):
-            again = recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH")
-            feed_forward = (again,)
+            feed_forward = (
+                recompute_nodes(feed_forward, saved_tensors, "experts", inputs=("normed_SBH",), output="out_SBH"),
+            )
         attention = parameters_of(self.input_layernorm, self.self_attention, self.pre_mlp_layernorm)
         self.nodes = (
             Node("attention", "attention", self._attention, attention),
@@ -76,8 +82,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """[S, B, H] -> [S, B, H]"""
-        out_SBH: Tensor = run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
-        return out_SBH
+        return run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
 
     def _attention(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         """Attention with its residual connection, and the norm of the feed-forward module."""
@@ -107,5 +112,7 @@ class TransformerLayer(nn.Module):
         return normed_SBH if self.config.residual_from_norm else hidden_SBH
 
     def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:
+        if not self.config.hidden_dropout:
+            return out_SBH
         key = mb.key(f"{self.site}.{part}_residual")
         return rng.dropout(out_SBH, self.config.hidden_dropout, key, part=self.positions)

@@ -1,8 +1,8 @@
 """Load-balancing losses, their gradient, and the update of expert biases once per global batch.
 
 All balancing losses are L = E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961 eq. 4): f_e the share of expert e
-among all choices, P_e its mean score. L is 1 for an even load and E / K when all tokens choose the same K experts. They
-differ in the tokens over which f and P are taken:
+among all choices, P_e its mean score. L is 1 for an even load and E / K when all tokens choose the same K experts. The
+losses differ in the tokens over which f and P are computed:
 
   aux_loss          one microbatch
   seq_aux_loss      each sequence separately; mean over the sequences
@@ -12,8 +12,8 @@ Choices and scores are those of plain top-k, without groups, bias or dropping; t
 Padding is not counted.
 
 Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each rank has the global f and
-the global number of tokens but only the scores of its own tokens: it computes its part of the loss, the loss is the sum
-over ranks, and the gradient of a rank is that of its own tokens.
+number of tokens but only the scores of its local tokens. It computes a part of the loss and the gradient of its local
+tokens; the loss is the sum over ranks.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,10 @@ LOSS_NAMES: tuple[tuple[Balancing, str], ...] = (
 """Balancing method and Megatron's name of its loss in the log."""
 
 
-class _AttachLosses(torch.autograd.Function):
+class AttachLosses(torch.autograd.Function):
+    """Identity on `carrier` whose backward adds the scalars `losses` (of one dtype) to the objective, each weighted by
+    `scale` times its coefficient. Their sum is not computed."""
+
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, coeffs: Sequence[float], scale: Tensor | float, *losses: Tensor) -> Tensor:
         ctx.coeffs, ctx.scale, ctx.dtype = coeffs, scale, losses[0].dtype
@@ -50,16 +53,9 @@ class _AttachLosses(torch.autograd.Function):
         return grads[0], None, None, *(torch.full((), w, dtype=ctx.dtype, device=grads[0].device) for w in weights)
 
 
-def attach_losses(carrier: Tensor, losses: Sequence[Tensor], coeffs: Sequence[float], scale: Tensor | float) -> Tensor:
-    """Returns `carrier` unchanged; its backward adds the scalars `losses` (of one dtype) to the objective, each
-    weighted
-    by `scale` times its coefficient. Their sum is not computed."""
-    return _AttachLosses.apply(carrier, coeffs, scale, *losses)  # type: ignore[no-untyped-call,no-any-return]
-
-
 class BatchTokens:
-    """Validity of the tokens of a microbatch: `valid_T` for this rank's tokens (None: all valid), and counts per
-    sequence over the ranks of `group`, which share the microbatch."""
+    """Number of valid tokens of a microbatch that the ranks of `group` share; `valid_T`: this rank's tokens, None if
+    all are valid."""
 
     def __init__(self, valid_T: Tensor | None, num_local: int, batch_size: int, group: ProcessGroup) -> None:
         self.valid_T = valid_T
@@ -129,16 +125,14 @@ class BalancingLosses:
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = num_experts / (num_tokens * num_sets)
             total = counts_GE.sum().clamp(min=1) if choices is None else num_tokens * choices
-            weights_GE = counts_GE * (scale / total)
-        else:
-            num_tokens_G = self._tokens.per_sequence()
-            if num_sets == 1:
-                num_tokens_G = num_tokens_G.sum(dim=0, keepdim=True)
-            share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
-            num_held = (num_tokens_G > 0).sum().clamp(min=1)
-            divisor_G = (num_tokens_G.clamp(min=1) * num_held).to(share_GE.dtype)
-            weights_GE = share_GE * (num_experts / divisor_G)[:, None]
-        return (self._scores_GE * weights_GE).sum()
+            return (self._scores_GE * (counts_GE * (scale / total))).sum()
+        num_tokens_G = self._tokens.per_sequence()
+        if num_sets == 1:
+            num_tokens_G = num_tokens_G.sum(dim=0, keepdim=True)
+        share_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
+        num_held = (num_tokens_G > 0).sum().clamp(min=1)
+        divisor_G = (num_tokens_G.clamp(min=1) * num_held).to(share_GE.dtype)
+        return (self._scores_GE * (share_GE * (num_experts / divisor_G)[:, None])).sum()
 
     def counts_over(self, group: ProcessGroup) -> Tensor:
         """Choices per expert over the ranks of a group that holds several microbatches, int64 [E]."""
@@ -147,15 +141,10 @@ class BalancingLosses:
 
 
 class BalancedRouter(Protocol):
-    """Interface of a router for `update_routers`."""
+    """Methods of a router that `update_routers` calls."""
 
-    def batch_sums(self) -> Tensor:
-        """Statistics since the last update, to be summed over ranks: fp64 [n], n may be 0."""
-        ...
-
-    def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """Updates expert bias and thresholds from the summed statistics unless `proceed` is False; resets them."""
-        ...
+    def batch_sums(self) -> Tensor: ...
+    def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None: ...
 
 
 def update_routers(
@@ -165,12 +154,12 @@ def update_routers(
 
     `proceed`: bool device scalar, False after a bad step: nothing is updated, but the statistics are reset.
     """
-    parts = [router.batch_sums() for router in routers]
-    if not parts:
+    if not routers:
         return
+    parts = [router.batch_sums() for router in routers]
     flat = torch.cat(parts)
     if flat.numel():
         # tp x dp x cp: 8 bytes per expert and MoE layer of this stage
         all_reduce_(flat, context.group("tp_dp_cp"))
-    for router, sums in zip(routers, torch.split(flat, [len(part) for part in parts]), strict=True):
+    for router, sums in zip(routers, flat.split([len(part) for part in parts]), strict=True):
         router.end_batch(sums, proceed)

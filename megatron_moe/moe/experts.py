@@ -28,8 +28,8 @@ class Experts(nn.Module):
 
     The experts of a rank are two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2` [e, H, F],
     computed as one grouped product or one by one. An expert without rows has a gradient of zero. Each ep rank has a
-    range of the experts; each etp rank has a range of the F columns, of gate and up alike, so that outputs are partial
-    sums that the dispatcher adds in combine.
+    range of the experts. Each etp rank has a range of the F columns of gate and up, so that its outputs are partial
+    sums, which combine adds.
     """
 
     def __init__(
@@ -53,26 +53,26 @@ class Experts(nn.Module):
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
         """Rows of tokens -> rows of outputs; rows that hold nothing are undefined in the output."""
-        data, index, probs_R, offsets_e = rows.data, rows.index, rows.probs_R, rows.offsets_e
-        probs: Tensor | None = probs_R
+        data, index, offsets_e = rows.data, rows.index, rows.offsets_e
+        probs_R: Tensor | None = rows.probs_R
         if self.config.probs_on_input:
             data_RH = data if index is None else self.kernels.permute(data, index)
-            data, index, probs = _scale(data_RH, probs_R), None, None
+            data, index, probs_R = _scale(data_RH, rows.probs_R), None, None
         elif self.config.probs_on_output:
-            probs = None
+            probs_R = None
         used = offsets_e[-1]
-        # token-major storage has no rows after the last offset, so nothing is gained by a stash
+        # token-major storage has no rows after the last offset, so a stash would save nothing
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
             ffn_RF = self.linear_fc1(data, offsets_e, index=index)
-        given = (ffn_RF,) if probs is None else (ffn_RF, probs)
+        inputs = (ffn_RF,) if probs_R is None else (ffn_RF, probs_R)
         with self.saved_tensors.stash_rows(ffn_RF, used), self.saved_tensors.offload_scope("moe_act"):
-            act_RF = self._activate(*given)
-            forget = self.saved_tensors.discard_output("moe_act", self._activate, given, act_RF)
-        with self.saved_tensors.stash_rows(act_RF, used), forget:
-            out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs)
+            act_RF = self._activate(*inputs)
+            discard = self.saved_tensors.discard_output("moe_act", self._activate, inputs, act_RF)
+        with self.saved_tensors.stash_rows(act_RF, used), discard:
+            out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs_R)
         if self.config.probs_on_output:
-            out_RH = weigh(out_RH, probs_R)
+            out_RH = _Weigh.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
         return replace(rows, data=out_RH, index=None)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
@@ -96,23 +96,18 @@ class ExpertStack(nn.Module):
         splits: int = 1,
         init: Literal["normal", "output"] = "normal",
     ) -> None:
-        """`splits`: number of parts of the outputs that tensor parallelism cuts one by one (gate and up)."""
+        """`splits`: number of parts of the outputs that tensor parallelism shards separately (gate and up)."""
         super().__init__()
         self.kernels = kernels
         num = config.num_experts
         parts = (outputs // splits,) * splits if tp_dim == 0 else ()
-        weight_meta = ParamMeta(
-            role="matrix", grid="expert", init=init, fan_in=inputs, num_experts=num, tp_dim=tp_dim, splits=parts
-        )
-        self.weight = new_parameter((num, outputs, inputs), weight_meta, ctx)
+        meta = ParamMeta(role="matrix", grid="expert", init=init, num_experts=num, tp_dim=tp_dim, splits=parts)
+        self.weight = new_parameter((num, outputs, inputs), replace(meta, fan_in=inputs), ctx)
         self.bias = None
         if config.bias:
-            cut = 0 if tp_dim == 0 else None
-            bias_meta = ParamMeta(
-                role="bias", grid="expert", init="zeros", num_experts=num, tp_dim=cut, splits=parts, decay=False
-            )
-            self.bias = new_parameter((num, outputs), bias_meta, ctx)
-        # of the partial sums over etp ranks, which the dispatcher adds up, the first one has the whole bias
+            meta = replace(meta, role="bias", init="zeros", tp_dim=0 if tp_dim == 0 else None, decay=False)
+            self.bias = new_parameter((num, outputs), meta, ctx)
+        # combine sums the outputs of the etp ranks, so only the first one adds the bias
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
     def forward(
@@ -122,53 +117,44 @@ class ExpertStack(nn.Module):
         out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
         if self.bias is None:
             return out_RO
-        # zero on the other etp ranks, but with the full gradient, so that all copies stay equal
+        # zero on the other etp ranks but with the full gradient, so that all copies stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
         bias_RO = _bias_of_rows(bias_eO, offsets_e, len(out_RO))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
 
 
 def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """[R, O] in the internal dtype, in which the gradient of a bias is then summed; 0 past the last offset."""
+    """[R, O] in the internal dtype, in which the gradient of the bias is summed; 0 after the last offset."""
     wide_eO = bias_eO.to(internal_dtype(bias_eO.dtype))
     with_none = torch.cat([wide_eO, wide_eO.new_zeros(1, wide_eO.shape[1])])
     return with_none.index_select(0, expert_of_rows(offsets_e, num_rows))
 
 
 def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
-    """Rows times their probability, in the internal dtype."""
-    wide = internal_dtype(rows_RH.dtype)
-    return (rows_RH.to(wide) * probs_R.to(wide)[:, None]).to(rows_RH.dtype)
+    """Rows times their probability, multiplied in the internal dtype."""
+    return (rows_RH * probs_R.to(internal_dtype(rows_RH.dtype))[:, None]).to(rows_RH.dtype)
 
 
-def weigh(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
+class _Weigh(torch.autograd.Function):
     """Rows [R, H] times probabilities [R], for probabilities applied to the experts' output.
 
     Rows with probability 0 hold nothing: their result and gradient are 0. Arithmetic is in the internal dtype; the rows
     are saved for backward in their own dtype.
     """
-    weighed: Tensor = _Weigh.apply(rows_RH, probs_R)  # type: ignore[no-untyped-call]
-    return weighed
 
-
-class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, probs_R: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RH, probs_R)
-        return _times(rows_RH, probs_R)
+        return _scale(rows_RH, probs_R).masked_fill_((probs_R == 0)[:, None], 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (grad_RH,), (rows_RH, probs_R) = grads, ctx.saved_tensors
-        grad_rows = grad_probs = None
+        grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _times(grad_RH, probs_R)
+            grad_rows = _scale(grad_RH, probs_R).masked_fill_((probs_R == 0)[:, None], 0)
+        grad_probs = None
         if ctx.needs_input_grad[1]:
             products_RH = grad_RH.to(internal_dtype(grad_RH.dtype), copy=True).mul_(rows_RH)
             grad_probs = products_RH.sum(dim=-1).masked_fill_(probs_R == 0, 0).to(probs_R.dtype)
         return grad_rows, grad_probs
-
-
-def _times(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
-    wide = internal_dtype(rows_RH.dtype)
-    return (rows_RH * probs_R.to(wide)[:, None]).masked_fill_((probs_R == 0)[:, None], 0).to(rows_RH.dtype)

@@ -1,9 +1,8 @@
-"""The MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
+"""MoE layer: route -> dispatch -> experts -> combine, plus shared experts."""
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from megatron_moe.moe.router import Router
 from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, Dispatcher, ExpertComm, Routing
+from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
@@ -28,23 +27,31 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
 )
 
 
+class ModelResources(NamedTuple):
+    """Resources that all modules of a model share."""
+
+    ctx: ParallelContext
+    kernels: Kernels
+    saved_tensors: SavedTensorPolicy
+    expert_comm: ExpertComm | None = None
+    """Shared by the dispatchers of all layers; None: every layer makes its own."""
+
+
 class MoELayer(nn.Module):
-    """A sparse feed-forward block: each token visits a few of many experts.
+    """Sparse feed-forward module: each token is processed by K of E experts.
 
     For the tokens x_t of a microbatch:
 
-    1. route    The router scores all experts for x_t, chooses K of them, and gives each choice a weight p. Choices
+    1. route    The router scores all experts for x_t, selects K of them, and gives each choice a weight p. Choices
                 beyond an expert's capacity are dropped.
-    2. dispatch x_t (its latent projection, if there is one) is copied once per choice into rows sorted by expert, and p
-                goes with it.
-    3. compute  Every expert turns its rows into fc2(p * act(fc1(x))).
-    4. combine  The rows of a token are added up: sum over its choices of p * expert(x_t).
-    5. post     The latent projection is undone, and the shared experts' output of x_t is added.
+    2. dispatch x_t (or its latent projection) is copied once per choice into rows sorted by expert, together with p.
+    3. experts  Every expert computes fc2(p * act(fc1(x))) for its rows.
+    4. combine  The rows of a token are summed: sum over its choices of p * expert(x_t).
+    5. post     The latent projection is undone, and the shared experts' output for x_t is added.
 
-    Each is a method. `nodes` is the chain of these methods, with dispatch and combine split into start and finish;
-    `forward` runs it. Between dispatch and combine all sizes are known to the host. With `spec.shared_overlap` the
-    first matrix of the shared experts is a node between the halves of dispatch, and the second one a node between the
-    halves of combine.
+    `nodes` is this chain, with dispatch and combine split into start and finish; `forward` runs it. With
+    `config.shared_overlap` the first matrix of the shared experts is a node between the halves of dispatch, and the
+    second one a node between the halves of combine.
     """
 
     fc1_latent_proj: Linear | None
@@ -64,81 +71,42 @@ class MoELayer(nn.Module):
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         hidden_size = config.router.hidden_size
-        expert_width = config.latent_size or hidden_size
-        assert config.experts.hidden_size == expert_width, (
-            f"experts of width {config.experts.hidden_size}: {expert_width}"
-        )
+        width = config.latent_size or hidden_size
+        assert config.experts.hidden_size == width, f"experts of width {config.experts.hidden_size}, tokens of {width}"
         assert config.experts.num_experts == config.router.num_experts, f"{config.router.num_experts} experts routed"
-        assert not config.shared_overlap or config.latent_size is None, "shared experts overlap in no latent layer"
+        assert not config.shared_overlap or config.latent_size is None, "shared expert overlap in a latent layer"
         assert not config.experts.probs_on_input or config.router.topk == 1, "probabilities on the input need k = 1"
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
-        assert not replicated, "every token must be on one tensor parallel rank alone: sequence parallelism"
+        assert not replicated, "tensor parallelism with MoE layers needs sequence parallelism"
         self.router = Router(config.router, config.capacity, layer, ctx, kernels)
         self.experts = Experts(config.experts, ctx, kernels, self.saved_tensors)
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, ctx, kernels)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.latent_size is not None:
-            projections = latent_projections(hidden_size, config.latent_size, ctx, kernels)
-            self.fc1_latent_proj, self.fc2_latent_proj = projections
+            # [L, H] before dispatch and [H, L] after combine; router and shared experts have the full width
+            self.fc1_latent_proj = Linear(hidden_size, config.latent_size, ctx, kernels)
+            self.fc2_latent_proj = Linear(config.latent_size, hidden_size, ctx, kernels, init="output")
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
         self.dispatcher = self.expert_comm.new_dispatcher(config.experts.num_experts)
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
-        state = run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb)
-        out_SBH: Tensor = state.out_SBH
-        return out_SBH
-
-    def route(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
-        """Selects the experts of each of the T = S * B tokens, t = s * B + b."""
-        routing: Routing = self.router(hidden_SBH, mb, given_ids_TK)
-        return routing
-
-    def tokens(self, hidden_SBH: Tensor) -> Tensor:
-        """What is dispatched: the hidden state, or its latent projection [S, B, L]."""
-        return hidden_SBH if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden_SBH)
-
-    def dispatch(self, hidden_SBH: Tensor, routing: Routing) -> tuple[DispatchedTokens, Any]:
-        """Sends tokens to the ranks of their experts and receives the rows of this rank's experts, with the handle for
-        `combine`."""
-        tokens_TH = self.tokens(hidden_SBH).flatten(0, 1)
-        return self._receive(self.dispatcher.start_dispatch(tokens_TH, routing))
-
-    def compute(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Runs the experts."""
-        result: DispatchedTokens = self.experts(rows)
-        return result
-
-    def combine(self, rows: DispatchedTokens, handle: Any) -> Tensor:
-        """Sums every token's rows: [T, H], or [T, L] in a latent space."""
-        return self.dispatcher.finish_combine(self.dispatcher.start_combine(rows, handle))
-
-    def post(self, hidden_SBH: Tensor, routed_TH: Tensor, shared_SBH: Tensor | None = None) -> Tensor:
-        """Projects back from the latent space, to [S, B, H], and adds the shared experts' output of `hidden_SBH`.
-        `shared_SBH`: that output if it is already known."""
-        if self.fc2_latent_proj is not None:
-            routed_TH = self.fc2_latent_proj(routed_TH)
-        routed_SBH = routed_TH.view_as(hidden_SBH)
-        if self.shared_experts is None:
-            return routed_SBH
-        if shared_SBH is None:
-            shared_SBH = self.saved_tensors.run("shared_experts", self.shared_experts, hidden_SBH)
-        return routed_SBH + shared_SBH
+        return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
 
     def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
         shared, in_dispatch, in_combine = self.shared_experts, [], []
         if shared is not None and overlap_shared:
             first, second = parameters_of(shared.linear_fc1), parameters_of(shared.linear_fc2, shared.gate_weight)
-            in_dispatch.append(Node("shared_first", "dispatch", partial(_shared_first, shared), first))
-            in_combine.append(Node("shared_second", "combine", partial(_shared_second, shared), second))
+            in_dispatch.append(Node("shared_first", "dispatch", self._shared_first, first))
+            in_combine.append(Node("shared_second", "combine", self._shared_second, second))
             shared = None
         return (
             Node("router", "attention", self._route, parameters_of(self.router, self.fc1_latent_proj)),
             Node("dispatch_start", "dispatch", self._start_dispatch),
             *in_dispatch,
             Node("dispatch_finish", "dispatch", self._finish_dispatch),
-            Node("experts", "experts", self._compute, parameters_of(self.experts)),
+            Node("experts", "experts", self._run_experts, parameters_of(self.experts)),
             Node("combine_start", "combine", self._start_combine),
             *in_combine,
             Node("combine_finish", "combine", self._finish_combine),
@@ -146,9 +114,11 @@ class MoELayer(nn.Module):
         )
 
     def _route(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        tokens_SBH = state.normed_SBH
         with state.discard:
-            routing = self.route(state.normed_SBH, mb, state.given_ids_TK)
-            tokens_SBH = self.tokens(state.normed_SBH)
+            routing = self.router(state.normed_SBH, mb, state.given_ids_TK)
+            if self.fc1_latent_proj is not None:
+                tokens_SBH = self.fc1_latent_proj(state.normed_SBH)
         return state.evolve(routing=routing, tokens_SBH=tokens_SBH, given_ids_TK=None)
 
     def _start_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
@@ -157,16 +127,22 @@ class MoELayer(nn.Module):
         return state.evolve(pending=pending, routing=None, tokens_SBH=None)
 
     def _finish_dispatch(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        rows, handle = self._receive(state.pending)
+        rows, handle = self.dispatcher.finish_dispatch(state.pending)
+        self.expert_comm.record(rows)
         return state.evolve(rows=rows, handle=handle, pending=None)
 
-    def _receive(self, pending: Any) -> tuple[DispatchedTokens, Any]:
-        rows, handle = self.dispatcher.finish_dispatch(pending)
-        self.expert_comm.record(rows)
-        return rows, handle
+    def _shared_first(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        assert self.shared_experts is not None
+        with state.discard:
+            return state.evolve(shared=self.shared_experts.first(state.normed_SBH))
 
-    def _compute(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        return state.evolve(rows=self.compute(state.rows))
+    def _shared_second(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        assert self.shared_experts is not None
+        with state.discard:
+            return state.evolve(shared=self.shared_experts.second(state.shared, state.normed_SBH))
+
+    def _run_experts(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        return state.evolve(rows=self.experts(state.rows))
 
     def _start_combine(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
         pending = self.dispatcher.start_combine(state.rows, state.handle)
@@ -176,41 +152,29 @@ class MoELayer(nn.Module):
         return state.evolve(routed_TH=self.dispatcher.finish_combine(state.pending), pending=None)
 
     def _post(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
+        routed_TH, shared_SBH = state.routed_TH, state.shared
         with state.discard:
-            out_SBH = self.post(state.normed_SBH, state.routed_TH, state.shared)
+            if self.fc2_latent_proj is not None:
+                routed_TH = self.fc2_latent_proj(routed_TH)
+            out_SBH = routed_TH.view_as(state.normed_SBH)
+            if self.shared_experts is not None:
+                if shared_SBH is None:
+                    shared_SBH = self.saved_tensors.run("shared_experts", self.shared_experts, state.normed_SBH)
+                out_SBH = out_SBH + shared_SBH
         return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
-
-
-def _shared_first(shared: SharedExperts, state: LayerState, mb: MicrobatchContext) -> LayerState:
-    with state.discard:
-        return state.evolve(shared=shared.first(state.normed_SBH))
-
-
-def _shared_second(shared: SharedExperts, state: LayerState, mb: MicrobatchContext) -> LayerState:
-    with state.discard:
-        return state.evolve(shared=shared.second(state.shared, state.normed_SBH))
-
-
-def latent_projections(
-    hidden_size: int, latent_size: int, ctx: ParallelContext, kernels: Kernels
-) -> tuple[Linear, Linear]:
-    """Projections of latent MoE: W [L, H] before dispatch and W [H, L] after combine, so that dispatch and experts work
-    on L < H channels. Router and shared experts receive the full width."""
-    into = Linear(hidden_size, latent_size, ctx, kernels)
-    out_of = Linear(latent_size, hidden_size, ctx, kernels, init="output")
-    return into, out_of
 
 
 def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
     """Shared resources of the dispatchers of `--moe-token-dispatcher-type`. With all experts on one rank every kind is
     the local dispatcher."""
-    if ctx.group("etp_ep").size == 1:
-        return ExpertComm(ctx, kernels, LocalDispatcher)
-    assert config.dispatcher in DISPATCHERS, f"dispatcher '{config.dispatcher}' over {ctx.group('etp_ep').size} ranks"
+    num_ranks = ctx.group("etp_ep").size
+    assert num_ranks == 1 or config.dispatcher in DISPATCHERS, (
+        f"dispatcher '{config.dispatcher}' over {num_ranks} ranks"
+    )
     return ExpertComm(
         ctx,
         kernels,
-        DISPATCHERS[config.dispatcher],
+        LocalDispatcher if num_ranks == 1 else DISPATCHERS[config.dispatcher],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
     )

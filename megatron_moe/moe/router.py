@@ -12,19 +12,93 @@ from torch import Tensor, nn
 
 from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
 from megatron_moe.data.batch import MicrobatchContext
-from megatron_moe.kernels.ops import Kernels, RoutedTokens
-from megatron_moe.kernels.reference_routing import squared_logsumexp
+from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
+from megatron_moe.kernels.reference_routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.moe import router_metrics
-from megatron_moe.moe.balancing import LOSS_NAMES, BalancingLosses, BatchTokens, attach_losses
-from megatron_moe.moe.routing_methods import ExpertSelection, quantile_thresholds, whole_microbatch
+from megatron_moe.moe import routing_methods
+from megatron_moe.moe.balancing import LOSS_NAMES, AttachLosses, BalancingLosses, BatchTokens
+from megatron_moe.moe.router_metrics import record_drops, record_load
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.param_meta import ParamMeta, Part
+from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.rng import Key, RNGKey
+from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.parallel.tensor_parallel import my_positions, sequence_part
+
+
+class ExpertSelection:
+    """Selects experts for tokens, or tokens for experts, and applies the capacity limit."""
+
+    def __init__(self, config: RouterConfig, capacity: CapacityConfig | None, kernels: Kernels) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.kernels = kernels
+
+    def by_token(
+        self,
+        logits_TE: Tensor,
+        valid_T: Tensor | None,
+        given_ids_TK: Tensor | None,
+        expert_bias: Tensor | None,
+        thresholds_E: Tensor | None,
+        *,
+        balance: bool,
+        balance_sets: int,
+        z: bool,
+    ) -> RoutedTokens:
+        """Every token selects `topk` experts.
+
+        Args:
+            given_ids_TK: ids to use instead of selecting.
+            thresholds_E: of quantile balancing.
+            balance: in training, where Sinkhorn balances the experts.
+            balance_sets: see `Kernels.route`; 0: no sums for balancing losses.
+            z: with the sum of the z loss.
+        """
+        config = self.config
+        if "sinkhorn" in config.balancing:
+            ids_TK, probs_TK = routing_methods.sinkhorn_choice(
+                logits_TE, config.topk, valid_T, given_ids_TK, balance=balance
+            )
+            ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
+            counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
+            return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
+        if given_ids_TK is None and thresholds_E is not None:
+            wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
+            given_ids_TK = top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), config.topk)
+        return self.kernels.route(
+            logits_TE, expert_bias, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
+        )
+
+    def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
+        """Every expert selects as many tokens as its capacity."""
+        config = self.config
+        factor = 1.0 if self.capacity is None else self.capacity.factor
+        capacity = routing_methods.expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
+        map_TE, probs_TE = routing_methods.expert_choice(logits_TE, config, capacity, valid_T)
+        counts_E = map_TE.sum(dim=0)
+        return Routing(
+            num_experts=config.num_experts, map_TE=map_TE, probs_TE=probs_TE, counts_E=counts_E, capacity=capacity
+        )
+
+    def limit(self, routing: Routing) -> Routing:
+        """Drops choices beyond the capacity of their expert, if there is one."""
+        config, ids_TK, probs_TK = self.capacity, routing.ids_TK, routing.probs_TK
+        if config is None:
+            return routing
+        assert ids_TK is not None and probs_TK is not None
+        capacity = routing_methods.expert_capacity(
+            len(ids_TK), self.config.topk, self.config.num_experts, config.factor
+        )
+        stays_TK = routing_methods.within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, config.policy)
+        return replace(
+            routing,
+            ids_TK=ids_TK.masked_fill(~stays_TK, -1),
+            probs_TK=torch.where(stays_TK, probs_TK, 0),
+            counts_E=routing.counts_E.clamp(max=capacity),
+            capacity=capacity if config.pad else None,
+        )
 
 
 class Router(nn.Module):
@@ -94,16 +168,16 @@ class Router(nn.Module):
         recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, mb)
-        tokens = BatchTokens(valid_T, len(logits_TE), hidden_SBH.shape[1], self.ctx.group("tp_cp"))
+        batch_size = hidden_SBH.shape[1]
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice cannot replay ids per token"
             routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
         else:
             # token t belongs to sequence t % B
-            sets = tokens.batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
+            sets = batch_size if any(kind == "seq_aux_loss" for kind, *_ in self._balancing_losses) else 1
             routed = self.selection.by_token(
                 logits_TE,
-                tokens,
+                valid_T,
                 given_ids_TK,
                 self.expert_bias,
                 self.quantile_thresholds,
@@ -111,10 +185,16 @@ class Router(nn.Module):
                 balance_sets=sets if recording and self._balancing_losses else 0,
                 z=recording and bool(self.config.z_loss_coeff),
             )
-            routing = self._routing(routed)
+            num_experts, (ids_TK, probs_TK, counts_E) = self.config.num_experts, routed[:3]
+            routing = Routing(
+                num_experts=num_experts, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, chosen_TK=ids_TK
+            )
+            routing = self.selection.limit(routing)
         if not recording:
             return routing
-        routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, mb), mb)
+        if self.config.z_loss_coeff or self._balancing_losses:
+            tokens = BatchTokens(valid_T, len(logits_TE), batch_size, self.ctx.group("tp_cp"))
+            routing = self._attach_losses(routing, self._losses(logits_TE, routed, tokens, mb), mb)
         if torch.is_grad_enabled():
             self._count(routing, logits_TE, valid_T)
         if mb.metrics is not None:
@@ -122,15 +202,21 @@ class Router(nn.Module):
         return routing
 
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        config = self.config
-        if config.input_jitter_eps and (key := mb.key("router jitter", self.layer)) is not None:
-            hidden_SBH = jitter(hidden_SBH, config.input_jitter_eps, key, sequence_part(self.ctx))
+        """Logits [T, E]. Forward and backward multiply in their dtype; hidden states and weight are saved in their own
+        dtype."""
+        config, eps = self.config, self.config.input_jitter_eps
+        if eps and (key := mb.key("router jitter", self.layer)) is not None:
+            # samples of U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961)
+            uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=sequence_part(self.ctx))
+            hidden_SBH = hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
         dtype = self._logits_dtype(hidden_SBH.dtype)
-        logits_TE = gate_product(self.kernels, hidden_SBH, self.weight, self.bias, dtype)
+        logits_TE = self.kernels.gate_product(hidden_SBH.flatten(0, 1), self.weight, dtype)
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias.to(dtype)
         if config.force_balancing or config.force_biased is not None:
             forced = mb.forced_logits
             drawn = self.draw(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
-            logits_TE = force_logits(logits_TE, drawn)
+            logits_TE = _StraightThrough.apply(logits_TE, drawn)  # type: ignore[no-untyped-call]
         return logits_TE
 
     def _logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -140,38 +226,31 @@ class Router(nn.Module):
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
     def draw(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
-        """Forced logits [T, E] for benchmarks. The noise differs between tokens, microbatches and layers; the bias part
-        is common to all ranks: redrawn every step, or fixed for the run if the given standard deviation is negative."""
-        std, rng = self.config.force_biased, mb.rng
-        key = (self.ctx.seed,) if rng is None else rng.site()
-        fixed = std is not None and std < 0
-        bias_key = (self.ctx.seed,) if rng is None or fixed else (rng.seed, rng.iteration)
-        return draw_logits(
-            (num_tokens, self.config.num_experts),
-            self._logits_dtype(dtype),
-            self.ctx.device,
-            (*key, "forced logits", self.layer),
-            None if std is None else abs(std),
-            (*bias_key, "forced bias", self.layer),
-            sequence_part(self.ctx),
-        )
+        """Forced logits [T, E] for benchmarks whose load must not depend on the weights.
 
-    def _routing(self, routed: RoutedTokens) -> Routing:
-        return self.selection.limit(
-            Routing(
-                num_experts=self.config.num_experts,
-                ids_TK=routed.ids_TK,
-                probs_TK=routed.probs_TK,
-                counts_E=routed.counts_E,
-                chosen_TK=routed.ids_TK,
-            )
+        N(0, 1) noise that differs between tokens, microbatches and layers, drawn in fp32 so that fp64 runs use the same
+        values. `force_biased` adds a sample of N(0, |std|) per expert, for a load of known imbalance. It is common to
+        all ranks: redrawn every step, or fixed for the run if std is negative.
+        """
+        num_experts, std, device = self.config.num_experts, self.config.force_biased, self.ctx.device
+        dtype, part = self._logits_dtype(dtype), sequence_part(self.ctx)
+        key = (self.ctx.seed,) if mb.rng is None else mb.rng.site()
+        noise_TE = rng.normal(
+            torch.Size((num_tokens, num_experts)), (*key, "forced logits", self.layer), device, part=part
         )
+        # a copy: a view would keep the noise of all parts in memory until backward
+        noise_TE = noise_TE.to(dtype, copy=part[1] > 1)
+        if std is None:
+            return noise_TE
+        key = (self.ctx.seed,) if mb.rng is None or std < 0 else (mb.rng.seed, mb.rng.iteration)
+        bias_E = rng.normal(torch.Size((num_experts,)), (*key, "forced bias", self.layer), device)
+        return noise_TE + abs(std) * bias_E.to(dtype)
 
     def _losses(
         self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
     ) -> list[tuple[str, Tensor, float]]:
-        """Yields (name in the log, loss, coefficient) of the z loss and the balancing losses. `routed` is None for
-        expert choice."""
+        """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed`: None for expert
+        choice."""
         made: list[tuple[str, Tensor, float]] = []
         if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
@@ -188,12 +267,13 @@ class Router(nn.Module):
         if not made:
             return routing
         names, losses, coeffs = zip(*made, strict=True)
-        for name, loss in zip(names, losses, strict=True):
-            self._report(name, loss, mb)
-        carrier = routing.probs_TE if routing.probs_TK is None else routing.probs_TK
-        assert carrier is not None
-        carrier = attach_losses(carrier, losses, coeffs, mb.aux_loss_scale)
-        return replace(routing, probs_TE=carrier) if routing.probs_TK is None else replace(routing, probs_TK=carrier)
+        if mb.metrics is not None:
+            size = self.ctx.group("tp_cp").size
+            for name, loss in zip(names, losses, strict=True):
+                # scaled so that the mean over ranks is the sum of the partial losses
+                mb.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
+        probs = AttachLosses.apply(routing.probs, coeffs, mb.aux_loss_scale, *losses)  # type: ignore[no-untyped-call]
+        return replace(routing, probs_TE=probs) if routing.probs_TK is None else replace(routing, probs_TK=probs)
 
     def _balancing_loss(self, kind: Balancing, losses: BalancingLosses, mb: MicrobatchContext) -> Tensor:
         if kind == "seq_aux_loss":
@@ -209,20 +289,16 @@ class Router(nn.Module):
                 self.counts_ahead[mb.rng] = counts_E
         return losses.with_shares_of(counts_E)
 
-    def _report(self, name: str, loss: Tensor, mb: MicrobatchContext) -> None:
-        """Scales a partial loss so that the metric's mean over ranks is the sum of the parts."""
-        if mb.metrics is not None:
-            size = self.ctx.group("tp_cp").size
-            mb.metrics.record(name, loss if size == 1 else loss * size, layer=self.layer)
-
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
         """Accumulates the statistics for the update at the end of the global batch."""
         # `+=` would also set the module attribute, which costs more host time than the addition
         if self.expert_bias is not None:
             self.tokens_since_update.add_(routing.counts_E)
         if self.quantile_thresholds is not None:
-            logits_TE, valid_T = whole_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
-            thresholds_E, counted = quantile_thresholds(logits_TE, self.quantile_thresholds, self.config.topk, valid_T)
+            logits_TE, valid_T = routing_methods.whole_microbatch(logits_TE, valid_T, self.ctx.group("tp_cp"))
+            thresholds_E, counted = routing_methods.quantile_thresholds(
+                logits_TE, self.quantile_thresholds, self.config.topk, valid_T
+            )
             self.threshold_sums.add_(thresholds_E)
             self.threshold_count.add_(counted)
 
@@ -230,20 +306,21 @@ class Router(nn.Module):
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
-            router_metrics.record_drops(metrics, self.layer, num_tokens - met_T.sum(), num_tokens)
+            record_drops(metrics, self.layer, num_tokens - met_T.sum(), num_tokens)
         asked_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
         if routing.chosen_TK is not None and not dropless:
             asked_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
-            router_metrics.record_drops(metrics, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
-        router_metrics.record_load(metrics, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
+            record_drops(metrics, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
+        record_load(metrics, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
 
     def record_bias(self, metrics: MetricAccumulator) -> None:
-        """Records the range of the expert bias once per step."""
+        """Records max - min of the expert bias as moe/expert_bias_range, once per step."""
         if self.expert_bias is not None:
-            router_metrics.record_bias(metrics, self.layer, self.expert_bias)
+            spread = self.expert_bias.max() - self.expert_bias.min()
+            metrics.record("moe/expert_bias_range", spread, layer=self.layer)
 
     def batch_sums(self) -> Tensor:
-        """See `BalancedRouter`."""
+        """Statistics since the last update, to be summed over ranks: fp64 [n], n may be 0."""
         parts: list[Tensor] = []
         if self.expert_bias is not None:
             parts.append(self.tokens_since_update.double())
@@ -253,7 +330,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """See `BalancedRouter`."""
+        """Updates expert bias and thresholds from the summed statistics unless `proceed` is False; resets them."""
         num_experts = self.config.num_experts
         if self.expert_bias is not None:
             tokens_E, sums = sums[:num_experts], sums[num_experts:]
@@ -280,9 +357,7 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     """Asserts combinations that the flag checks already reject with an explanation."""
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
     assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} with {config.aux_loss_coeffs}"
-    assert not config.expert_bias or config.score_function != "softmax", (
-        "expert bias needs sigmoid or sqrtsoftplus scores"
-    )
+    assert not config.expert_bias or config.score_function != "softmax", "expert bias with softmax scores"
     for kind in ("sinkhorn", "quantile_balancing", "expert_choice"):
         alone = config.balancing == (kind,) and not config.aux_loss_coeffs[0] and not config.expert_bias
         assert kind not in config.balancing or alone, f"{kind} goes with no other balancing: {config}"
@@ -293,53 +368,9 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
         assert config.topk < config.num_experts, f"quantile balancing needs an expert that is not chosen: {config}"
 
 
-def gate_product(
-    kernels: Kernels, hidden_SBH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """hidden [S, B, H] times weight [E, H] transposed, plus bias [E] -> logits [T, E] in `dtype`, t = s * B + b.
-
-    Forward and backward multiply in `dtype`; hidden states and weight are saved in their own dtype.
-    """
-    logits_TE = kernels.gate_product(hidden_SBH.flatten(0, 1), weight_EH, dtype)
-    return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
-
-
-def jitter(hidden_SBH: Tensor, eps: float, key: Key, part: Part = (0, 1)) -> Tensor:
-    """Multiplies every element by a sample of U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961).
-
-    The positions are `part` (index, number) of a longer sequence, for which the samples are drawn.
-    """
-    uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=part)
-    return hidden_SBH * (1 + eps * (2 * uniform - 1)).to(hidden_SBH.dtype)
-
-
-def draw_logits(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    noise_key: Key,
-    bias_std: float | None,
-    bias_key: Key,
-    part: Part = (0, 1),
-) -> Tensor:
-    """N(0, 1) noise [T, E] instead of logits, for benchmarks whose load must not depend on the weights.
-
-    `bias_std` adds a sample of N(0, bias_std) per expert, for a load of known imbalance. The tokens are `part` (index,
-    number) of more tokens, for which the noise is drawn, in fp32, so that fp64 runs use the same values.
-    """
-    # a copy: a view would keep the noise of all parts in memory until backward
-    noise_TE = rng.normal(torch.Size(shape), noise_key, device, part=part).to(dtype, copy=part[1] > 1)
-    if bias_std is None:
-        return noise_TE
-    return noise_TE + bias_std * rng.normal(torch.Size(shape[1:]), bias_key, device).to(dtype)
-
-
-def force_logits(logits_TE: Tensor, drawn_TE: Tensor) -> Tensor:
-    """Replaces the router's logits; the gradient passes through to them, so that the gate has a backward."""
-    return _StraightThrough.apply(logits_TE, drawn_TE)  # type: ignore[no-untyped-call,no-any-return]
-
-
 class _StraightThrough(torch.autograd.Function):
+    """Replaces the logits; the gradient passes through to them, so that the gate has a backward."""
+
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, replacement_TE: Tensor) -> Tensor:
         return replacement_TE

@@ -1,4 +1,4 @@
-"""Router metrics per layer, recorded on the device in every training step."""
+"""Load metrics of a router per layer, recorded on the device in every training step."""
 
 import math
 from dataclasses import dataclass
@@ -13,15 +13,14 @@ from megatron_moe.parallel.context import ProcessGroup
 def record_load(
     metrics: MetricAccumulator, layer: int, counts_E: Tensor, group: ProcessGroup, *, dropless: bool = False
 ) -> None:
-    """Records the load balance of one microbatch. `counts_E`: choices per expert on this rank before dropping; the
-    ranks
-    of `group` share the microbatch. `dropless`: no choice was dropped.
+    """Records the load balance of one microbatch, which the ranks of `group` share. `counts_E`: choices per expert on
+    this rank before dropping. `dropless`: no choice was dropped.
 
     moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664)
     moe/load_entropy       entropy of the load shares / log E: 1 if even, 0 if all tokens choose one expert
     moe/dead_experts       number of experts without tokens
     moe/tokens_per_expert  [E], summed over microbatches and ranks
-    moe/dropped_tokens     0, where `dropless`; else see `record_drops`
+    moe/dropped_tokens     0 with `dropless`; otherwise see `record_drops`
     """
     metrics.collect("moe/load", layer, counts_E, _Loads(group, dropless))
 
@@ -58,8 +57,3 @@ class _Loads:
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
     """Records the fraction of dropped choices (with expert choice: of tokens without expert) as moe/dropped_tokens."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)
-
-
-def record_bias(metrics: MetricAccumulator, layer: int, expert_bias_E: Tensor) -> None:
-    """Records max - min of the expert bias as moe/expert_bias_range."""
-    metrics.record("moe/expert_bias_range", expert_bias_E.max() - expert_bias_E.min(), layer=layer)

@@ -1,20 +1,17 @@
-"""Selection of experts from router logits: top-k of the scores, Sinkhorn, quantile balancing and expert choice.
+"""Sinkhorn routing, quantile balancing, expert choice, and expert capacity.
 
-The last three consider all tokens at once. Nothing here synchronises with the host.
+These methods consider all tokens of a microbatch at once. None of them synchronises with the host.
 """
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_moe.config.moe import CapacityConfig, RouterConfig
-from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
-from megatron_moe.kernels.reference_routing import balance_scores, squared_logsumexp, top_ids, valid_ids, valid_or_zero
-from megatron_moe.moe.balancing import BatchTokens
-from megatron_moe.moe.token_dispatcher.base import Routing
+from megatron_moe.config.moe import RouterConfig
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.kernels.reference_routing import balance_scores, top_ids
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
 
@@ -23,78 +20,6 @@ SINKHORN_TOLERANCE = 1e-4
 SINKHORN_ITERATIONS = 64
 """Fixed number of iterations; values are frozen once the tolerance is met, which avoids a host synchronisation."""
 _SINKHORN_EPS = 1e-8
-
-
-class ExpertSelection:
-    """Selects experts for tokens, or tokens for experts, and applies the capacity limit."""
-
-    def __init__(self, config: RouterConfig, capacity: CapacityConfig | None, kernels: Kernels) -> None:
-        self.config = config
-        self.capacity = capacity
-        self.kernels = kernels
-
-    def by_token(
-        self,
-        logits_TE: Tensor,
-        tokens: BatchTokens,
-        given_ids_TK: Tensor | None,
-        expert_bias: Tensor | None,
-        thresholds_E: Tensor | None,
-        *,
-        balance: bool,
-        balance_sets: int,
-        z: bool,
-    ) -> RoutedTokens:
-        """Every token selects `topk` experts.
-
-        Args:
-            given_ids_TK: ids to use instead of selecting.
-            thresholds_E: of quantile balancing.
-            balance: in training, where Sinkhorn balances the experts.
-            balance_sets: see `Kernels.route`; 0: no sums for balancing losses.
-            z: with the sum of the z loss.
-        """
-        config, valid_T = self.config, tokens.valid_T
-        if "sinkhorn" in config.balancing:
-            ids_TK, probs_TK = sinkhorn_choice(logits_TE, config.topk, valid_T, given_ids_TK, balance=balance)
-            ids_TK, probs_TK = valid_ids(ids_TK, valid_T), valid_or_zero(probs_TK, valid_T)
-            counts_E = self.kernels.count_tokens(ids_TK, config.num_experts)
-            return RoutedTokens(ids_TK, probs_TK, counts_E, None, squared_logsumexp(logits_TE, valid_T) if z else None)
-        if given_ids_TK is None and thresholds_E is not None:
-            given_ids_TK = quantile_choice(logits_TE, thresholds_E, config.topk)
-        return self.kernels.route(
-            logits_TE, expert_bias, config, given_ids_TK=given_ids_TK, valid_T=valid_T, balance_sets=balance_sets, z=z
-        )
-
-    def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """Every expert selects as many tokens as its capacity."""
-        config = self.config
-        factor = 1.0 if self.capacity is None else self.capacity.factor
-        capacity = expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
-        map_TE, probs_TE = expert_choice(logits_TE, config, capacity, valid_T)
-        return Routing(
-            num_experts=config.num_experts,
-            map_TE=map_TE,
-            probs_TE=probs_TE,
-            counts_E=map_TE.sum(dim=0),
-            capacity=capacity,
-        )
-
-    def limit(self, routing: Routing) -> Routing:
-        """Drops choices beyond the capacity of their expert, if there is one."""
-        config, ids_TK, probs_TK = self.capacity, routing.ids_TK, routing.probs_TK
-        if config is None:
-            return routing
-        assert ids_TK is not None and probs_TK is not None
-        capacity = expert_capacity(len(ids_TK), self.config.topk, self.config.num_experts, config.factor)
-        stays_TK = within_capacity(ids_TK, probs_TK, routing.counts_E, capacity, config.policy)
-        return replace(
-            routing,
-            ids_TK=ids_TK.masked_fill(~stays_TK, -1),
-            probs_TK=torch.where(stays_TK, probs_TK, 0),
-            counts_E=routing.counts_E.clamp(max=capacity),
-            capacity=capacity if config.pad else None,
-        )
 
 
 # Sinkhorn (BASE layers, arXiv 2103.16716; Clark et al., arXiv 2202.01169)
@@ -143,22 +68,14 @@ def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 # quantile balancing (kexue.fm/archives/11619)
 
 
-def quantile_choice(logits_TE: Tensor, thresholds_E: Tensor, topk: int) -> Tensor:
-    """ids_TK of the K largest differences of logit and expert threshold."""
-    wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
-    return top_ids(wide_TE - thresholds_E.to(wide_TE.dtype), topk)
-
-
 def quantile_thresholds(
     logits_TE: Tensor, thresholds_E: Tensor, topk: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(thresholds_E, has_tokens): the thresholds that would have balanced these tokens, in fp64.
 
     The margin of a token is the (K + 1)-th largest of logits - thresholds. With n = floor(tokens * K / E), the
-    threshold
-    of an expert is the (n + 1)-th largest of logits - margin. Without valid tokens the thresholds are 0 and
-    `has_tokens`
-    is False.
+    threshold of an expert is the (n + 1)-th largest of logits - margin. Without valid tokens the thresholds are 0 and
+    `has_tokens` is False.
     """
     wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
     excess_TE = wide_TE - thresholds_E.to(wide_TE.dtype)

@@ -93,34 +93,39 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
 def _granularity(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
     """Number of slices per dense MLP; raises CheckpointProblem if a size does not fit."""
     experts = config.experts
-    if config.shared is not None or config.latent_size is not None:
-        raise CheckpointProblem(
-            "upcycling: a dense MLP has no weights for shared experts or latent projections; train without them"
-        )
     expected = {"linear_fc1.weight", "linear_fc2.weight"}
     if experts.bias:
         expected |= {"linear_fc1.bias", "linear_fc2.bias"}
-    if dense.keys() != expected:
-        raise CheckpointProblem(
-            f"upcycling: the dense MLP has {sorted(dense)}, but experts {'with' if experts.bias else 'without'} biases "
-            f"need {sorted(expected)}"
-        )
+    _require(
+        config.shared is None and config.latent_size is None,
+        "a dense MLP has no weights for shared experts or latent projections; train without them",
+    )
+    _require(
+        dense.keys() == expected,
+        f"the dense MLP has {sorted(dense)}, but experts {'with' if experts.bias else 'without'} biases need "
+        f"{sorted(expected)}",
+    )
     hidden, dense_ffn = dense["linear_fc2.weight"].shape
-    wide = experts.activation.fan * dense_ffn
-    if hidden != experts.hidden_size or dense["linear_fc1.weight"].shape != (wide, hidden):
-        raise CheckpointProblem(
-            f"upcycling: dense matrices {tuple(dense['linear_fc1.weight'].shape)} and {(hidden, dense_ffn)} do not fit "
-            f"hidden size {experts.hidden_size} with {'a gated' if experts.activation.gated else 'a plain'} activation"
-        )
+    shape = tuple(dense["linear_fc1.weight"].shape)
+    _require(
+        hidden == experts.hidden_size and shape == (experts.activation.fan * dense_ffn, hidden),
+        f"dense matrices {shape} and {(hidden, dense_ffn)} do not fit hidden size {experts.hidden_size} with "
+        f"{'a gated' if experts.activation.gated else 'a plain'} activation",
+    )
     granularity, rest = divmod(dense_ffn, experts.ffn_hidden_size)
-    if rest or granularity == 0:
-        raise CheckpointProblem(
-            f"upcycling: the dense ffn size {dense_ffn} is not a multiple of the expert ffn size "
-            f"{experts.ffn_hidden_size}; choose --moe-ffn-hidden-size = --ffn-hidden-size / granularity"
-        )
-    if experts.num_experts % granularity:
-        raise CheckpointProblem(
-            f"upcycling: {experts.num_experts} experts cannot hold whole copies of {granularity} slices; "
-            f"choose a number of experts divisible by {granularity}"
-        )
+    _require(
+        granularity > 0 and not rest,
+        f"the dense ffn size {dense_ffn} is not a multiple of the expert ffn size {experts.ffn_hidden_size}; choose "
+        f"--moe-ffn-hidden-size = --ffn-hidden-size / granularity",
+    )
+    _require(
+        experts.num_experts % granularity == 0,
+        f"{experts.num_experts} experts cannot hold whole copies of {granularity} slices; choose a number of experts "
+        f"divisible by {granularity}",
+    )
     return granularity
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise CheckpointProblem(f"upcycling: {problem}")

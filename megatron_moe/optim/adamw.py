@@ -3,10 +3,9 @@
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.low_precision_state import PackedState
-from megatron_moe.kernels.ops import AdamWStep, Kernels
+from megatron_moe.kernels.ops import AdamWState, AdamWStep, Kernels
 from megatron_moe.optim.param_layout import OwnerAlignment
-from megatron_moe.optim.state import MomentSpec, UpdateOperands
-from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
 
 
 class AdamW:
@@ -17,8 +16,8 @@ class AdamW:
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         self._config = config
         self.moments = (
-            MomentSpec("exp_avg", precision.exp_avg),
-            MomentSpec("exp_avg_sq", precision.exp_avg_sq, root=True),
+            MomentSpec("exp_avg", precision.exp_avg_dtype),
+            MomentSpec("exp_avg_sq", precision.exp_avg_sq_dtype, root=True),
         )
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
@@ -26,9 +25,9 @@ class AdamW:
         key, stored, weights = operands.key, operands.stored, operands.weights
         step = AdamWStep(
             lr=scalars.decoupled_lr if key.decoupled_lr and scalars.decoupled_lr is not None else scalars.lr,
-            beta1=self._config.beta1,
-            beta2=self._config.beta2,
-            eps=self._config.eps,
+            beta1=self._config.adam_beta1,
+            beta2=self._config.adam_beta2,
+            eps=self._config.adam_eps,
             weight_decay=scalars.weight_decay if key.decay else 0.0,
             step=scalars.step,
             grad_scale=scalars.grad_scale,
@@ -40,4 +39,5 @@ class AdamW:
         if all(each.format == "plain" for each in (master, exp_avg, exp_avg_sq)):
             kernels.adamw_(master.data, operands.grads, exp_avg.data, exp_avg_sq.data, step, rounded)
         else:
-            kernels.adamw_packed_(master, operands.grads, exp_avg, exp_avg_sq, step, rounded, operands.start)
+            state = AdamWState(master, exp_avg, exp_avg_sq)
+            kernels.adamw_packed_(state, operands.grads, step, rounded, operands.start)

@@ -1,12 +1,12 @@
 """Optimizer state in host memory: stepped on the CPU, or copied to the device for the step.
 
-Numbers equal those of resident state. State that the CPU steps never is on the device: gradients are copied to the host
-and new weights to the device. Parked state is copied to the device chunk by chunk, updated there under the step's
-device flags, and copied back, without a host synchronisation.
+Results are identical to those of state on the device. State that the CPU steps never leaves the host: gradients are
+copied to the host and new weights to the device. Streamed state is copied to the device chunk by chunk, updated there
+under the step's device flags, and copied back, without a host synchronisation.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,15 +15,27 @@ from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.optim.state import OptimizerState, StoredState
-from megatron_moe.optim.update_rule import StepScalars, UpdateRule
+from megatron_moe.optim.state import OptimizerState, StepScalars, StoredState, UpdateRule
 from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
 """Elements that are copied and stepped at a time: few enough for the host's caches."""
+Chunk = tuple[OptimizerState, int, int]
+"""(state, first element, end)."""
 
 
-class CPUStep:
+@dataclass
+class _OffloadedStep:
+    states: Sequence[OptimizerState]
+    rule: UpdateRule
+    config: OptimizerOffloadConfig
+    kernels: Kernels
+    """Kernels of the device; a device that is a CPU also steps host states with them."""
+    copies: HostCopies
+
+
+@dataclass
+class CPUStep(_OffloadedStep):
     """Steps states on the CPU.
 
     The host blocks until gradients, clip factor and the flag `proceed` have been copied, and returns if the step is
@@ -31,69 +43,52 @@ class CPUStep:
     and the weights of the last one are copied while the CPU steps a chunk.
     """
 
-    def __init__(
-        self,
-        states: Sequence[OptimizerState],
-        rule: UpdateRule,
-        config: OptimizerOffloadConfig,
-        kernels: Kernels,
-        copies: HostCopies,
-    ) -> None:
-        """`kernels`: those of the device; they also step host states if the device is a CPU."""
-        self._states = tuple(states)
-        self._rule = rule
-        self._config = config
-        self._copies = copies
-        self._kernels = _host_kernels(config, kernels, self._states) if states else kernels
+    def __post_init__(self) -> None:
         self._grads: list[Tensor] = []
         self._weights: list[Tensor] = []
-        if states:
-            size = min(_HOST_CHUNK, max(state.size for state in states))
-            grads = max((state.grads.dtype for state in states), key=_width)
-            weights = max((state.weights.dtype for state in states), key=_width)
-            self._grads = [copies.host_buffer(size, grads, pinned=config.pin_grads) for _ in range(2)]
-            self._weights = [copies.host_buffer(size, weights, pinned=config.pin_params) for _ in range(2)]
-            self._scalars = copies.host_buffer(4, torch.float64)
+        if self.states:
+            self._kernels = _host_kernels(self.config, self.kernels, self.states)
+            size = min(_HOST_CHUNK, max(state.size for state in self.states))
+            grads = max((state.grads.dtype for state in self.states), key=lambda dtype: dtype.itemsize)
+            weights = max((state.weights.dtype for state in self.states), key=lambda dtype: dtype.itemsize)
+            buffer = self.copies.host_buffer
+            self._grads = [buffer(size, grads, pinned=self.config.pin_cpu_grads) for _ in range(2)]
+            self._weights = [buffer(size, weights, pinned=self.config.pin_cpu_params) for _ in range(2)]
+            self._scalars = buffer(4, torch.float64)
 
     def run(self, scalars: StepScalars) -> None:
         """Steps all states. The compute stream waits for the copies of the new weights."""
-        if not self._states or not self._copies.has_data:
+        if not self.states or not self.copies.has_data:
             return
-        chunks = list(self._chunks())
-        begin = self._copies.record()
-        here = self._on_host(scalars)
-        if not here.proceed:
+        chunks = [(state, start, end) for state in self.states for start, end in state.chunks(_HOST_CHUNK)]
+        begin = self.copies.record()
+        on_host = self._copy_scalars(scalars)
+        if not on_host.proceed:
             return
-        ahead = self._config.overlap
-        coming = [self._bring(0, chunks)]
-        going: list[Event] = []
+        overlap = self.config.overlap_cpu_optimizer_d2h_h2d
+        loaded = [self._load(0, chunks)]
+        stored: list[Event] = []
         for number, (state, start, end) in enumerate(chunks):
-            if ahead:
-                coming.append(self._bring(number + 1, chunks))
-            self._copies.synchronize(coming[number])
+            if overlap:
+                loaded.append(self._load(number + 1, chunks))
+            self.copies.synchronize(loaded[number])
             if number >= 2:
-                self._copies.synchronize(going[number - 2])  # the room is read until then
-            self._step(here, state, start, end, number % 2)
+                self.copies.synchronize(stored[number - 2])  # it reads the buffer of this chunk
+            self._step(on_host, state, start, end, number % 2)
             device = state.weights[start:end]
-            room = _view(self._weights[number % 2], device)
-            going.append(self._copies.to_device(device, room, begin))
-            if not ahead:
-                self._copies.synchronize(going[-1])
-                coming.append(self._bring(number + 1, chunks))
-        self._copies.wait(going[-1])
-        if here.nonfinite:
+            stored.append(self.copies.to_device(device, _view(self._weights[number % 2], device), begin))
+            if not overlap:
+                self.copies.synchronize(stored[-1])
+                loaded.append(self._load(number + 1, chunks))
+        self.copies.wait(stored[-1])
+        if on_host.nonfinite:
             scalars.nonfinite.fill_(True)
 
-    def _chunks(self) -> Iterator[tuple[OptimizerState, int, int]]:
-        for state in self._states:
-            for start, end in state.chunks(_HOST_CHUNK):
-                yield state, start, end
-
-    def _on_host(self, scalars: StepScalars) -> StepScalars:
-        """Copies the step's scalars and blocks the host until they have arrived. The clip factor keeps its dtype."""
+    def _copy_scalars(self, scalars: StepScalars) -> StepScalars:
+        """Copies the step's scalars to the host and blocks until they have arrived. The clip factor keeps its dtype."""
         on_device = (scalars.step, scalars.grad_scale, scalars.proceed, scalars.nonfinite)
         stacked = torch.stack([each.double() for each in on_device])
-        self._copies.synchronize(self._copies.to_host(self._scalars, stacked))
+        self.copies.synchronize(self.copies.to_host(self._scalars, stacked))
         step, scale, proceed, nonfinite = self._scalars.unbind()
         return replace(
             scalars,
@@ -103,95 +98,76 @@ class CPUStep:
             nonfinite=nonfinite.to(torch.bool),
         )
 
-    def _bring(self, number: int, chunks: Sequence[tuple[OptimizerState, int, int]]) -> Event:
+    def _load(self, number: int, chunks: Sequence[Chunk]) -> Event:
         """Starts the copy of a chunk's gradients to the host."""
         if number >= len(chunks):
             return None
         state, start, end = chunks[number]
         grads = state.grads[start:end]
-        return self._copies.to_host(_view(self._grads[number % 2], grads), grads)
+        return self.copies.to_host(_view(self._grads[number % 2], grads), grads)
 
     def _step(self, scalars: StepScalars, state: OptimizerState, start: int, end: int, slot: int) -> None:
         weights = _view(self._weights[slot], state.weights[start:end])
         grads = _view(self._grads[slot], state.grads[start:end])
         operands = state.operands(start, end)._replace(weights=weights, grads=grads)
-        self._rule.step(scalars, operands, self._kernels)
+        self.rule.step(scalars, operands, self._kernels)
 
 
-class StreamedStep:
-    """Steps parked states on the device in a three-stage pipeline over chunks: copy to the device, step, copy back."""
-
-    def __init__(
-        self,
-        states: Sequence[OptimizerState],
-        rule: UpdateRule,
-        config: OptimizerOffloadConfig,
-        kernels: Kernels,
-        copies: HostCopies,
-    ) -> None:
-        self._states = tuple(states)
-        self._rule = rule
-        self._config = config
-        self._kernels = kernels
-        self._copies = copies
+class StreamedStep(_OffloadedStep):
+    """Steps host states on the device in a three-stage pipeline over chunks: copy to the device, step, copy back."""
 
     def run(self, scalars: StepScalars) -> None:
         """Launches all copies and updates. The compute stream waits for the last copy back."""
         chunks = list(self._chunks())
-        rooms: dict[int, tuple[StoredState, Event]] = {}
-        gone: list[Event] = []
+        loaded: dict[int, tuple[StoredState, Event]] = {}
+        stored: list[Event] = []
         for number in range(len(chunks) + 1):
             if number >= 2:
-                self._copies.wait(gone[number - 2])
-                del rooms[number - 2]  # its memory is free
+                self.copies.wait(stored[number - 2])
+                del loaded[number - 2]  # frees its memory
             if number < len(chunks):
-                rooms[number] = self._bring(*chunks[number])
+                loaded[number] = self._load(*chunks[number])
             if number > 0:
-                gone.append(self._step(scalars, *chunks[number - 1], *rooms[number - 1]))
-        if gone:
-            self._copies.wait(gone[-1])
+                stored.append(self._step(scalars, chunks[number - 1], *loaded[number - 1]))
+        if stored:
+            self.copies.wait(stored[-1])
 
-    def _chunks(self) -> Iterator[tuple[OptimizerState, int, int]]:
-        for state in self._states:
+    def _chunks(self) -> Iterator[Chunk]:
+        for state in self.states:
             size = state.size
-            if self._config.chunk_bytes:
-                size = self._config.chunk_bytes * state.size // sum(each.num_bytes for each in state.kept.all)
+            if self.config.chunk_bytes:
+                size = self.config.chunk_bytes * state.size // sum(each.num_bytes for each in state.kept.all)
             for start, end in state.chunks(size):
                 yield state, start, end
 
-    def _bring(self, state: OptimizerState, start: int, end: int) -> tuple[StoredState, Event]:
-        home = state.kept.part(start, end)
-        room = home.like(state.weights.device)
-        after = self._copies.record()
-        mark = None
-        for into, source in zip(room.tensors, home.tensors, strict=True):
-            mark = self._copies.to_device(into, source, after)
-        return room, mark
+    def _load(self, state: OptimizerState, start: int, end: int) -> tuple[StoredState, Event]:
+        on_host = state.kept.part(start, end)
+        on_device = on_host.like(state.weights.device)
+        allocated = self.copies.record()
+        event = None
+        for into, source in zip(on_device.tensors, on_host.tensors, strict=True):
+            event = self.copies.to_device(into, source, allocated)
+        return on_device, event
 
-    def _step(
-        self, scalars: StepScalars, state: OptimizerState, start: int, end: int, room: StoredState, here: Event
-    ) -> Event:
-        self._copies.wait(here)
-        self._rule.step(scalars, state.operands(start, end)._replace(stored=room), self._kernels)
-        mark = None
-        for into, source in zip(state.kept.part(start, end).tensors, room.tensors, strict=True):
-            mark = self._copies.to_host(into, source)
-        return mark
+    def _step(self, scalars: StepScalars, chunk: Chunk, on_device: StoredState, copied: Event) -> Event:
+        state, start, end = chunk
+        self.copies.wait(copied)
+        self.rule.step(scalars, state.operands(start, end)._replace(stored=on_device), self.kernels)
+        event = None
+        for into, source in zip(state.kept.part(start, end).tensors, on_device.tensors, strict=True):
+            event = self.copies.to_host(into, source)
+        return event
 
 
 def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequence[OptimizerState]) -> Kernels:
     device = states[0].weights.device
-    if device.type == "cpu" and not config.torch_kernel:
+    if device.type == "cpu" and not config.use_torch_optimizer_for_cpu_offload:
         return kernels
-    name = "torch_native" if config.torch_kernel else "reference"
-    wishes = (("adamw_", name), ("adamw_packed_", name))
-    return select_kernels(KernelConfig(backend="reference", per_op=wishes), torch.device("cpu"), states[0].grads.dtype)
+    name = "torch_native" if config.use_torch_optimizer_for_cpu_offload else "reference"
+    request = KernelConfig(kernel_backend="reference", kernel_per_op=(("adamw_", name), ("adamw_packed_", name)))
+    return select_kernels(request, torch.device("cpu"), states[0].grads.dtype)
 
 
-def _view(room: Tensor, like: Tensor) -> Tensor:
-    """The start of a host buffer with the size and dtype of another tensor."""
-    return room.view(torch.uint8)[: like.nbytes].view(like.dtype)
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+def _view(buffer: Tensor, like: Tensor) -> Tensor:
+    """Prefix of a host buffer with the size and dtype of another tensor."""
+    return buffer.view(torch.uint8)[: like.nbytes].view(like.dtype)

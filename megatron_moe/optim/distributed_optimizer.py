@@ -1,4 +1,10 @@
-"""Optimizer over flat buffers: steps the ranges that this rank owns with an update rule (ZeRO-0 and ZeRO-1)."""
+"""Optimizer over flat buffers: steps the ranges that this rank owns with an update rule (ZeRO-0 and ZeRO-1).
+
+The step can overlap with the next forward (`Optimizer.step_in_forward`), because the update is bound by memory
+bandwidth and the forward mostly by compute. Buckets are stepped on a side stream in the order in which the forward
+reads the weights, and each node of the forward acquires its own unit. Results are identical. A backward writes only
+gradients of parameters whose forward has waited for the update that reads them.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,14 +19,12 @@ from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.clip_grads import counted, over_the_world
 from megatron_moe.optim.cpu_offload import CPUStep, StreamedStep
 from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.overlapped_step import OverlappedOptimizerStep, operands_of
 from megatron_moe.optim.param_layout import forward_order
 from megatron_moe.optim.param_store import AcquiringModel, ParamStore
-from megatron_moe.optim.state import OptimizerState, new_states
-from megatron_moe.optim.update_rule import StepScalars, UpdateRule
+from megatron_moe.optim.state import OptimizerState, StepScalars, UpdateOperands, UpdateRule, new_states
 from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import Parameter
-from megatron_moe.parallel.streams import make_host_copies, make_streams
+from megatron_moe.parallel.streams import Streams, make_host_copies, make_streams
 
 
 @dataclass(frozen=True)
@@ -71,42 +75,46 @@ class Optimizer:
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
         """State in other formats that `named_state` last returned."""
-        around = (self.rule, offload, buffers.kernels, self._host_copies)
-        self._streamed_step = StreamedStep([state for state in self.states if state.home == "parked"], *around)
-        self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *around)
+        shared = (self.rule, offload, buffers.kernels, self._host_copies)
+        self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
+        self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
         self.store = ParamStore(buffers)
         self._gather_in_forward = False
-        self._overlapped_step: OverlappedOptimizerStep | None = None
+        self._streams: Streams | None = None
+        """Streams of a step that overlaps with the next forward."""
+        self._buckets: list[list[UpdateOperands]] = []
+        """Owned ranges of every bucket in forward order, for the overlapped step."""
+        self._scalars: StepScalars | None = None
+        """Kept alive while the optimizer stream may read them."""
 
     def step_in_forward(self, model: AcquiringModel) -> None:
-        """From now on `step` returns while updates are pending, and nodes of `model` acquire their parameters.
+        """Makes `step` return while updates are pending and nodes of `model` acquire their parameters.
 
-        Other readers of weights or state, and other writers of gradients, call `finish_gather` first.
+        Other readers of weights or state, and other writers of gradients, must call `finish_gather` first.
         """
         assert all(state.home == "device" for state in self.states), "state in host memory is not stepped on a stream"
-        buckets = []
         for number, index in forward_order(self.buffers.layout):
             buffer = self.buffers.buffers[number]
-            owned = [state for state in self.states if state.buffer is buffer]
-            buckets.append(operands_of(owned, *buffer.layout.buckets[index]))
-        streams = make_streams(self.buffers.device, "optimizer")
-        self._overlapped_step = OverlappedOptimizerStep(
-            buckets, self.rule, self.buffers.kernels, streams, self.store.write_back
-        )
+            start, end = buffer.layout.buckets[index]
+            inside = [
+                (state, max(start, state.start), min(end, state.end)) for state in self.states if state.buffer is buffer
+            ]
+            self._buckets.append([state.operands(a - state.start, b - state.start) for state, a, b in inside if a < b])
+        self._streams = make_streams(self.buffers.device, "optimizer")
         model.acquire_from(self.store)
 
     def gather_in_forward(self, model: AcquiringModel) -> None:
-        """From now on `step` returns while weights are being gathered, and nodes of `model` acquire their parameters.
+        """Makes `step` return while weights are being gathered and nodes of `model` acquire their parameters.
 
-        Other readers of weights call `finish_gather` first.
+        Other readers of weights must call `finish_gather` first.
         """
-        assert self.buffers.data_parallel.sharded_optimizer, "only a sharded optimizer gathers weights"
+        assert self.buffers.data_parallel.use_distributed_optimizer, "only a sharded optimizer gathers weights"
         if self.store.gathers:  # otherwise nodes would acquire units that are never pending
             model.acquire_from(self.store)
         self._gather_in_forward = True
 
     def finish_gather(self) -> None:
-        """Waits until all updates and gathers of the last step are over."""
+        """Makes the current stream wait for all updates and gathers of the last step."""
         self.store.acquire_all()
 
     @torch.no_grad()
@@ -128,8 +136,8 @@ class Optimizer:
         # a rejected first step must not divide by 1 - beta^0
         number = self.step_count.clamp(min=1)
         scalars = StepScalars(lr, decoupled_lr, weight_decay, number, grad_scale, proceed, self.nonfinite)
-        if self._overlapped_step is not None:
-            self._overlapped_step.start(scalars)
+        if self._streams is not None:
+            self._start_overlapped(scalars, self._streams)
             return
         for state in self.states:
             if state.home == "device":
@@ -139,6 +147,15 @@ class Optimizer:
         self.store.write_back_all()
         if not self._gather_in_forward:
             self.finish_gather()
+
+    def _start_overlapped(self, scalars: StepScalars, streams: Streams) -> None:
+        """Launches the update of all buckets on the optimizer stream. Those of the last update have been acquired."""
+        self._scalars = scalars
+        with streams.fork("optimizer"):
+            for number, bucket in enumerate(self._buckets):
+                for operands in bucket:
+                    self.rule.step(scalars, operands, self.buffers.kernels)
+                self.store.write_back(number, streams)
 
     def weights_from_masters(self) -> None:
         """Stores the values copied into `named_state` and rounds the master weights to the parameters of all ranks.
@@ -221,6 +238,6 @@ def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
             what = "the experts" if grid == "expert" else "everything but the experts"
             raise RunError(
                 f"the ranks together own {number:,} elements of {what}, the model has {expected:,}: with the layout "
-                f"{buffers.context.config} some would be stepped and counted twice or never; this is an error of the "
-                f"program and not of the command line, and another layout may be free of it"
+                f"{buffers.context.config} some would be stepped twice or never; this is an error of the program, not "
+                f"of the command line, and other layouts may work"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import DataParallelConfig
-from megatron_moe.config.precision import FloatName, PrecisionConfig
+from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_reduce import GradBucket, GradReducer
 from megatron_moe.optim.param_layout import (
@@ -27,15 +27,15 @@ from megatron_moe.optim.param_layout import (
     reduction_order,
 )
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.context import ParallelContext, torch_dtype
+from megatron_moe.parallel.context import ParallelContext, float_name, torch_dtype
 from megatron_moe.parallel.param_meta import Grid
 from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter
 
 
 class WeightGradQueue:
-    """Queue of weight-gradient computations; runs them at once unless `deferred` is set.
+    """Queue of weight-gradient computations, which run immediately unless `deferred` is set.
 
-    With `deferred` a schedule calls `run`: nothing else needs weight gradients before the gradients are finished.
+    With `deferred` the schedule calls `run`. Weight gradients are needed only when the gradients are finished.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class MainGrad:
     """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `sink`.
 
     A `BatchedWeightGrad` is deferred until there are `interval` of them, or until every microbatch of the step has
-    brought one, so that the buffer is read and written once for all of them.
+    added one, so that the buffer is read and written once for all of them.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class MainGrad:
         """View of the flat gradient buffer in the parameter's shape."""
         self.filled = False
         """True once the first gradient of this step was stored; later ones are added."""
-        self.on_arrival: Callable[[int], None] = _ignore
+        self.on_arrival: Callable[[int], object] = lambda number: None
         """Called with the number of gradients that have just been added."""
         self._queue = queue
         self._interval = interval
         self._batched: BatchedWeightGrad | None = None
         self._batches_left: int | None = None
-        """Microbatches of this step that have not brought a `BatchedWeightGrad`; None: unknown."""
+        """Microbatches of this step that have not added a `BatchedWeightGrad`; None: unknown."""
         self._num_arrived = 0
         self._num_expected: int | None = None
         self._in_autograd = False
@@ -150,7 +150,7 @@ class MainGrad:
     def _count(self, number: int) -> None:
         self._num_arrived += number
         assert self._num_expected is None or self._num_arrived <= self._num_expected, (
-            f"{self.name}: {self._num_arrived} gradients in a step that brings {self._num_expected}, "
+            f"{self.name}: {self._num_arrived} gradients in a step with {self._num_expected}, "
             f"{self.parameter.uses} per microbatch"
         )
         self.on_arrival(number)
@@ -190,7 +190,7 @@ class FlatBuffer:
         return [flat[start:end] for start, end in self.owned]
 
     def bucket(self, index: int) -> GradBucket:
-        """The bucket for reduction, which from now on counts the gradients of its parameters."""
+        """Bucket for reduction, which counts the gradients of its parameters."""
         start, end = self.layout.buckets[index]
         places = zip(self.layout.places, self.slots, strict=True)
         slots = [slot for place, slot in places if place.bucket == index]
@@ -276,7 +276,7 @@ class GradBuffers:
             num_shards={"attention": context.group("dp_cp").size, "expert": context.group("edp").size},
             config=self.data_parallel,
         )
-        sharded = self.data_parallel.sharded_optimizer
+        sharded = self.data_parallel.use_distributed_optimizer
         assert alignment == "element" or not sharded, f"collectives exchange equal shards, not whole {alignment}"
         self.buffers = tuple(
             FlatBuffer(layout, self.grad_dtype, context, sharded=sharded) for layout in self.layout.buffers
@@ -293,14 +293,9 @@ class GradBuffers:
 
     @property
     def whole(self) -> bool:
-        """This rank owns every element of the model."""
+        """True if this rank owns every element of the model."""
         config = self.context.config
-        return not self.data_parallel.sharded_optimizer and (config.tp, config.pp, config.ep, config.etp) == (
-            1,
-            1,
-            1,
-            1,
-        )
+        return not self.data_parallel.use_distributed_optimizer and {config.tp, config.pp, config.ep, config.etp} == {1}
 
     @property
     def slots(self) -> Iterator[MainGrad]:
@@ -344,7 +339,7 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
     they are sums over tokens: gradients are summed and divided by `token_count`, a device scalar with the tokens of the
     global batch. Without any token the gradient is zero.
     """
-    in_collective = buffers.data_parallel.average_in_collective
+    in_collective = buffers.data_parallel.ddp_average_in_collective
     assert token_count is None or not in_collective, "a mean over ranks of gradients that are sums over tokens"
     buffers.complete()
     buffers.reducer.finish()
@@ -370,19 +365,9 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 
 
 def _accept(parameter: Tensor) -> None:
-    """Hook of a parameter. It must not refer to the `MainGrad`: Python does not collect such a cycle."""
+    """Hook of a parameter. Must not capture the `MainGrad`: the garbage collector does not see such a cycle."""
     assert isinstance(parameter, Parameter) and isinstance(parameter.sink, MainGrad), "a parameter without a slot"
     parameter.sink.accept()
-
-
-def _float_name(dtype: torch.dtype) -> FloatName:
-    names: dict[torch.dtype, FloatName] = {
-        torch.float64: "fp64",
-        torch.float32: "fp32",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-    }
-    return names[dtype]
 
 
 def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alignment: OwnerAlignment) -> ParamShape:
@@ -390,14 +375,10 @@ def _param_shape(name: str, parameter: Parameter, context: ParallelContext, alig
     return ParamShape(
         name=name,
         shape=tuple(parameter.shape),
-        storage=_float_name(parameter.dtype),
+        storage=float_name(parameter.dtype),
         meta=meta,
         replicated=meta.tp_dim is None and context.group(tensor_group(meta.grid)).size > 1,
         shared_stages=meta.shared_stages and context.group("embedding").size > 1,
         uses=parameter.uses,
         alignment=alignment,
     )
-
-
-def _ignore(number: int) -> None:
-    """`on_arrival` without a bucket."""

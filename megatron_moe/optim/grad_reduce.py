@@ -43,11 +43,13 @@ class GradBucket:
         for fill in self._fill_gaps:
             fill()
         # dp_cp or edp: one bucket, by default 40 million elements
-        if config.sharded_optimizer:
-            wide = config.fp32_sums and self.grads.element_size() < 4
-            self.pending = start_reduce_scatter_(self.grads, self.group, mean=config.average_in_collective, wide=wide)
+        if config.use_distributed_optimizer:
+            wide = config.ddp_reduce_scatter_with_fp32_accumulation and self.grads.element_size() < 4
+            self.pending = start_reduce_scatter_(
+                self.grads, self.group, mean=config.ddp_average_in_collective, fp32_sums=wide
+            )
         else:
-            self.pending = start_all_reduce_(self.grads, self.group, mean=config.average_in_collective)
+            self.pending = start_all_reduce_(self.grads, self.group, mean=config.ddp_average_in_collective)
 
 
 class GradReducer:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig
 
-_NOT_PART_OF_THE_CURVE = ("override", "use_checkpoint")
+_NOT_PART_OF_THE_CURVE = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 _LENGTHS = ("warmup_samples", "decay_samples", "wsd_decay_samples", "weight_decay_samples")
 
 
@@ -20,7 +20,7 @@ class LRSchedule:
 
     config: LRConfig
     decoupled: tuple[float, float] | None = None
-    """(largest, smallest) learning rate of embedding and head; None: they follow the others."""
+    """(largest, smallest) learning rate of embedding and head; None: not decoupled."""
 
     @classmethod
     def of(cls, config: LRConfig, optimizer: OptimizerConfig) -> "LRSchedule":
@@ -48,21 +48,21 @@ class LRSchedule:
         return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint records of the schedule."""
+        """Values of the schedule that a checkpoint contains."""
         curve = {name: value for name, value in asdict(self.config).items() if name not in _NOT_PART_OF_THE_CURVE}
         return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
 
     def resumed(
         self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
     ) -> tuple["LRSchedule", list[str]]:
-        """The schedule to go on with after a checkpoint that recorded `saved`, and a line per value that differs.
+        """Schedule after resuming from a checkpoint with the values `saved`, and a message per value that differs.
 
-        `--override-opt_param-scheduler` lets the command line win, `--use-checkpoint-opt_param-scheduler` the
-        checkpoint; without either a difference is refused. Lengths that differ only because the same iterations have
-        another global batch size stay the checkpoint's: the learning rate goes on by samples.
+        `--override-opt_param-scheduler` selects the command line, `--use-checkpoint-opt_param-scheduler` the
+        checkpoint; without either a difference is an error. Lengths that differ only because the same iterations have
+        another global batch size stay those of the checkpoint: the learning rate continues by samples.
 
         Args:
-            batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: not known.
+            batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: unknown.
 
         Raises:
             CheckpointProblem: values differ and neither flag was given.
@@ -72,9 +72,9 @@ class LRSchedule:
         if not differences:
             return self, []
         pairs = [f"{name} {ours} (checkpoint: {theirs})" for name, (ours, theirs) in differences.items()]
-        if self.config.override:
+        if self.config.override_opt_param_scheduler:
             return self, [f"learning rate schedule: {pair}, the command line wins" for pair in pairs]
-        if self.config.use_checkpoint:
+        if self.config.use_checkpoint_opt_param_scheduler:
             return self._with(saved), [f"learning rate schedule: {pair}, the checkpoint wins" for pair in pairs]
         now, then = batch_sizes
         if then and all(
@@ -110,7 +110,7 @@ def _learning_rate(config: LRConfig, samples: int, largest: float, smallest: flo
 
 
 def _share(config: LRConfig, samples: int) -> float:
-    """How much of the way from the smallest to the largest rate is left."""
+    """Remaining share of the range from the smallest to the largest rate."""
     if config.style == "WSD":
         assert config.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
         anneal_start = config.decay_samples - config.wsd_decay_samples

@@ -201,9 +201,9 @@ def place_parameters(
     size or more. The default is Megatron's size, max(40 million, 1 million per rank).
     """
     config = config or DataParallelConfig()
-    size = config.bucket_size
-    if config.num_buckets is not None:
-        size = -(-sum(parameter.numel for parameter in parameters) // config.num_buckets)
+    size = config.ddp_bucket_size
+    if config.ddp_num_buckets is not None:
+        size = -(-sum(parameter.numel for parameter in parameters) // config.ddp_num_buckets)
     groups: dict[BufferKey, list[tuple[int, ParamShape]]] = {}
     for index, parameter in reversed(list(enumerate(parameters))):
         groups.setdefault(buffer_key(parameter, optimizer), []).append((index, parameter))
@@ -211,7 +211,7 @@ def place_parameters(
     for key, members in groups.items():
         shards = num_shards[key.grid]
         align = BUCKET_ALIGN * shards
-        align = lcm(align, _HIGH_BANDWIDTH_ALIGN) if config.pad_buckets else align
+        align = lcm(align, _HIGH_BANDWIDTH_ALIGN) if config.ddp_pad_buckets_for_high_nccl_busbw else align
         buffers.append(_place_buffer(key, members, align, size or default_bucket_size(shards)))
     return ParamLayout(buffers=tuple(buffers))
 
@@ -243,7 +243,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
         grid=meta.grid,
         storage=parameter.storage,
         router=meta.role == "router",
-        decay=decays(parameter, decay_qk_norm=optimizer.decay_qk_norm),
+        decay=decays(parameter, decay_qk_norm=optimizer.apply_wd_to_qk_layernorm),
         decoupled_lr=optimizer.decoupled_lr is not None and meta.role in ("embedding", "head"),
         replicated=parameter.replicated,
         partial=parameter.replicated and meta.partial_over_tp,

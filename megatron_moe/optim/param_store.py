@@ -28,7 +28,7 @@ class _PendingBucket(NamedTuple):
     """New weights of a bucket that no reader has acquired."""
 
     streams: Streams | None
-    """Streams of an update that runs on the optimizer stream; None: it ran on the reader's stream."""
+    """Streams of the update; None: it ran on the reader's stream."""
     stepped: Event
     """End of the update on the optimizer stream."""
     gather: PendingCollective | None
@@ -40,7 +40,7 @@ class ParamStore:
     def __init__(self, buffers: GradBuffers) -> None:
         places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
         self._buckets = [(buffer.weights[slice(*buffer.layout.buckets[i])], buffer.group) for buffer, i in places]
-        self._sharded = buffers.data_parallel.sharded_optimizer
+        self._sharded = buffers.data_parallel.use_distributed_optimizer
         self._units = buffers.layout.buckets_of_units()
         self._slots: dict[str, list[tuple[str, Tensor]]] = {unit: [] for unit in self._units}
         self._unit_of: dict[int, str] = {}

@@ -1,8 +1,8 @@
-"""Optimizer state of the ranges that a rank owns: formats, and memory between steps."""
+"""Optimizer state of the ranges that a rank owns (formats, memory), and the interface of update rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from megatron_moe.config.precision import PrecisionConfig, StateName
 from megatron_moe.kernels.low_precision_state import BLOCK, Format, PackedState, pack, round_weights, unpack
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.grad_buffers import FlatBuffer
-from megatron_moe.optim.param_layout import BufferKey, Range
+from megatron_moe.optim.param_layout import BufferKey, OwnerAlignment, Range
 from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 
-Home = Literal["device", "host", "parked"]
-"""device: device memory; host: host memory, stepped on the CPU; parked: host memory, stepped on the device."""
+Home = Literal["device", "host", "streamed"]
+"""device: device memory; host: host memory, stepped on the CPU; streamed: host memory, stepped on the device."""
 _CHUNK = 1 << 22
 """Elements that are converted at a time, outside of steps."""
 
@@ -68,6 +68,39 @@ class UpdateOperands(NamedTuple):
     weights: Tensor
     grads: Tensor
     stored: StoredState
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """Hyperparameters and flags of one step. Tensors are scalars on the device of the state."""
+
+    lr: float
+    decoupled_lr: float | None
+    weight_decay: float
+    step: Tensor
+    """Number of the update, int64."""
+    grad_scale: Tensor
+    proceed: Tensor
+    nonfinite: Tensor
+    """See `AdamWStep`."""
+
+
+class UpdateRule(Protocol):
+    """An optimizer: the state it keeps per element, and the update of a range."""
+
+    @property
+    def moments(self) -> tuple[MomentSpec, ...]:
+        """Kinds of state in addition to the master weights."""
+        ...
+
+    @property
+    def alignment(self) -> OwnerAlignment:
+        """Smallest part of a matrix that `step` can update alone."""
+        ...
+
+    def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
+        """Updates weights and state in place. `kernels` run where the operands are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -126,8 +159,8 @@ class OptimizerState:
     def _numbers(self, state: PackedState, start: int, end: int) -> Tensor:
         """Unpacked values on the device of the state."""
         part = state.part(start, end)
-        beside = part.format == "remainder"
-        return unpack(part, self.weights[start:end].to(part.data.device) if beside else None)
+        needs_weights = part.format == "remainder"
+        return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
     def write(self, kind: str, numbers: Tensor) -> None:
         """Stores values as returned by `read`. For remainders the weights are set too."""
@@ -153,6 +186,7 @@ class OptimizerState:
             self.weights[start:end] = round_weights(numbers, self.weights.dtype)
 
     def master_from_weights(self) -> None:
+        """Sets the master weights from the parameters."""
         master = self.kept.master
         if master is None:
             return
@@ -187,17 +221,17 @@ def new_states(
 ) -> Iterator[OptimizerState]:
     """State of all ranges of a buffer that this rank owns: masters equal the weights, moments are zero.
 
-    The first elements are in host memory: the configured fraction, in whole blocks.
+    The configured fraction of the elements, the first ones in whole blocks, is in host memory.
     """
-    away = int(config.fraction * sum(end - start for start, end in buffer.owned))
+    on_host = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:
-        middle = min(start + -(-away // BLOCK) * BLOCK, end) if away > 0 else start
+        middle = min(start + -(-on_host // BLOCK) * BLOCK, end) if on_host > 0 else start
         if start < middle:
-            home: Home = "host" if config.host_steps else "parked"
+            home: Home = "host" if config.cpu_step else "streamed"
             yield _new_state(buffer, (start, middle), moments, precision, home, copies)
         if middle < end:
             yield _new_state(buffer, (middle, end), moments, precision, "device", copies)
-        away -= middle - start
+        on_host -= middle - start
 
 
 def _new_state(
@@ -210,29 +244,27 @@ def _new_state(
 ) -> OptimizerState:
     start, end = owned
     weights, grads = buffer.weights[start:end], buffer.grads[start:end]
-    # in a run in fp64 all state is
-    exact = precision.master == "fp64"
-    saves_master = weights.dtype != torch_dtype(precision.master)
+    fp64 = precision.main_params_dtype == "fp64"
+    saves_master = weights.dtype != torch_dtype(precision.main_params_dtype)
 
-    def moment(spec: MomentSpec) -> PackedState:
-        plain = torch.float64 if exact else torch.bfloat16 if spec.format == "bf16" else torch.float32
-        narrow: Format = spec.format if spec.format in ("fp16", "fp8") and not exact else "plain"
-        return _zeros(end - start, narrow, plain, root=spec.root and narrow != "plain")
-
-    def _zeros(size: int, name: Format, plain: torch.dtype, *, root: bool) -> PackedState:
-        state = PackedState.zeros(
-            size, name, plain, weights.device if home == "device" else torch.device("meta"), root=root
-        )
+    def zeros(name: Format, plain: torch.dtype, *, root: bool = False) -> PackedState:
+        device = weights.device if home == "device" else torch.device("meta")
+        state = PackedState.zeros(end - start, name, torch.float64 if fp64 else plain, device, root=root)
         if home == "device":
             return state
-        rooms = [copies.host_buffer(part.numel(), part.dtype, pinned=home == "parked") for part in state.parts]
-        return PackedState(name, rooms[0], rooms[1] if len(rooms) > 1 else None, state.root)
+        parts = [copies.host_buffer(part.numel(), part.dtype, pinned=home == "streamed") for part in state.parts]
+        return PackedState(name, parts[0], parts[1] if len(parts) > 1 else None, state.root)
+
+    def moment(spec: MomentSpec) -> PackedState:
+        if spec.format in ("fp16", "fp8") and not fp64:
+            return zeros(spec.format, torch.float32, root=spec.root)
+        return zeros("plain", torch.bfloat16 if spec.format == "bf16" else torch.float32)
 
     master = None
     if saves_master or home == "host":
-        remainders = precision.remainders and weights.dtype is torch.bfloat16 and home != "host"
-        name: Format = "remainder" if remainders else "fp16" if precision.master == "fp16" else "plain"
-        master = _zeros(end - start, name, torch.float64 if exact else torch.float32, root=False)
+        remainders = precision.store_param_remainders and weights.dtype is torch.bfloat16 and home != "host"
+        name: Format = "remainder" if remainders else "fp16" if precision.main_params_dtype == "fp16" else "plain"
+        master = zeros(name, torch.float32)
     kept = StoredState(master, {spec.kind: moment(spec) for spec in moments})
     state = OptimizerState(buffer, start, weights, grads, kept, home, saves_master)
     state.master_from_weights()

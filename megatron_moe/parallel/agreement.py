@@ -1,10 +1,10 @@
-"""Ranks must have been started alike: with the same flags, the same source and the same torch.
+"""Checks at start that all ranks run with the same flags, source files and torch version.
 
-A rank with another flag makes other collectives than its peers, and hangs or computes nonsense hours later.
+Ranks with different flags call different collectives and hang, or compute wrong results hours later.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,69 +13,62 @@ from megatron_moe.config.exit_codes import EnvironmentProblem, listed
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
-_SOURCE = Path(__file__).parents[1]
-
 
 def check_agreement(run_yaml: str, context: ParallelContext) -> None:
-    """All ranks call it. Raises EnvironmentProblem on every rank when one was started otherwise than the first.
+    """Raises EnvironmentProblem on every rank if one was started differently from the first. Collective over the world.
 
-    `run_yaml`: every flag and its value, a line each. Values that are paths may differ, since machines do.
+    `run_yaml`: every flag and its value, one per line. Values that are paths may differ between machines.
     """
     world = context.group("world")
     if world.size == 1:
         return
-    mine = _facts(run_yaml)
-    digest = zlib.crc32(repr(mine).encode())
+    own = _properties(run_yaml)
     # world: 8 bytes per rank; some kB per rank where they differ
-    if len(set(gather_objects(digest, world))) == 1:
+    if len(set(gather_objects(zlib.crc32(repr(own).encode()), world))) == 1:
         return
-    first, *others = gather_objects(mine, world)
-    lines = [line for rank, facts in enumerate(others, 1) for line in _differences(first, facts, rank)]
+    first, *others = gather_objects(own, world)
+    lines = [line for rank, properties in enumerate(others, 1) for line in _differences(first, properties, rank)]
     raise EnvironmentProblem(
         f"ranks were started differently; give all of them the same command line and the same source:\n  "
         f"{listed(lines)}"
     )
 
 
-def every_rank_does(act: Callable[[], None], context: ParallelContext) -> None:
-    """All ranks call it, and act. What keeps one from that (EnvironmentProblem, OSError) is raised on every rank as an
-    EnvironmentProblem, so that none waits for one that has left."""
-    sentence = None
+def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
+    """Runs `action` on every rank. Collective over the world.
+
+    An EnvironmentProblem or OSError of one rank is raised on all ranks as an EnvironmentProblem, so none waits for it.
+    """
+    problem = None
     try:
-        act()
+        action()
     except (EnvironmentProblem, OSError) as error:
-        sentence = str(error)
+        problem = str(error)
     # world: nothing, or one sentence per rank
-    for rank, told in enumerate(gather_objects(sentence, context.host_group())):
-        if told is not None:
-            raise EnvironmentProblem(told if rank == 0 else f"on rank {rank}: {told}")
+    for rank, message in enumerate(gather_objects(problem, context.host_group())):
+        if message is not None:
+            raise EnvironmentProblem(message if rank == 0 else f"on rank {rank}: {message}")
 
 
-def first_rank_does(act: Callable[[], None], context: ParallelContext) -> None:
-    """All ranks call it, and the first acts, as in `every_rank_does`."""
-    every_rank_does(act if context.is_first else lambda: None, context)
+def on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
+    """Runs `action` on the first rank, with the errors of `on_every_rank`. Collective over the world."""
+    on_every_rank(action if context.is_first else lambda: None, context)
 
 
-def _facts(run_yaml: str) -> dict[str, str]:
-    """Flags by name, without comments and paths; and what the program is made of."""
-    facts = {"torch": torch.__version__, "source of megatron_moe": f"{_source_checksum():08x}"}
+def _properties(run_yaml: str) -> dict[str, str]:
+    """Flags by name without comments and paths, the torch version and a checksum of the source files."""
+    checksum = 0
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        checksum = zlib.crc32(path.read_bytes(), checksum)
+    properties = {"torch": torch.__version__, "source of megatron_moe": f"{checksum:08x}"}
     for line in run_yaml.splitlines():
         name, colon, value = line.partition(" #")[0].partition(":")
         if colon and value.strip() and "/" not in value and name.strip() != "local-rank":
-            facts[name.strip()] = value.strip()
-    return facts
+            properties[name.strip()] = value.strip()
+    return properties
 
 
-def _source_checksum() -> int:
-    checksum = 0
-    for path in sorted(_SOURCE.rglob("*.py")):
-        checksum = zlib.crc32(path.read_bytes(), checksum)
-    return checksum
-
-
-def _differences(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> list[str]:
-    names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
-    missing = "not given"
-    return [
-        f"{name}: {first.get(name, missing)} on rank 0, {other.get(name, missing)} on rank {rank}" for name in names
-    ]
+def _differences(first: dict[str, str], other: dict[str, str], rank: int) -> list[str]:
+    pairs = {name: (first.get(name, "not given"), other.get(name, "not given")) for name in first | other}
+    differing = sorted(name for name, (ours, theirs) in pairs.items() if ours != theirs)
+    return [f"{name}: {pairs[name][0]} on rank 0, {pairs[name][1]} on rank {rank}" for name in differing]

@@ -1,35 +1,46 @@
-"""ParallelContext: who this rank is, with whom it talks, and on which device it computes.
+"""Process groups, device, parameter dtype and seed of one rank.
 
-One context per run, created in `pretrain_moe.py` and handed to everything that needs it; there is no global one, so
-several ranks can be threads of one process.
+`pretrain_moe.py` creates one context per run and passes it down. No context is global, so several ranks can be threads
+of one process.
 """
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, OtherRankProblem
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.precision import FloatName
-from megatron_moe.parallel.fake import enter_fake_world
 from megatron_moe.parallel.grid import all_groups
-from megatron_moe.parallel.mailbox import Mailbox
 
 _MAX_NAMED = 16
-_DTYPES = (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+_DTYPES: tuple[tuple[FloatName, torch.dtype], ...] = (
+    ("fp64", torch.float64),
+    ("fp32", torch.float32),
+    ("bf16", torch.bfloat16),
+    ("fp16", torch.float16),
+)
 
 
 def torch_dtype(name: FloatName) -> torch.dtype:
     return dict(_DTYPES)[name]
 
 
+def float_name(dtype: torch.dtype) -> FloatName:
+    """Inverse of `torch_dtype`."""
+    return next(name for name, each in _DTYPES if each == dtype)
+
+
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The ranks this rank shares one axis (or several) with."""
+    """Ranks that differ from this rank along one or several axes of a grid only."""
 
     name: str
     ranks: tuple[int, ...]
@@ -46,34 +57,39 @@ class ProcessGroup:
 
 
 Handles = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
-"""(ranks, what they say to each other) -> their communicator. Equal rank lists share one for each purpose."""
+"""Communicators by (ranks, purpose). Groups with equal rank lists share one per purpose."""
 
 
+@dataclass(eq=False, repr=False)
 class ParallelContext:
-    """Groups of both grids, device, parameter dtype and seed of this rank."""
+    """Process groups of both grids, device, parameter dtype and seed of this rank.
 
-    def __init__(
-        self,
-        config: ParallelConfig,
-        launch: Launch,
-        groups: dict[str, ProcessGroup],
-        handles: Handles,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-        owns_process_group: bool = False,
-    ) -> None:
-        self.config = config
-        self.launch = launch
-        self.device = device
-        self.dtype = dtype
-        self.seed = seed
-        self.mailbox: Mailbox | None = None
-        """Carries point-to-point messages when ranks are threads; None: torch.distributed does."""
-        self._groups = groups
-        self._handles = handles
-        self._owns_process_group = owns_process_group
+    Construction is collective: every rank takes part in creating every group, in the same order.
+    """
+
+    config: ParallelConfig
+    launch: Launch
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    handles: Handles = field(default_factory=dict)
+    owns_process_group: bool = False
+    """`stop` destroys torch's process group."""
+    is_fake: bool = False
+    """No other rank exists: only the groups of this rank are created, and collectives transfer nothing."""
+    make_links: Callable[["ParallelContext"], Any] | None = None
+    """Replaces `p2p.Links` where ranks are threads; None: point-to-point messages use torch.distributed."""
+
+    def __post_init__(self) -> None:
+        self.config = replace(self.config, world_size=self.launch.world_size)
+        self._groups: dict[str, ProcessGroup] = {}
+        for name, lists in all_groups(self.config).items():
+            for ranks in lists:
+                if self.is_fake and self.rank not in ranks:
+                    continue
+                handle = self.communicator(ranks, "collectives") if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    self._groups[name] = ProcessGroup(name, ranks, ranks.index(self.rank), handle, self.device)
 
     @property
     def rank(self) -> int:
@@ -81,35 +97,37 @@ class ParallelContext:
 
     @property
     def is_first(self) -> bool:
-        """This rank writes files and prints."""
-        return self.launch.rank == 0
+        """True on the rank that writes files and prints."""
+        return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """This rank reports losses: the last one, as in Megatron."""
-        return self.launch.rank == self.launch.world_size - 1
+        """True on the rank that reports losses: the last one, as in Megatron."""
+        return self.rank == self.launch.world_size - 1
 
     def group(self, name: str) -> ProcessGroup:
-        """The group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
-        etp_ep of the expert grid; embedding (the stages that hold a copy of it); world."""
+        """Group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
+        etp_ep of the expert grid; embedding (the stages with a copy of it); world."""
         return self._groups[name]
 
     def host_group(self) -> ProcessGroup:
-        """The world once more, for a few numbers in host memory: asking for them waits for no device. All ranks must
-        ask for it together when it is first asked for."""
+        """Gloo group of the world for a few numbers in host memory, without a device synchronisation. The first call is
+        collective over the world."""
         world = self.group("world")
         if world.size == 1 or self.device.type != "cuda":
             return world
         key = (world.ranks, "host")
-        if key not in self._handles:
-            timeout = timedelta(minutes=self.config.timeout_minutes)
-            self._handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
-        return replace(world, name="host", handle=self._handles[key], device=torch.device("cpu"))
+        if key not in self.handles:
+            timeout = timedelta(minutes=self.config.distributed_timeout_minutes)
+            self.handles[key] = dist.new_group(list(world.ranks), backend="gloo", timeout=timeout)
+        return replace(world, name="host", handle=self.handles[key], device=torch.device("cpu"))
 
     def communicator(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-        """The ranks' communicator for one purpose, made when first asked for. Every rank of the world must ask for the
-        same ones in the same order; a rank outside gets one that is of no use to it."""
-        return _communicator(self._handles, ranks, purpose)
+        """Communicator of the ranks for one purpose, created by the first call. Every rank of the world must call it
+        with the same arguments in the same order; a rank that is not in `ranks` cannot use the result."""
+        if (ranks, purpose) not in self.handles:
+            self.handles[ranks, purpose] = dist.new_group(list(ranks))
+        return self.handles[ranks, purpose]
 
     @classmethod
     def start(
@@ -121,18 +139,18 @@ class ParallelContext:
         dtype: FloatName = "fp32",
         seed: int = 1234,
     ) -> "ParallelContext":
-        """Chooses the device, meets the other ranks and builds the groups."""
-        chosen = _choose_device(device, launch)
+        """Selects the device, waits for the other ranks and creates the groups."""
+        selected = _select_device(device, launch)
         if launch.world_size > 1:
-            _rendezvous(config, launch, chosen)
-        return cls._build(config, launch, chosen, torch_dtype(dtype), seed, owns=launch.world_size > 1)
+            _rendezvous(config, launch, selected)
+        return cls(config, launch, selected, torch_dtype(dtype), seed, owns_process_group=launch.world_size > 1)
 
     @classmethod
     def single(
         cls, *, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu", seed: int = 1234
     ) -> "ParallelContext":
         """One rank without torch.distributed, for tests and tools."""
-        return cls._build(ParallelConfig(), Launch(), torch.device(device), dtype, seed, owns=False)
+        return cls(ParallelConfig(), Launch(), torch.device(device), dtype, seed)
 
     @classmethod
     def within(
@@ -143,16 +161,17 @@ class ParallelContext:
         dtype: torch.dtype = torch.float64,
         device: str | torch.device = "cpu",
         seed: int = 1234,
-        mailbox: Mailbox | None = None,
         handles: Handles | None = None,
+        make_links: Callable[["ParallelContext"], Any] | None = None,
     ) -> "ParallelContext":
-        """A rank of a process group that stands already: pooled processes of a test, or threads, which share a
-        mailbox. `handles` has the communicators of earlier contexts of this process group, and keeps those of this
-        one: under NCCL each costs a fraction of a second."""
+        """Rank of an existing process group: pooled processes or threads of a test.
+
+        `handles`: communicators of earlier contexts of this process group, extended in place. Under NCCL creating one
+        takes a fraction of a second.
+        """
         launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size)
-        context = cls._build(config, launch, torch.device(device), dtype, seed, owns=False, handles=handles)
-        context.mailbox = mailbox
-        return context
+        handles = {} if handles is None else handles
+        return cls(config, launch, torch.device(device), dtype, seed, handles, make_links=make_links)
 
     @classmethod
     def fake(
@@ -162,50 +181,28 @@ class ParallelContext:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "meta",
-        seed: int = 1234,
     ) -> "ParallelContext":
-        """Rank `rank` of `spec.world_size` without any other rank: what it would hold and send, never values.
+        """Rank `rank` of `config.world_size` without any other rank, on torch's "fake" backend.
 
-        `stop` it before the next one: a process plays one rank at a time.
+        Shapes, groups and memory are those of the rank; gathered tensors are filled with its own shard. A process
+        emulates one rank at a time: call `stop` before the next one.
         """
-        enter_fake_world(rank, config.world_size)
+        assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
+        # Registers collectives on meta tensors. It imports torch's compiler, which takes a second or more.
+        import torch.distributed._tools.fake_collectives  # noqa: F401
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
         launch = Launch(rank=rank, world_size=config.world_size)
-        return cls._build(config, launch, torch.device(device), dtype, seed, owns=True, alone=True)
+        return cls(config, launch, torch.device(device), dtype, 1234, owns_process_group=True, is_fake=True)
 
-    @classmethod
-    def _build(
-        cls,
-        config: ParallelConfig,
-        launch: Launch,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-        *,
-        owns: bool,
-        alone: bool = False,
-        handles: Handles | None = None,
-    ) -> "ParallelContext":
-        config = replace(config, world_size=launch.world_size)
-        groups = {}
-        handles = {} if handles is None else handles
-        for name, lists in all_groups(config).items():
-            for ranks in lists:
-                if alone and launch.rank not in ranks:
-                    continue
-                # Every rank takes part in making every group, in the same order.
-                handle = _communicator(handles, ranks, "collectives") if len(ranks) > 1 else None
-                if launch.rank in ranks:
-                    groups[name] = ProcessGroup(name, ranks, ranks.index(launch.rank), handle, device)
-        return cls(config, launch, groups, handles, device=device, dtype=dtype, seed=seed, owns_process_group=owns)
-
-    def limit_waiting(self, seconds: float) -> None:
-        """From now on a collective of any group waits so long for its peers."""
-        for handle in dict.fromkeys(self._handles.values()):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), handle)
+    def set_timeout(self, timeout_s: float) -> None:
+        """Sets the timeout of later collectives of all groups."""
+        for handle in dict.fromkeys(self.handles.values()):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
 
     def stop(self) -> None:
-        """Leaves the process group. The context is of no use afterwards."""
-        if self._owns_process_group:
+        """Destroys the process group if this context created it. The context cannot be used afterwards."""
+        if self.owns_process_group:
             dist.destroy_process_group()
 
     def __str__(self) -> str:
@@ -218,22 +215,16 @@ class ParallelContext:
         )
 
 
-def _communicator(handles: Handles, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-    if (ranks, purpose) not in handles:
-        handles[ranks, purpose] = dist.new_group(list(ranks))
-    return handles[ranks, purpose]
-
-
-def _choose_device(wish: str, launch: Launch) -> torch.device:
+def _select_device(requested: str, launch: Launch) -> torch.device:
     available = torch.cuda.is_available()
-    if wish == "cuda" and not available:
-        raise EnvironmentProblem("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
-    if wish == "cpu" or not available:
+    if requested == "cuda" and not available:
+        raise EnvironmentProblem("--device cuda: torch finds no CUDA device; use --device cpu")
+    if requested == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if launch.local_rank >= count:
         raise EnvironmentProblem(
-            f"local rank {launch.local_rank} has no GPU: this host shows {count}; start at most {count} processes here"
+            f"local rank {launch.local_rank} has no GPU: this host has {count}; start at most {count} processes on it"
         )
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)
@@ -247,46 +238,47 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=_meet(config, launch),
+            store=_rendezvous_store(config, launch),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(minutes=config.timeout_minutes),
+            timeout=timedelta(minutes=config.distributed_timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise OtherRankProblem(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at "
-            f"{launch.master_addr}:{launch.master_port} within {config.timeout_minutes:g} minutes: {error}; "
-            f"check that all ranks were started with the same master address and that the port is free",
+            f"{launch.master_addr}:{launch.master_port} within {config.distributed_timeout_minutes:g} minutes: "
+            f"{error}; check that all ranks were started with the same master address and that the port is free",
             code=ExitCode.RENDEZVOUS,
         ) from error
 
 
-def _meet(config: ParallelConfig, launch: Launch) -> dist.Store:
-    """The store of the process group, after all ranks have come.
+def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
+    """Store of the process group, once all ranks have connected to it.
 
-    torchrun's agent serves it, else the first rank. That one waits for the others here, rather than in the constructor
-    of the store, which cannot say which ranks are missing; the others wait for its word.
+    torchrun's agent serves it, else the first rank. The first rank waits here and not in the store's constructor, which
+    cannot report the missing ranks; the others wait until it has seen all of them.
 
-    Raises OtherRankProblem on the first rank when others did not come; errors of torch otherwise.
+    Raises:
+        OtherRankProblem: on the first rank, if ranks are missing after the timeout. Other ranks raise errors of torch.
     """
-    timeout = timedelta(minutes=config.timeout_minutes)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
     is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = launch.master_addr, launch.master_port
     store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
-    came = [f"rank {rank} came" for rank in range(launch.world_size)]
-    store.set(came[launch.rank], "")
+    keys = [f"rank {rank} came" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], "")
     if launch.rank != 0:
         store.wait(["all ranks came"], timeout)
         return store
     try:
-        store.wait(came, timeout)
+        store.wait(keys, timeout)
     except dist.DistError as error:
-        missing = [rank for rank, key in enumerate(came) if not store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing[:_MAX_NAMED])) + " ..." * (len(missing) > _MAX_NAMED)
         raise OtherRankProblem(
             f"{len(missing)} of {launch.world_size} ranks did not come to {address}:{port} within "
-            f"{config.timeout_minutes:g} minutes: rank {named}; see what they printed, and "
+            f"{config.distributed_timeout_minutes:g} minutes: rank {named}; see what they printed, and "
             "check that all ranks were started with the same master address",
             missing[0] if missing else None,
             ExitCode.RENDEZVOUS,

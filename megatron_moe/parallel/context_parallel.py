@@ -1,5 +1,4 @@
-"""Context parallelism: which positions of a sequence a rank holds, and the ring and all-to-all exchanges of
-attention."""
+"""Context parallelism: positions of a sequence per rank, ring and all-to-all exchanges of attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,22 +9,23 @@ from torch import Tensor
 
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.context import ProcessGroup
-from megatron_moe.parallel.exchange import AllToAll, Landing
+from megatron_moe.parallel.exchange import AllToAll, Wait
 
 Split = Literal["zigzag", "contiguous"]
 Chunks = tuple[range, ...]
+"""Ranges of positions of one sequence."""
 
 
 def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
-    """The chunks of every rank.
+    """Chunks of every rank.
 
-    zigzag: of 2n equal chunks rank i holds chunks i and 2n - 1 - i, which under a causal mask gives every rank the same
-    work. contiguous: rank i holds the i-th of n equal chunks. One rank holds everything.
+    zigzag: rank i holds chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
+    contiguous: rank i holds chunk i of n equal chunks.
     """
     if num_ranks == 1:
         return ((range(seq),),)
     num_chunks = 2 * num_ranks if split == "zigzag" else num_ranks
-    assert seq % num_chunks == 0, f"a sequence of {seq} tokens is not {num_chunks} equal chunks"
+    assert seq % num_chunks == 0, f"{seq} tokens do not divide into {num_chunks} chunks"
     size = seq // num_chunks
     chunks = [range(start, start + size) for start in range(0, seq, size)]
     if split == "contiguous":
@@ -34,10 +34,10 @@ def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
 
 
 def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -> int:
-    """The smallest power of two of ranks to split sequences over.
+    """Smallest degree of context parallelism, a power of two up to `num_ranks`, for dynamic context parallelism.
 
-    Each then holds at most `limit` tokens of the `longest` document, and the groups of so many ranks share the
-    sequences of the microbatch equally. At most `num_ranks`, which is a power of two.
+    Each rank holds at most `limit` tokens of the `longest` document, and the groups of `degree` ranks share the
+    sequences of the microbatch equally.
     """
     degree = 1
     while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
@@ -47,25 +47,25 @@ def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -
 
 @dataclass(frozen=True)
 class SequencePart:
-    """What one context-parallel rank holds of a microbatch's sequences, and what the others of its group do."""
+    """Part of a microbatch's sequences on one context-parallel rank."""
 
     of_ranks: tuple[Chunks, ...]
-    """The chunks of every rank of the group, in group order."""
+    """Chunks of every rank of the group, in group order."""
     rank: int
     """Index in the group."""
     group: str = "cp"
-    """Name of the ranks that split the same sequences."""
+    """Name of the group that splits the same sequences."""
     share: tuple[int, int] = (0, 1)
-    """(index, number): which share of the microbatch's sequences the group has."""
+    """(index, number) of the group's equal share of the microbatch's sequences."""
 
     @property
     def num_parts(self) -> int:
-        """How many ranks have a part of the microbatch."""
+        """Number of ranks with a part of the microbatch."""
         return len(self.of_ranks) * self.share[1]
 
     @property
     def chunks(self) -> Chunks:
-        """Of this rank."""
+        """Chunks of this rank."""
         return self.of_ranks[self.rank]
 
     def take(self, x_BS: Tensor) -> Tensor:
@@ -73,53 +73,50 @@ class SequencePart:
         return take_places(self.sequences(x_BS), self.chunks)
 
     def sequences(self, x_BS: Tensor) -> Tensor:
-        """All places of the sequences of this rank's group."""
+        """Sequences of this rank's group, with all positions."""
         index, number = self.share
         return x_BS if number == 1 else x_BS.chunk(number)[index]
 
 
 def take_places(x_BS: Tensor, chunks: Chunks) -> Tensor:
-    """The places of `chunks`, in their order, of a tensor whose dim 1 is the whole sequence."""
+    """Positions of `chunks`, in their order, of a tensor whose dim 1 is the whole sequence."""
     return torch.cat([x_BS[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 
 
 def joined(parts: Sequence[Chunks]) -> Chunks:
-    """All places of several ranks in ascending order; neighbouring chunks become one."""
-    joined: list[range] = []
-    for chunk in sorted((chunk for chunks in parts for chunk in chunks), key=lambda chunk: chunk.start):
-        if joined and joined[-1].stop == chunk.start:
-            joined[-1] = range(joined[-1].start, chunk.stop)
+    """Chunks of several ranks in ascending order; adjacent chunks are merged."""
+    merged: list[range] = []
+    for chunk in _ascending(parts):
+        if merged and merged[-1].stop == chunk.start:
+            merged[-1] = range(merged[-1].start, chunk.stop)
         else:
-            joined.append(chunk)
-    return tuple(joined)
+            merged.append(chunk)
+    return tuple(merged)
 
 
 def in_order(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Rows that stand rank by rank (dim 0, `parts` says which) in ascending order of their places."""
-    pieces, order = _pieces(x_S, [chunk for chunks in parts for chunk in chunks])
-    return torch.cat([pieces[index] for index in order])
+    """Sorts rows that are concatenated rank by rank (dim 0, chunks `parts`) by position."""
+    return _reordered(x_S, [chunk for chunks in parts for chunk in chunks], _ascending(parts))
 
 
 def by_rank(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Undoes `in_order`."""
-    chunks = [chunk for chunks in parts for chunk in chunks]
-    pieces, order = _pieces(x_S, sorted(chunks, key=lambda chunk: chunk.start))
-    ranked = sorted(range(len(chunks)), key=lambda index: chunks[index].start)
-    assert order == list(range(len(chunks))), f"places in order {order}"
-    return torch.cat([pieces[ranked.index(index)] for index in range(len(chunks))])
+    """Inverse of `in_order`."""
+    return _reordered(x_S, _ascending(parts), [chunk for chunks in parts for chunk in chunks])
 
 
-def _pieces(x_S: Tensor, chunks: Sequence[range]) -> tuple[tuple[Tensor, ...], list[int]]:
-    """The rows of every chunk, and the indices of the chunks by ascending place."""
-    order = sorted(range(len(chunks)), key=lambda index: chunks[index].start)
-    return x_S.split([len(chunk) for chunk in chunks]), order
+def _ascending(parts: Sequence[Chunks]) -> list[range]:
+    return sorted((chunk for chunks in parts for chunk in chunks), key=lambda chunk: chunk.start)
+
+
+def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> Tensor:
+    pieces = dict(zip(before, x_S.split([len(chunk) for chunk in before]), strict=True))
+    return torch.cat([pieces[chunk] for chunk in after])
 
 
 class Ring:
-    """The ranks of a group in a circle: what a rank sends goes to the next, what it receives comes from the one before.
+    """Ring over the ranks of a group: a rank sends to the next rank and receives from the previous one.
 
-    No gradient flows: forward and backward of ring attention each turn the ring themselves. Without a group the rank is
-    alone.
+    Outside autograd: forward and backward of ring attention call it explicitly. None: a ring of one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -127,22 +124,22 @@ class Ring:
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
     def circulate(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """(rank, its tensors) of every rank, the own first; the next are on their way while these are worked on.
+        """Yields (rank, its tensors) for every rank, starting with this one, and overlaps the next transfer.
 
-        All ranks hold tensors of the same shapes and of one dtype.
+        Tensors have the same shapes on all ranks, and one dtype.
         """
         if self.size == 1:
             yield 0, list(tensors)
             return
         flat = pack(tensors)
         for step in range(self.size):
-            landing = self.pass_on(flat) if step + 1 < self.size else None
+            wait = self.pass_on(flat) if step + 1 < self.size else None
             yield (self.rank - step) % self.size, unpack(flat, tensors)
-            if landing is not None:
-                flat = landing()
+            if wait is not None:
+                flat = wait()
 
-    def pass_on(self, flat: Tensor) -> Landing:
-        """Sends a vector to the next rank, and gives the one from the rank before."""
+    def pass_on(self, flat: Tensor) -> Wait:
+        """Starts to send a vector to the next rank; the returned function waits for that of the previous rank."""
         if self.group is None or self.size == 1:
             return lambda: flat
         send, receive = [0] * self.size, [0] * self.size
@@ -151,19 +148,21 @@ class Ring:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements in one vector."""
+    """Concatenates all elements in one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a vector that `pack` made of tensors of these shapes."""
+    """Inverse of `pack` for tensors of these shapes."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
-    """All heads of this rank's places -> this rank's share of the heads at the places of all ranks, rank by rank:
-    [S, B, N, D] -> [size * S, B, N / size, D]. Backward: `gather_heads` of the gradient."""
+    """All-to-all from all heads at this rank's positions to this rank's heads at all positions, rank by rank.
+
+    [S, B, N, D] -> [size * S, B, N / size, D]. Backward: `gather_heads` of the gradient.
+    """
     heads = x_SBND.shape[2]
     assert heads % group.size == 0, f"{heads} heads do not divide among {group.size} ranks"
     parts = x_SBND.unflatten(2, (group.size, -1)).movedim(2, 0)
@@ -171,6 +170,6 @@ def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
-    """Undoes `scatter_heads`: [size * S, B, N / size, D] -> [S, B, N, D]. Backward: `scatter_heads` of the gradient."""
+    """Inverse of `scatter_heads`: [size * S, B, N / size, D] -> [S, B, N, D]. Backward: `scatter_heads`."""
     parts = exchange.run(AllToAll(group), x_SBND.unflatten(0, (group.size, -1)))
     return parts.movedim(0, 2).flatten(2, 3)

@@ -103,7 +103,7 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
     if config.cp_sub_axes is not None:
         levels = tuple(zip(("cp_a2a", "cp_p2p"), config.cp_sub_axes, strict=True))
         groups |= {name: attention.cut("cp", levels).groups((name,)) for name, _ in levels}
-    if config.max_seqlen_per_rank is not None:
+    if config.max_seqlen_per_dp_cp_rank is not None:
         groups |= {f"cp_{degree}": _neighbours(attention, degree) for degree in context_degrees(config.cp)}
     groups["world"] = [tuple(range(config.world_size))]
     return groups

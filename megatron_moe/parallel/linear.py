@@ -1,5 +1,6 @@
 """Linear layer, sharded over tensor-parallel ranks by columns, by rows, or not at all."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -11,7 +12,7 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
-from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, leave_tensor_parallel, rejoin
+from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
 
 
 class Linear(nn.Module):
@@ -19,14 +20,14 @@ class Linear(nn.Module):
 
     `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
 
-    0     column parallel: a rank has a shard of the outputs (heads, ffn channels). x is the residual stream; y is
-          sharded along its last dim.
-    1     row parallel: a rank has a shard of the inputs. x is sharded along its last dim; y, summed over the ranks, is
-          the residual stream, and the bias is added once, after the sum.
+    0     column parallel: outputs (heads, ffn channels) are sharded. x is the residual stream; y is sharded along its
+          last dim.
+    1     row parallel: inputs are sharded. x is sharded along its last dim; y, summed over the ranks, is the residual
+          stream, and the bias is added once, after the sum.
     None  replicated. Under sequence parallelism every rank multiplies its own positions.
 
-    The residual stream has all positions on every rank, or under sequence parallelism (arXiv 2205.05198 section 4.2.2)
-    the rank's own positions. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
+    Under sequence parallelism (arXiv 2205.05198 section 4.2.2) the residual stream has the rank's own positions, else
+    all positions on every rank. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
     stream.
     """
 
@@ -48,26 +49,25 @@ class Linear(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.tp_dim = tp_dim
-        sequence_parallel = ctx.config.sequence_parallel
         weight_meta = ParamMeta(
             role="matrix",
             init=init,
             fan_in=inputs,
             tp_dim=tp_dim,
             splits=splits,
-            partial_over_tp=sequence_parallel and tp_dim is None,
+            partial_over_tp=ctx.config.sequence_parallel and tp_dim is None,
         )
         self.weight = new_parameter((outputs, inputs), weight_meta, ctx)
         self.bias = None
         if bias:
-            cut = 0 if tp_dim == 0 else None
-            bias_meta = ParamMeta(
+            bias_meta = replace(
+                weight_meta,
                 role="bias",
                 init="zeros",
-                tp_dim=cut,
-                splits=splits,
+                fan_in=1,
+                tp_dim=0 if tp_dim == 0 else None,
                 decay=False,
-                partial_over_tp=sequence_parallel and cut is None,
+                partial_over_tp=ctx.config.sequence_parallel and tp_dim != 0,
             )
             self.bias = new_parameter((outputs,), bias_meta, ctx)
 
@@ -84,12 +84,12 @@ class Linear(nn.Module):
 def column_product(
     hidden_SBH: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, kernels: Kernels
 ) -> Tensor:
-    """The residual stream times a weight [O / tp, H] with some of the outputs -> [S, B, O / tp], all positions.
+    """Product of the residual stream and a column-parallel weight [O / tp, H] -> [S, B, O / tp], all positions.
 
-    Sequence parallelism: backward gathers the input again instead of saving it gathered. tp: one more all-gather of
+    Under sequence parallelism the input is saved as a shard and gathered again in backward. tp: one more all-gather of
     S * B * H elements, for tp times less memory.
     """
     sharded = None
     if ctx.config.sequence_parallel:
-        sharded = ShardedInput(hidden_SBH, partial(rejoin, group=ctx.group("tp")))
+        sharded = ShardedInput(hidden_SBH, partial(gather_shard, group=ctx.group("tp")))
     return autograd.linear(kernels, enter_tensor_parallel(hidden_SBH, ctx), weight, bias, sharded=sharded)

@@ -20,7 +20,7 @@ class GradAccumulator(Protocol):
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """Runs `compute(out, accumulate)` now or later. It must write (or add, if `accumulate`) the gradient to `out`,
-        which has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be joined with others."""
+        which has the parameter's shape and the accumulation dtype. `BatchedWeightGrad`s may be merged."""
         ...
 
 
@@ -42,29 +42,29 @@ class BatchedWeightGrad:
 
 
 class Parameter(nn.Parameter):
-    """This rank's part of a tensor of `global_shape`."""
+    """Local shard of a tensor of `global_shape`."""
 
     meta: ParamMeta
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
-    """Place of the part in the whole tensor, concatenated along the sharded dim."""
+    """Boxes of the whole tensor that form the shard, concatenated along the sharded dim."""
     sink: GradAccumulator | None
     uses: int = 1
-    """Gradients that the backward passes of one microbatch add on this rank: one per matrix product or embedding
-    lookup, or per use in a layer that runs several times."""
+    """Gradients added per microbatch on this rank: one per matrix product or embedding lookup, or per use in a layer
+    that runs several times."""
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
-    """(global name, parameter) in the order of registration."""
+    """Yields (global name, parameter) in the order of registration."""
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
         yield name, parameter
 
 
 def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext) -> Parameter:
-    """This rank's part of a parameter of the global `shape`, in the context's dtype and on its device.
+    """Creates this rank's shard of a parameter of the global `shape`, in the context's dtype and on its device.
 
-    Uninitialised; `model/init.py` fills it by its global name.
+    It is uninitialised; `model/init.py` fills it by its global name.
     """
     tp, ep = ctx.group("etp" if meta.grid == "expert" else "tp"), ctx.group("ep")
     boxes = local_boxes(shape, meta, tp=(tp.rank, tp.size), ep=(ep.rank, ep.size))
@@ -77,25 +77,25 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
 
 
 def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
-    """What the boxes hold of a whole tensor: a view of it when there is one box."""
+    """Concatenation of the boxes of a whole tensor; a view of it if there is one box."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 
 
 def held_experts(parameter: Parameter) -> range:
-    """Global ids of the experts in a stack that this rank has."""
+    """Global ids of this rank's experts in an expert stack."""
     first, number = parameter.boxes[0].offset[0], parameter.boxes[0].size[0]
     return range(first, first + number)
 
 
 def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
-    """As `local_part`, of one expert's whole tensor: what this rank holds of each expert that it has."""
+    """Local part of the whole tensor of one expert in the stack `parameter`, as `local_part`."""
     boxes = tuple(ParamBox(box.offset[1:], box.size[1:]) for box in parameter.boxes)
     return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
 
 
 def write_part(whole: Tensor, part: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> None:
-    """Writes a rank's part to its place in the whole tensor: the inverse of `local_part`."""
+    """Writes a rank's part into the whole tensor (inverse of `local_part`)."""
     dim = sharded_dim(meta) or 0
     pieces = part.split([box.size[dim] for box in boxes], dim=dim)
     for box, piece in zip(boxes, pieces, strict=True):

@@ -1,10 +1,11 @@
-"""Named random streams. A draw depends on what it is for, never on how many draws came before it or on which rank.
+"""Keyed random numbers: a draw depends on its key only, not on the rank or on earlier draws.
 
-So initial weights do not change with the layout, a recomputed dropout mask is the first one again, and ranks can be
-threads of one process.
+Initial weights are therefore independent of the layout, recomputation repeats the dropout mask of the forward, and
+ranks can be threads of one process.
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ Key = tuple[int | str, ...]
 
 
 class RNGKey(NamedTuple):
-    """Start of the keys of all random draws of one microbatch."""
+    """Prefix of the keys of all random draws of one microbatch."""
 
     seed: int
     """Seed of the run."""
@@ -27,7 +28,7 @@ class RNGKey(NamedTuple):
     """Distinguishes parts of the microbatch: context-parallel rank, depth of multi-token prediction."""
 
     def site(self, *names: int | str) -> Key:
-        """Key of the draws of one site, such as "embedding" or the path of a layer."""
+        """Key of the draws of one site, such as "embedding" or the name of a layer."""
         return (self.seed, self.iteration, self.microbatch, *self.scope, *names)
 
     def within(self, *scope: int | str) -> "RNGKey":
@@ -42,33 +43,30 @@ def seed_of(key: Key) -> int:
 
 
 def generator(key: Key, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`. Tensors without
-    data take the CPU's."""
+    """New generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`; on the CPU for the
+    meta device."""
     where = torch.device(device)
     return torch.Generator("cpu" if where.type == "meta" else where).manual_seed(seed_of(key))
 
 
 def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """fp32 numbers in [0, 1) for a tensor that is part (index, number) of a larger one, cut along `dim` into equal
-    parts.
+    """Uniform fp32 numbers in [0, 1) for one of equal shards (index, number) of a tensor along `dim`.
 
-    The numbers of the larger one are drawn and cut, so they do not depend on how it is cut; that costs `number` times
-    the draws of one part.
+    The whole tensor is drawn and then sliced, so the numbers do not depend on the sharding; that costs `number` times
+    the draws of a shard.
     """
-    drawn = torch.rand(_whole(shape, dim, part), device=device, generator=generator(key, device))
-    return _part(drawn, shape, dim, part)
+    return _draw(torch.rand, shape, key, device, dim, part)
 
 
 def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """As `uniform`, standard normal numbers."""
-    drawn = torch.randn(_whole(shape, dim, part), device=device, generator=generator(key, device))
-    return _part(drawn, shape, dim, part)
+    """Standard normal numbers, as `uniform`."""
+    return _draw(torch.randn, shape, key, device, dim, part)
 
 
 def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
     """Zeroes elements with probability `p` and scales the others by 1 / (1 - p). `key` None: evaluation, no dropout.
 
-    `x` is `part` (index, number) of a larger tensor that is cut along `dim`; the mask is cut from the larger one's.
+    `x` is shard `part` (index, number) of a tensor along `dim`; the mask is sliced from the mask of the whole tensor.
     """
     if key is None or p == 0.0:
         return x
@@ -76,11 +74,10 @@ def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = 
     return x * keep.to(x.dtype) / (1.0 - p)
 
 
-def _whole(shape: torch.Size, dim: int, part: Part) -> list[int]:
+def _draw(
+    sample: Callable[..., Tensor], shape: torch.Size, key: Key, device: torch.device, dim: int, part: Part
+) -> Tensor:
     whole = list(shape)
     whole[dim] *= part[1]
-    return whole
-
-
-def _part(drawn: Tensor, shape: torch.Size, dim: int, part: Part) -> Tensor:
+    drawn = sample(whole, device=device, generator=generator(key, device))
     return drawn if part[1] == 1 else drawn.narrow(dim, part[0] * shape[dim], shape[dim])

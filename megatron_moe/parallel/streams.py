@@ -82,7 +82,7 @@ class HostCopies(Streams):
             exact: takes `size` elements; otherwise memory comes from torch's allocator of pinned memory, which is
                 faster but rounds up to a power of two.
         """
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype, device="cpu" if self.has_data else "meta")
 
     def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
         """Copies to the host after the work queued so far on the current stream and after the events.
@@ -160,9 +160,6 @@ class MetaHostCopies(HostCopies):
     """Copies of meta tensors; host buffers have no data either."""
 
     has_data = False
-
-    def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device="meta")
 
 
 def make_host_copies(device: torch.device) -> HostCopies:

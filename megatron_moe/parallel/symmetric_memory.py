@@ -1,7 +1,7 @@
 """Symmetric memory: one buffer per rank of a group, which every rank of the group can read and write.
 
 On GPUs of one NVLink host the buffers are those of `torch.distributed._symmetric_memory` (peer-to-peer mappings, no
-multicast). Ranks that are threads share tensors; ranks that are CPU processes of one host map files in shared memory.
+multicast). CPU ranks of one host map files in shared memory.
 """
 
 import os
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
-from megatron_moe.parallel.mailbox import Letter
 
 SHARED_FOLDER = Path("/dev/shm")
-_LABEL = "symmetric memory"
 
 
 def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
@@ -29,7 +27,7 @@ def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext
         return _from_torch(num_bytes, group, ctx.device)
     if ctx.device.type == "meta":
         return tuple(torch.empty(num_bytes, dtype=torch.uint8, device="meta") for _ in group.ranks)
-    return _of_threads(num_bytes, group, ctx) if ctx.mailbox is not None else _of_processes(num_bytes, group)
+    return _from_files(num_bytes, group)
 
 
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
@@ -47,16 +45,7 @@ def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tu
     )
 
 
-def _of_threads(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
-    own, this = torch.zeros(num_bytes, dtype=torch.uint8), group.ranks[group.rank]
-    assert ctx.mailbox is not None
-    for peer in group.ranks:
-        if peer != this:
-            ctx.mailbox.post((this, peer, _LABEL), Letter(_LABEL, own))
-    return tuple(own if peer == this else ctx.mailbox.take((peer, this, _LABEL), _LABEL) for peer in group.ranks)
-
-
-def _of_processes(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
+def _from_files(num_bytes: int, group: ProcessGroup) -> tuple[Tensor, ...]:
     handle, name = tempfile.mkstemp(prefix="megatron_moe_", dir=SHARED_FOLDER)
     try:
         os.ftruncate(handle, num_bytes)

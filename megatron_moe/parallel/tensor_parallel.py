@@ -1,10 +1,8 @@
-"""Collectives that gradients flow through, and the way in and out of what tensor parallel ranks share out.
+"""Differentiable collectives of tensor parallelism, and the entry and exit of tensor-parallel regions.
 
-Each function states what it does and what its backward does. With one rank each returns its input.
-
-A tensor is *replicated* when every rank of the group holds the same, *cut* when each holds one of equal slices, and
-*partial* when the true value is the sum over the ranks. The gradient of a replicated tensor may be partial too: then
-every rank has used it for something else (its own columns, its own heads).
+With one rank each function returns its input. A tensor is *replicated* if every rank of the group holds the same
+values, *sharded* if each holds one of equal slices, and *partial* if the true value is the sum over the ranks. The
+gradient of a replicated tensor is partial if ranks use it differently (for their own columns or heads).
 """
 
 from collections.abc import Callable
@@ -20,40 +18,40 @@ from megatron_moe.parallel.param_meta import Part
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Replicated to replicated, for uses that differ between the ranks. Backward: all-reduce of partial gradients."""
-    return _exchange(x, group, _same, _total)
+    """Replicated to replicated, for uses that differ between ranks. Backward: all-reduce of the partial gradient."""
+    return _differentiable(x, group, _identity, _all_reduce)
 
 
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Partial to replicated: all-reduce. Backward: the gradient, which is replicated, as it is."""
-    return _exchange(x, group, _total, _same)
+    """Partial to replicated: all-reduce. Backward: identity."""
+    return _differentiable(x, group, _all_reduce, _identity)
 
 
 def gather_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Cut along `dim` to replicated: all-gather. Backward: this rank's slice of the replicated gradient."""
-    return _exchange(x, group, partial(_join, dim=dim), partial(_slice, dim=dim))
+    """Sharded along `dim` to replicated: all-gather. Backward: this rank's slice of the replicated gradient."""
+    return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_slice, dim=dim))
 
 
 def scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Replicated to cut along `dim`: this rank's slice. Backward: all-gather."""
-    return _exchange(x, group, partial(_slice, dim=dim), partial(_join, dim=dim))
+    """Replicated to sharded along `dim`: this rank's slice. Backward: all-gather."""
+    return _differentiable(x, group, partial(_slice, dim=dim), partial(_all_gather, dim=dim))
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Cut along `dim` to replicated, for uses that differ between the ranks. Backward: reduce-scatter of partial
-    gradients."""
-    return _exchange(x, group, partial(_join, dim=dim), partial(_slice_of_total, dim=dim))
+    """Sharded along `dim` to replicated, for uses that differ between ranks. Backward: reduce-scatter of the partial
+    gradient."""
+    return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Partial to cut along `dim`. Backward: all-gather."""
-    return _exchange(x, group, partial(_slice_of_total, dim=dim), partial(_join, dim=dim))
+    """Partial to sharded along `dim`. Backward: all-gather."""
+    return _differentiable(x, group, partial(_reduce_scatter, dim=dim), partial(_all_gather, dim=dim))
 
 
 def enter_tensor_parallel(hidden_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """The residual stream for a matrix whose outputs are cut: all positions, on every rank.
+    """Input of a column-parallel matrix from the residual stream: all positions, on every rank.
 
-    tp: with sequence parallelism all-gather of S * B * H elements, backward reduce-scatter; without, nothing, backward
+    tp: with sequence parallelism all-gather of S * B * H elements, backward reduce-scatter; without, identity, backward
     all-reduce.
     """
     group = ctx.group("tp")
@@ -61,20 +59,20 @@ def enter_tensor_parallel(hidden_SBH: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def leave_tensor_parallel(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Back to the residual stream from a matrix whose inputs are cut: sums over the ranks.
+    """Residual stream from the partial output of a row-parallel matrix.
 
-    tp: with sequence parallelism reduce-scatter of S * B * H elements, each rank keeps its positions, backward
-    all-gather; without, all-reduce, backward nothing.
+    tp: with sequence parallelism reduce-scatter of S * B * H elements along S, backward all-gather; without,
+    all-reduce, backward identity.
     """
     group = ctx.group("tp")
     return reduce_scatter(partial_SBH, group) if ctx.config.sequence_parallel else reduce_from(partial_SBH, group)
 
 
 def columns_to_residual(columns_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Back to the residual stream from a matrix whose outputs, H / tp on this rank, are its channels.
+    """Residual stream from the output of a column-parallel matrix, H / tp channels on this rank.
 
-    tp: all-gather of S * B * H elements, backward this rank's columns; with sequence parallelism each rank then keeps
-    its positions, backward all-gather.
+    tp: all-gather of S * B * H elements, backward this rank's columns; with sequence parallelism then this rank's
+    positions, backward all-gather.
     """
     group = ctx.group("tp")
     hidden_SBH = gather_from(columns_SBH, group, dim=-1)
@@ -82,52 +80,52 @@ def columns_to_residual(columns_SBH: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def sequence_part(ctx: ParallelContext) -> Part:
-    """(index, number) of this rank's stretch of the residual stream along S."""
+    """(index, number) of this rank's shard of the residual stream along S."""
     tp = ctx.group("tp")
     return (tp.rank, tp.size) if ctx.config.sequence_parallel else (0, 1)
 
 
 def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
-    """What of a [B, S] tensor belongs to this rank's stretch of the residual stream, [B, S / tp] under sequence
+    """Slice of a [B, S] tensor for this rank's positions of the residual stream: [B, S / tp] under sequence
     parallelism. No gradient."""
     index, num_parts = sequence_part(ctx)
     return x_BS if num_parts == 1 else _equal_slice(x_BS, index, num_parts, dim=1)
 
 
-def rejoin(shard: Tensor, group: ProcessGroup) -> Tensor:
+def gather_shard(shard: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather along dim 0 outside autograd, for inputs that are saved for backward as shards."""
-    return shard if group.size == 1 else _join(shard, group, 0)
+    return shard if group.size == 1 else _all_gather(shard, group, 0)
 
 
-Step = Callable[[Tensor, ProcessGroup], Tensor]
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-class _Exchange(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Step, back: Step) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.run_backward = group, backward
+        return forward(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grads[0], ctx.group), None, None, None
+        return ctx.run_backward(grads[0], ctx.group), None, None, None
 
 
-def _exchange(x: Tensor, group: ProcessGroup, there: Step, back: Step) -> Tensor:
+def _differentiable(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
     if group.size == 1:
         return x
-    return _Exchange.apply(x, group, there, back)  # type: ignore[no-untyped-call,no-any-return]
+    return _Differentiable.apply(x, group, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _total(x: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return all_reduce_(x.clone(memory_format=torch.contiguous_format), group)
 
 
-def _join(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     shard = x.movedim(dim, 0).contiguous()
     whole = shard.new_empty(group.size * shard.shape[0], *shard.shape[1:])
     return all_gather_flat(whole, shard, group).movedim(0, dim)
@@ -137,7 +135,7 @@ def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _equal_slice(x, group.rank, group.size, dim).contiguous()
 
 
-def _slice_of_total(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     whole = x.movedim(dim, 0).contiguous()
     own = torch.empty_like(_equal_slice(whole, group.rank, group.size, 0))
     return reduce_scatter_flat(own, whole, group).movedim(0, dim)

@@ -1,6 +1,5 @@
 """Actions and entries of a pipeline schedule."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,18 +58,3 @@ Schedule = tuple[tuple[Entry, ...], ...]
 def parts(entry: Entry) -> tuple[Action, ...]:
     """The actions of an entry: one, or the two of a pair."""
     return (entry.forward, entry.backward) if isinstance(entry, OverlappedPair) else (entry,)
-
-
-def exchanges(entries: Iterable[Entry]) -> Iterator[Action | OverlappedPair | tuple[Action, ...]]:
-    """The entries, with consecutive sends and receives grouped into one tuple, because they are posted together."""
-    waiting: list[Action] = []
-    for entry in entries:
-        if isinstance(entry, Action) and entry.is_transfer:
-            waiting.append(entry)
-            continue
-        if waiting:
-            yield tuple(waiting)
-            waiting = []
-        yield entry
-    if waiting:
-        yield tuple(waiting)

@@ -51,8 +51,7 @@ def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -
     if len(costs.layers) < pp * vpp - 2:
         raise LayoutError(
             f"{counted(len(costs.layers), 'layer')} cannot fill {counted(pp, 'pipeline rank')} x "
-            f"{counted(vpp, 'virtual stage')}: at most "
-            f"embedding and loss may have a stage without a layer"
+            f"{counted(vpp, 'virtual stage')}: only embedding and loss may have a stage without a layer"
         )
     last = pp * vpp - 1
     mtp_stages = [last - 1, last] if num_mtp and pp > 2 else [last]
@@ -61,12 +60,9 @@ def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -
     return place_layers(found[best][1], pp, num_mtp, mtp_stages[best])
 
 
-Score = tuple[float, float]
-"""(maximum stage cost, sum of squared stage costs)."""
-
-
-def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[Score, list[int]]:
-    """(score, layers per stage) of the best placement with MTP on `mtp_stage`; later stages have no layers."""
+def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[tuple[float, float], list[int]]:
+    """((maximum stage cost, sum of squared stage costs), layers per stage) of the best placement with MTP on
+    `mtp_stage`; later stages have no layers."""
     ends = [0.0] * num_stages
     ends[0] += costs.embedding
     ends[mtp_stage] += costs.mtp

@@ -1,10 +1,9 @@
-"""Executes a schedule: the only place that decides when a forward or a backward runs, and when stages exchange data.
+"""Schedule executor: runs the forwards, backwards and transfers of one pipeline rank in schedule order.
 
-One code path for every schedule: a pipeline of one rank, 1F1B, interleaved, overlapped, forward only. Every microbatch
-passes a chunk as a `SegmentedMicrobatch` of steps; it has one step unless a schedule interleaves the nodes of two
-microbatches. What
-a stage sends is freed once it has left: for the backward only the edge of the graph is kept, not the output itself.
-What a stage receives begins a graph of its own; its gradient is handed back explicitly.
+It is the only code that decides when they run, for every schedule: a single stage, 1F1B, interleaved, overlapped and
+forward only. A microbatch passes a chunk as a `SegmentedMicrobatch`, which has one step unless the schedule overlaps
+two microbatches. The output of a stage is freed after its send: only its graph edge is kept for the backward. Received
+tensors start a new graph, and their gradients are returned explicitly.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,69 +24,69 @@ At = tuple[int, int]
 
 
 class Stage(Protocol):
-    """What a schedule knows of the chunks of the model that a rank holds."""
+    """Model chunks of one rank, as the executor uses them."""
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
-        """The forward of one microbatch through one chunk. The first step takes what the stage before sent (None: there
-        is none before); the last leaves what the next stage receives, in the last stage the scalar to differentiate."""
+        """Forward steps of a microbatch in a chunk. The first takes the output of the previous stage, or None in the
+        first stage; the last returns the input of the next stage, or the scalar objective in the last stage."""
         ...
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
-        """The order of work of a pair. With slots for weight gradients its backward leaves them to those."""
+        """Slot order of an overlapped pair. With "weight" slots, weight gradients are deferred to those."""
         ...
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """Of what travels into a stage of the pipeline, and of its gradient."""
+        """Shape of the input of a pipeline stage, and of its gradient."""
         ...
 
     def defer_weight_gradients(self, deferred: bool) -> None:
-        """Whether the weight gradients of the backwards to come wait for `weight_gradients`."""
+        """Sets whether the following backwards defer their weight gradients to `weight_gradients`."""
         ...
 
     def weight_gradients(self) -> None:
-        """Computes all weight gradients that wait."""
+        """Computes all deferred weight gradients."""
         ...
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
-        """Called when all gradients of this microbatch have been computed, those that waited included."""
+        """Called when all gradients of a microbatch have been computed, including deferred ones."""
         ...
 
 
 def run_schedule(
     entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, streams: Streams | None = None
 ) -> None:
-    """Runs the entries of this rank in order. Without gradients enabled they are forwards only.
+    """Runs the entries of this rank in order; without gradients enabled they are forwards only.
 
-    Everything that comes in must go out again: what is received into a computation, what is computed to the next stage,
-    every forward into its backward. `streams`: None: no-op streams.
+    Asserts that every received tensor is used, every output is sent, and every forward has its backward. `streams`:
+    None for no-op streams.
     """
     run = _Run(stage, links, stages, streams or Streams())
     for entry in entries:
         if isinstance(entry, OverlappedPair):
-            run.do_pair(entry)
+            run.run_pair(entry)
         else:
-            run.do(entry)
+            run.run_action(entry)
     run.finish()
 
 
 class _Run:
-    """One pass of one rank through its schedule."""
+    """State of one run of a schedule."""
 
     def __init__(self, stage: Stage, links: Links, stages: StageMap, streams: Streams) -> None:
         self._stage = stage
         self._links = links
         self._stages = stages
         self._streams = streams
-        self._flying: dict[At, SegmentedMicrobatch] = {}
-        """Microbatches between their forward and their backward in one chunk."""
-        self._owed: list[At] = []
-        """Backwards whose weight gradients wait."""
-        self._coming: dict[tuple[Kind, At], Callable[[], Tensor]] = {}
-        self._outgoing: dict[tuple[Kind, At], Tensor] = {}
-        self._leaving: list[Callable[[], object]] = []
-        self._overdue: list[Callable[[], object]] = []
+        self._in_flight: dict[At, SegmentedMicrobatch] = {}
+        """Microbatches between forward and backward."""
+        self._deferred: list[At] = []
+        """Backwards with deferred weight gradients."""
+        self._receives: dict[tuple[Kind, At], Callable[[], Tensor]] = {}
+        self._outputs: dict[tuple[Kind, At], Tensor] = {}
+        self._sends: list[Callable[[], object]] = []
+        self._earlier_sends: list[Callable[[], object]] = []
 
-    def do(self, action: Action) -> None:
+    def run_action(self, action: Action) -> None:
         at = _at(action)
         if action.peer is not None:
             self._transfer(action, action.peer, at)
@@ -103,94 +102,95 @@ class _Run:
                 self._stage.defer_weight_gradients(True)
                 self._end_backward(at, self._begin_backward(at))
                 self._stage.defer_weight_gradients(False)
-                self._owed.append(at)
+                self._deferred.append(at)
             case "backward_weight":
-                self._owed.remove(at)
+                self._deferred.remove(at)
                 self._stage.weight_gradients()
                 self._stage.after_backward(*at)
 
-    def do_pair(self, pair: OverlappedPair) -> None:
-        """A forward and a backward, slot by slot."""
+    def run_pair(self, pair: OverlappedPair) -> None:
+        """Interleaves a forward and a backward slot by slot."""
         self._free_sent()
+        forward_at, backward_at = _at(pair.forward), _at(pair.backward)
         slots = self._stage.slots(pair.forward.chunk, pair.backward.chunk)
-        ahead, behind = self._begin_forward(_at(pair.forward)), self._begin_backward(_at(pair.backward))
+        forward, backward = self._begin_forward(forward_at), self._begin_backward(backward_at)
         split = any(slot.direction == "weight" for slot in slots)
         self._stage.defer_weight_gradients(split)
         for slot in slots:
             match slot.direction:
                 case "forward":
-                    ahead.forward(slot)
+                    forward.forward(slot)
                 case "backward":
-                    behind.backward(slot)
+                    backward.backward(slot)
                 case "weight":
                     self._stage.weight_gradients()
-        self._end_forward(_at(pair.forward), ahead)
-        self._end_backward(_at(pair.backward), behind)
+        self._end_forward(forward_at, forward)
+        self._end_backward(backward_at, backward)
         if split:
             self._stage.weight_gradients()
             self._stage.defer_weight_gradients(False)
-        self._stage.after_backward(*_at(pair.backward))
+        self._stage.after_backward(*backward_at)
 
     def finish(self) -> None:
-        """Waits until everything has left, and proves that nothing was forgotten."""
+        """Waits for all sends and asserts that no work is left."""
         self._free_sent()
         self._free_sent()
-        assert not self._flying, f"forwards without a backward (microbatch, chunk): {sorted(self._flying)}"
-        assert not self._owed, f"weight gradients never computed (microbatch, chunk): {sorted(self._owed)}"
-        assert not self._coming, f"received and never used: {sorted(self._coming)}"
-        assert not self._outgoing, f"computed and never sent: {sorted(self._outgoing)}"
+        assert not self._in_flight, f"forwards without a backward (microbatch, chunk): {sorted(self._in_flight)}"
+        assert not self._deferred, f"weight gradients never computed (microbatch, chunk): {sorted(self._deferred)}"
+        assert not self._receives, f"received and never used: {sorted(self._receives)}"
+        assert not self._outputs, f"computed and never sent: {sorted(self._outputs)}"
 
     def _begin_forward(self, at: At) -> SegmentedMicrobatch:
-        received = self._arrived("activation", at)
+        received = self._received("activation", at)
         assert (received is None) == (self._number(at) == 0), f"(microbatch, chunk) {at} has not received its input"
         return SegmentedMicrobatch(self._stage.steps(*at), received, self._streams)
 
-    def _end_forward(self, at: At, chain: SegmentedMicrobatch) -> None:
-        chain.forward()
-        output = chain.output()
+    def _end_forward(self, at: At, microbatch: SegmentedMicrobatch) -> None:
+        microbatch.forward()
+        output = microbatch.output()
         if torch.is_grad_enabled():
-            self._flying[at] = chain
+            self._in_flight[at] = microbatch
         if self._number(at) < self._stages.num_stages - 1:
-            self._outgoing["activation", at] = output
+            self._outputs["activation", at] = output
 
     def _begin_backward(self, at: At) -> SegmentedMicrobatch:
-        chain = self._flying.pop(at)
-        gradient = self._arrived("gradient", at)
+        microbatch = self._in_flight.pop(at)
+        gradient = self._received("gradient", at)
         is_last = self._number(at) == self._stages.num_stages - 1
         assert (gradient is None) == is_last, f"(microbatch, chunk) {at} has not received its gradient"
-        chain.begin_backward(gradient)
-        return chain
+        microbatch.begin_backward(gradient)
+        return microbatch
 
-    def _end_backward(self, at: At, chain: SegmentedMicrobatch) -> None:
-        chain.backward()
+    def _end_backward(self, at: At, microbatch: SegmentedMicrobatch) -> None:
+        microbatch.backward()
         if self._number(at) > 0:
-            self._outgoing["gradient", at] = chain.input_gradient()
+            self._outputs["gradient", at] = microbatch.input_gradient()
 
     def _transfer(self, action: Action, peer: int, at: At) -> None:
         kind: Kind = "activation" if action.kind.endswith("forward") else "gradient"
-        # Activations come from the boundary before the stage and go to the one after it; gradients the other way.
         sends = action.kind.startswith("send")
+        # boundary i is before stage i: activations are received from it and sent to i + 1, gradients the other way
         boundary = self._number(at) + (sends == (kind == "activation"))
         label = f"{kind} of microbatch {action.microbatch} into stage {boundary}"
         if sends:
-            self._leaving.append(self._links.send(kind, self._outgoing.pop((kind, at)), peer, label))
+            self._sends.append(self._links.send(kind, self._outputs.pop((kind, at)), peer, label))
         else:
             shape = self._stage.shape(action.microbatch, boundary)
-            self._coming[kind, at] = self._links.receive(kind, shape, peer, label)
+            self._receives[kind, at] = self._links.receive(kind, shape, peer, label)
 
-    def _arrived(self, kind: Kind, at: At) -> Tensor | None:
-        """What was received for a computation; None at the ends of the pipeline."""
-        wait = self._coming.pop((kind, at), None)
+    def _received(self, kind: Kind, at: At) -> Tensor | None:
+        """Waits for the received tensor of a computation; None at the ends of the pipeline."""
+        wait = self._receives.pop((kind, at), None)
         return None if wait is None else wait()
 
     def _free_sent(self) -> None:
-        """Lets go of what was sent before the last computation: it had the time of one to leave."""
-        for wait in self._overdue:
+        """Frees the tensors sent before the last computation, which overlapped with these sends."""
+        for wait in self._earlier_sends:
             wait()
-        self._overdue, self._leaving = self._leaving, []
+        self._earlier_sends, self._sends = self._sends, []
 
     def _number(self, at: At) -> int:
-        """Position in the model of a chunk of this rank."""
+        """Pipeline stage of a chunk of this rank."""
         return self._stages.stage(self._links.rank, at[1])
 
 

@@ -32,7 +32,6 @@ class StageMap:
 
 _REPEATED_GROUP: Final = re.compile(r"\(([^()]*)\)\*(\d+)")
 _REPEATED_LETTER: Final = re.compile(r"([EtmL|])\*(\d+)")
-_LETTERS: Final = "EtmL"
 
 
 class LayoutError(ValueError):
@@ -81,12 +80,8 @@ class PipelineLayout:
     def embedding_ranks(self, *, tied: bool) -> tuple[int, ...]:
         """Pipeline ranks with a copy of the word embedding, in stage order: the first stage, stages with MTP layers
         and, if `tied`, the stage with the head."""
-        holders = [
-            index % self.pp
-            for index, stage in enumerate(self.stages)
-            if stage.embedding or stage.num_mtp or (tied and stage.loss)
-        ]
-        return tuple(dict.fromkeys(holders))
+        holds = (stage.embedding or stage.num_mtp or tied and stage.loss for stage in self.stages)
+        return tuple(dict.fromkeys(index % self.pp for index, held in enumerate(holds) if held))
 
     def __str__(self) -> str:
         """Text in the layout language, with repetitions of equal stages."""
@@ -130,15 +125,14 @@ def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | N
     num_mtp = expanded.count("m") if num_mtp is None else num_mtp
     stages = expanded.split("|")
     _check_letters(text, stages, num_layers, num_mtp)
-    if len(stages) % pp:
-        below = len(stages) - len(stages) % pp
+    if rest := len(stages) % pp:
+        below = len(stages) - rest
         near = f"{below} or {below + pp}" if below else str(pp)
         raise LayoutError(
-            f"{text} has {counted(len(stages), 'stage')}, which cannot be divided among {pp} pipeline ranks; "
-            f"{near} would"
+            f"{text} has {counted(len(stages), 'stage')}, which cannot be divided among {pp} pipeline ranks; use {near}"
         )
-    _check_mtp_stage(text, stages, pp)
-    return place_layers([stage.count("t") for stage in stages], pp, num_mtp, _index(stages, "m"))
+    mtp_stage = _mtp_stage(text, stages, pp)
+    return place_layers([stage.count("t") for stage in stages], pp, num_mtp, mtp_stage)
 
 
 def _expand(text: str) -> str:
@@ -146,11 +140,11 @@ def _expand(text: str) -> str:
     text = text.replace(",", "").replace(" ", "")
     expanded = _REPEATED_GROUP.sub(lambda match: match[1] * int(match[2]), text)
     expanded = _REPEATED_LETTER.sub(lambda match: match[1] * int(match[2]), expanded)
-    strange = next((letter for letter in expanded if letter not in _LETTERS + "|"), None)
-    if strange is not None:
+    unknown = next((letter for letter in expanded if letter not in "EtmL|"), None)
+    if unknown is not None:
         raise LayoutError(
-            f"{text} has {strange!r}, which is not understood: stages are E (embedding), t (layer), m (MTP layer), L "
-            f"(loss), ended by |; (...)*N repeats a group, t*N a letter, groups do not nest"
+            f"{text} has {unknown!r}; stages are E (embedding), t (layer), m (MTP layer), L (loss), ended by |; "
+            f"(...)*N repeats a group, t*N a letter, groups do not nest"
         )
     return expanded
 
@@ -173,10 +167,9 @@ def _check_letters(text: str, stages: Sequence[str], num_layers: int, num_mtp: i
         raise LayoutError(f"{text} has a t after an m; multi-token prediction follows the last decoder layer")
 
 
-def _check_mtp_stage(text: str, stages: Sequence[str], pp: int) -> None:
-    holders = [index for index, stage in enumerate(stages) if "m" in stage]
-    if not holders:
-        return
+def _mtp_stage(text: str, stages: Sequence[str], pp: int) -> int:
+    """Stage of the MTP layers, the last stage if there are none. Raises LayoutError if Megatron does not allow it."""
+    holders = [index for index, stage in enumerate(stages) if "m" in stage] or [len(stages) - 1]
     if len(holders) > 1:
         raise LayoutError(f"{text} has m in stages {holders}; all layers of multi-token prediction belong to one stage")
     rank, first_allowed = holders[0] % pp, len(stages) - pp + min(1, pp - 1)
@@ -185,10 +178,7 @@ def _check_mtp_stage(text: str, stages: Sequence[str], pp: int) -> None:
             f"{text} has m in stage {holders[0]}, chunk {holders[0] // pp} of rank {rank}; it must be the last chunk "
             f"of a rank other than 0: stages {first_allowed} to {len(stages) - 1}"
         )
-
-
-def _index(stages: Sequence[str], letter: str) -> int:
-    return next((index for index, stage in enumerate(stages) if letter in stage), len(stages) - 1)
+    return holders[0]
 
 
 def even_layout(
@@ -209,18 +199,14 @@ def even_layout(
     """
     if first is not None or last is not None:
         if account_for_embedding or account_for_loss:
-            raise LayoutError(
-                "counting embedding or loss as a layer cannot be combined with a number of layers of the first or last "
-                "rank"
-            )
+            raise LayoutError("embedding or loss as a layer cannot be combined with layers of the first or last rank")
         ranks = _uneven_ranks(num_layers, pp, first, last)
         for rank, count in enumerate(ranks):
             if count % vpp:
                 raise LayoutError(
                     f"{counted(count, 'layer')} of pipeline rank {rank} cannot be divided into {vpp} virtual stages"
                 )
-        counts = [count // vpp for count in ranks] * vpp
-        return place_layers(counts, pp, num_mtp, len(counts) - 1)
+        return place_layers([count // vpp for count in ranks] * vpp, pp, num_mtp, pp * vpp - 1)
     extra = account_for_embedding + account_for_loss
     each, rest = divmod(num_layers + extra, pp * vpp)
     if rest:
@@ -247,7 +233,7 @@ def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None)
             f"divided among the other {counted(middle, 'pipeline rank')}"
         )
     between = [rest // middle] * middle if middle else []
-    return ([] if first is None else [first]) + between + ([] if last is None else [last])
+    return [*([] if first is None else [first]), *between, *([] if last is None else [last])]
 
 
 def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -> PipelineLayout:

@@ -4,25 +4,31 @@ Dispatch and combine of one direction overlap with computation of the other. The
 Megatron's. It does not affect numerics: each direction keeps its own order, and only the backward writes gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 from megatron_moe.pipeline.layout import StageLayout
 
 Direction = Literal["forward", "backward", "weight"]
-Node = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
+SlotName = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
 """Nodes of a model chunk. attention includes the router; experts is the MLP of a dense layer, which has no dispatch and
 combine; post is shared experts and residual; the last layer's post includes the final norm; head includes the loss;
 chunk is the undivided chunk."""
 Stream = Literal["compute", "communication"]
 
 
+def stream_of(node: SlotName) -> Stream:
+    """Stream of a node: dispatch and combine communicate, all others compute."""
+    return "communication" if node in ("dispatch", "combine") else "compute"
+
+
 @dataclass(frozen=True)
 class Step:
     """A function of one microbatch's forward through one chunk. Exchanges have two steps: start and finish."""
 
-    node: Node
+    node: SlotName
     layer: int | None
     """Index of the layer, as in `Slot`."""
     run: Callable[[Any], Any]
@@ -38,25 +44,16 @@ class Slot:
     """One node in one direction; "weight" is its weight gradients if the backward is split."""
 
     direction: Direction
-    node: Node
+    node: SlotName
     layer: int | None = None
     """Index of the layer in the chunk, MTP layers last; None for embedding and head."""
-
-    @property
-    def stream(self) -> Stream:
-        return stream_of(self.node)
 
     def __str__(self) -> str:
         at = "" if self.layer is None else str(self.layer)
         return f"{'W' if self.direction == 'weight' else self.direction[0].upper()}{at}.{self.node}"
 
 
-def stream_of(node: Node) -> Stream:
-    """Stream of a node: dispatch and combine communicate, all others compute."""
-    return "communication" if node in ("dispatch", "combine") else "compute"
-
-
-_PAIR_ORDER: tuple[tuple[Direction, Node], ...] = (
+_PAIR_ORDER: tuple[tuple[Direction, SlotName], ...] = (
     ("backward", "post"),
     ("backward", "combine"),
     ("forward", "attention"),
@@ -82,44 +79,28 @@ def pair_slots(
 ) -> tuple[Slot, ...]:
     """Nodes of a pair, or of a single direction, in launch order.
 
-    The forward of the first layer is paired with the backward of the last, and so on; remaining layers follow, backward
-    first. `early_attention_backward` moves the backward of attention before the forward of the experts, which frees its
+    The forward of the first layer is paired with the backward of the last, and so on; remaining layers follow.
+    `early_attention_backward` moves the backward of attention before the forward of the experts, which frees its
     activations earlier and hides less communication (`--ep-overlap-early-attn-memory-release`).
     """
-    slots = list(_pair_slots(forward, backward, _order(early_attention_backward)))
-    return tuple(slot for slot in slots if split_backward or slot.direction != "weight")
-
-
-def _pair_slots(
-    forward: StageLayout | None, backward: StageLayout | None, order: tuple[tuple[Direction, Node], ...]
-) -> Iterator[Slot]:
+    order = list(_PAIR_ORDER)
+    if early_attention_backward:
+        order.remove(("backward", "attention"))
+        order.insert(order.index(("forward", "experts")), ("backward", "attention"))
+    slots: list[Slot] = []
     if forward and forward.embedding:
-        yield Slot("forward", "embedding")
+        slots.append(Slot("forward", "embedding"))
     if backward and backward.loss:
-        yield Slot("backward", "head")
-        yield Slot("weight", "head")
-    forwards, backwards = range(_num_layers(forward)), range(_num_layers(backward))[::-1]
-    num_pairs = min(len(forwards), len(backwards))
-    for up, down in zip(forwards, backwards, strict=False):
-        yield from (Slot(direction, node, up if direction == "forward" else down) for direction, node in order)
-    for down in backwards[num_pairs:]:
-        yield from (Slot(direction, node, down) for direction, node in order if direction != "forward")
-    for up in forwards[num_pairs:]:
-        yield from (Slot(direction, node, up) for direction, node in order if direction == "forward")
+        slots += [Slot("backward", "head"), Slot("weight", "head")]
+    for ahead, behind in zip_longest(range(_num_layers(forward)), reversed(range(_num_layers(backward)))):
+        layers = {"forward": ahead, "backward": behind, "weight": behind}
+        slots += [Slot(kind, node, layers[kind]) for kind, node in order if layers[kind] is not None]
     if forward and forward.loss:
-        yield Slot("forward", "head")
+        slots.append(Slot("forward", "head"))
     if backward and backward.embedding:
-        yield Slot("backward", "embedding")
+        slots.append(Slot("backward", "embedding"))
+    return tuple(slot for slot in slots if split_backward or slot.direction != "weight")
 
 
 def _num_layers(stage: StageLayout | None) -> int:
     return len(stage.layers) + stage.num_mtp if stage else 0
-
-
-def _order(early_attention_backward: bool) -> tuple[tuple[Direction, Node], ...]:
-    if not early_attention_backward:
-        return _PAIR_ORDER
-    moved: tuple[Direction, Node] = ("backward", "attention")
-    rest = tuple(entry for entry in _PAIR_ORDER if entry != moved)
-    at = rest.index(("forward", "experts"))
-    return (*rest[:at], moved, *rest[at:])

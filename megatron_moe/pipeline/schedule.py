@@ -8,15 +8,18 @@ A schedule is a list of entries per pipeline rank. One builder covers all kinds:
 - overlapped: each forward and backward of the steady phase form an `OverlappedPair` (`overlap.py`).
 
 Sends and receives are explicit. The lists are projections of one global sequence in which each send is followed by its
-receive (`transfers.py`). They therefore cannot deadlock, even with blocking sends, and messages between two ranks need
-no tags: they are received in the order in which they were sent.
+receive. They therefore cannot deadlock, even with blocking sends, and messages between two ranks need no tags: they are
+received in the order in which they were sent.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
 from megatron_moe.pipeline.layout import StageMap
-from megatron_moe.pipeline.transfers import with_transfers
+
+Task = tuple[str, int, int]
+"""("forward" | "backward", microbatch, stage)."""
 
 
 class ScheduleError(ValueError):
@@ -52,33 +55,30 @@ class ScheduleConfig:
 def build_schedule(config: ScheduleConfig) -> Schedule:
     """Builds the entries of every pipeline rank. Raises ScheduleError for invalid sizes."""
     check_schedule(config)
-    return with_transfers(config.stages, [computations(config, rank) for rank in range(config.pp)])
+    return _with_transfers(config.stages, [computations(config, rank) for rank in range(config.pp)])
 
 
 def check_schedule(config: ScheduleConfig) -> None:
     """Raises ScheduleError for invalid sizes, the same as in Megatron."""
-    if min(config.num_microbatches, config.pp, config.vpp, config.group) < 1:
+    pp, vpp, group, num_microbatches = config.pp, config.vpp, config.group, config.num_microbatches
+    if min(num_microbatches, pp, vpp, group) < 1:
         raise ScheduleError(
-            f"{config.num_microbatches} microbatches, {config.pp} pipeline ranks, {config.vpp} chunks per rank, "
-            f"groups of "
-            f"{config.group}: every number must be at least 1"
+            f"{num_microbatches} microbatches, {pp} pipeline ranks, {vpp} chunks per rank, groups of {group}: every "
+            f"number must be at least 1"
         )
-    if config.vpp == 1:
+    if vpp == 1:
         return
-    if config.pp == 1:
-        raise ScheduleError(f"{config.vpp} virtual stages per rank need at least 2 pipeline ranks, not 1")
-    if not config.pp <= config.group <= config.num_microbatches:
+    if pp == 1:
+        raise ScheduleError(f"{vpp} virtual stages per rank need at least 2 pipeline ranks, not 1")
+    if not pp <= group <= num_microbatches:
         raise ScheduleError(
-            f"groups of {config.group} microbatches must be at least as large as the pipeline ({config.pp} ranks) "
-            f"and at "
-            f"most the {config.num_microbatches} microbatches of a step, when a rank has {config.vpp} virtual stages"
+            f"groups of {group} microbatches must be at least as large as the pipeline ({pp} ranks) and at most the "
+            f"{num_microbatches} microbatches of a step, when a rank has {vpp} virtual stages"
         )
-    remainder = config.num_microbatches % config.group
-    if 0 < remainder < config.pp:
+    if 0 < num_microbatches % group < pp:
         raise ScheduleError(
-            f"{config.num_microbatches} microbatches leave {remainder} after groups of {config.group}; with "
-            f"{config.vpp} "
-            f"virtual stages the rest must be 0 or at least the {config.pp} pipeline ranks"
+            f"{num_microbatches} microbatches leave {num_microbatches % group} after groups of {group}; with {vpp} "
+            f"virtual stages the rest must be 0 or at least the {pp} pipeline ranks"
         )
 
 
@@ -128,3 +128,88 @@ def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
         return [backward]
     at = (backward.microbatch, backward.chunk)
     return [Action("backward_input", *at), Action("backward_weight", *at)]
+
+
+def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
+    """Tasks, on any rank, that a computation depends on."""
+    stage, microbatch = stages.stage(rank, action.chunk), action.microbatch
+    if action.kind == "forward":
+        return (("forward", microbatch, stage - 1),) if stage else ()
+    if action.kind == "backward_weight":
+        return (("backward", microbatch, stage),)
+    own: Task = ("forward", microbatch, stage)
+    last = stage == stages.num_stages - 1
+    return (own,) if last else (own, ("backward", microbatch, stage + 1))
+
+
+def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
+    """The task that a computation completes, if any. A backward completes with its input gradient."""
+    if action.kind == "backward_weight":
+        return ()
+    direction = "forward" if action.kind == "forward" else "backward"
+    return ((direction, action.microbatch, stages.stage(rank, action.chunk)),)
+
+
+def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
+    """Inserts sends and receives into the computations of all ranks.
+
+    Computations are assigned start times, with one unit per forward and two per backward. Both sides post a transfer
+    when its sender's computation ends: after the computations that have started by then, before all others. All lists
+    are projections of this one global order, so the earliest pending transfer can always complete and no deadlock is
+    possible. Receives are posted early so that transfers overlap with computation.
+    """
+    events: list[tuple[tuple[int, ...], int, Entry]] = []
+    for rank, entries in enumerate(_started(stages, ranks)):
+        for position, (start, entry) in enumerate(entries):
+            events.append(((start, 1, position), rank, entry))
+            end = start + _units(entry)
+            for number, action in enumerate(parts(entry)):
+                for sent, peer, received in _transfer(stages, rank, action):
+                    order = (end, 0, rank, number)
+                    events += [((*order, 0), rank, sent), ((*order, 1), peer, received)]
+    lists: list[list[Entry]] = [[] for _ in ranks]
+    for _, rank, entry in sorted(events, key=lambda event: event[0]):
+        lists[rank].append(entry)
+    return tuple(tuple(entries) for entries in lists)
+
+
+def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Action, int, Action]]:
+    """Yields (send, peer rank, receive) of an action's output if another rank consumes it."""
+    for direction, _, stage in gives(stages, rank, action):
+        stage += 1 if direction == "forward" else -1
+        peer, chunk = stages.place(stage)
+        if 0 <= stage < stages.num_stages and peer != rank:
+            forward = direction == "forward"
+            sent = Action("send_forward" if forward else "send_backward", action.microbatch, action.chunk, peer)
+            received = Action("receive_forward" if forward else "receive_backward", action.microbatch, chunk, rank)
+            yield sent, peer, received
+
+
+def _units(entry: Entry) -> int:
+    """Relative duration: a backward has two matrix products for each of the forward."""
+    if isinstance(entry, OverlappedPair):
+        return _units(entry.forward) + _units(entry.backward)
+    return 2 if entry.kind == "backward" else 1
+
+
+def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tuple[int, Entry]]]:
+    """(start, entry) per rank; a computation starts when its rank is idle and its inputs exist."""
+    finished: dict[Task, int] = {}
+    started: list[list[tuple[int, Entry]]] = [[] for _ in ranks]
+    free, moved = [0] * len(ranks), True
+    while moved:
+        moved = False
+        for rank, entries in enumerate(ranks):
+            for entry in entries[len(started[rank]) :]:
+                inputs = [task for action in parts(entry) for task in needs(stages, rank, action)]
+                if any(task not in finished for task in inputs):
+                    break
+                start = max([free[rank], *(finished[task] for task in inputs)])
+                free[rank] = start + _units(entry)
+                started[rank].append((start, entry))
+                finished |= {task: free[rank] for action in parts(entry) for task in gives(stages, rank, action)}
+                moved = True
+    for rank, entries in enumerate(ranks):
+        missing = entries[len(started[rank]) :]
+        assert not missing, f"the inputs of {missing[0]} on rank {rank} are never computed"
+    return started

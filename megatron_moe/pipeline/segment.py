@@ -1,27 +1,54 @@
-"""One microbatch on its way through one chunk: its forward step by step, and later its backward in reverse.
+"""One microbatch in one model chunk as autograd segments: the forward step by step, the backward in reverse order.
 
-Where nothing interleaves the chunk is one step. An overlapped schedule takes it layer node by layer node, beside
-another microbatch that goes the other way. An exchange has two steps. The first sends rows off in its slot; the second
-waits for them, and runs as late as it can, just before the next step of the same microbatch. So whatever stands between
-two slots of one microbatch runs while its rows travel. The same holds for the backward.
+Without overlap a chunk is one step. An overlapped schedule interleaves the layer nodes of two microbatches. An exchange
+has two steps: its start runs in the exchange's slot; its finish waits for the received rows and runs as late as
+possible, right before the next step of the same microbatch. Work launched between two slots of a microbatch therefore
+overlaps with its exchange, in the forward and in the backward.
+
+The autograd graph is cut between steps, and gradients are passed explicitly. The state between two steps is any nest of
+frozen dataclasses and tuples. Each of its tensors that requires a gradient becomes a `CutTensor`. The graph of the next
+step starts from a tensor that shares the data but does not save it, so unsaved activations are freed as in an uncut
+graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_moe.memory.pytree import map_fields
 from megatron_moe.parallel.streams import Event, Streams
-from megatron_moe.pipeline.graph_cut import CutTensor, GradBoundary, SegmentIO
 from megatron_moe.pipeline.overlap import Slot, Step
 
 
+class GradBoundary:
+    """Graph edge of a tensor at a cut, and the sum of the gradients from the segments that used it."""
+
+    def __init__(self, edge: GradientEdge | None) -> None:
+        """`edge`: None for the input of the chunk."""
+        self.edge = edge
+        self.gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+@dataclass(frozen=True, eq=False)
+class CutTensor:
+    """Data of a tensor between two segments, with its gradient boundary."""
+
+    data: Tensor
+    boundary: GradBoundary
+
+
 class SegmentedMicrobatch:
-    """Runs the steps of one microbatch, forward and then backward. Every step's graph is freed by its backward."""
+    """Runs the steps of one microbatch, first forward and then backward; each backward frees its step's graph."""
 
     def __init__(self, steps: Sequence[Step], received: Tensor | None, streams: Streams) -> None:
-        """`received`: from the stage before; None: there is none."""
+        """`received`: output of the previous stage; None in the first stage."""
         self._steps = steps
         self._streams = streams
         self._last_step: Event = streams.record()
@@ -29,74 +56,150 @@ class SegmentedMicrobatch:
         self._state: Any = received
         if received is not None and torch.is_grad_enabled():
             self._state = CutTensor(received, self._received)
-        self._made: list[list[GradBoundary]] = []
-        """What every step that has run made, as far as it has a gradient; shrinks as backwards run."""
+        self._boundaries: list[list[GradBoundary]] = []
+        """Boundaries made by each step that has run forward but not yet backward."""
         self._num_forward = 0
-        self._last: GradBoundary | None = None
+        self._output: GradBoundary | None = None
 
     def forward(self, slot: Slot | None = None) -> None:
-        """Runs what is left before the slot, and the slot's first step. None: all that is left."""
-        if slot is None:
-            end = len(self._steps)
-        else:
-            end = min(self._places(slot), default=-1) + 1
+        """Runs the pending steps before the slot and the slot's first step. None: all pending steps."""
+        end = len(self._steps) if slot is None else min(self._places(slot), default=-1) + 1
         while self._num_forward < end:
             self._forward(self._steps[self._num_forward])
             self._num_forward += 1
 
     def output(self) -> Tensor:
-        """What the chunk gives, to be taken once, after its last step."""
+        """Output of the chunk; to be called once, after the last step."""
         assert self._num_forward == len(self._steps), f"{self._num_forward} of {len(self._steps)} steps have run"
         state, self._state = self._state, None
         if isinstance(state, CutTensor):
-            self._last = state.crossing
+            self._output = state.boundary
             return state.data
-        assert isinstance(state, Tensor), f"a chunk gives one tensor, not {type(state).__name__}"
+        assert isinstance(state, Tensor), f"the output of a chunk is a tensor, not a {type(state).__name__}"
         return state
 
     def begin_backward(self, gradient: Tensor | None) -> None:
-        """`gradient`: of the output; None: the output is the scalar to differentiate."""
-        assert self._last is not None, "nothing in this chunk has a gradient"
+        """Sets the gradient of the output; None: the output is the scalar objective."""
+        assert self._output is not None, "the output of this chunk requires no gradient"
         if gradient is not None:
-            self._last.add(gradient)
+            self._output.add(gradient)
 
     def backward(self, slot: Slot | None = None) -> None:
-        """Backward of what is left behind the slot, and of the slot's last step. None: of all that is left."""
-        start = 0 if slot is None else max(self._places(slot), default=len(self._made))
-        while len(self._made) > start:
-            self._backward(self._steps[len(self._made) - 1], self._made.pop())
+        """Runs the pending backwards of the steps after the slot and of the slot's last step. None: all pending."""
+        start = 0 if slot is None else max(self._places(slot), default=len(self._boundaries))
+        while len(self._boundaries) > start:
+            self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
 
     def input_gradient(self) -> Tensor:
-        """Of what was received, after the last backward."""
+        """Gradient of the received tensor; to be called once, after the last backward."""
         gradient, self._received.gradient = self._received.gradient, None
-        assert gradient is not None, "what was received has no gradient"
+        assert gradient is not None, "the received tensor has no gradient"
         return gradient
 
     def _places(self, slot: Slot) -> list[int]:
-        """Indices of the steps of a slot: none, one, or two for an exchange. A dense layer has no exchanges."""
+        """Indices of the steps of a slot: two for an exchange, none if the layer has no such node."""
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
 
     def _forward(self, step: Step) -> None:
         streams = self._streams
         with streams.on(step.stream):
             streams.wait(self._last_step)
-            passage = SegmentIO(streams.record_use)
-            state, self._state = passage.enter(self._state), None
-            self._state = passage.leave(step.run(state))
+            cut = _GraphCut(streams.record_use)
+            state, self._state = cut.enter(self._state), None
+            self._state = cut.leave(step.run(state))
             self._last_step = streams.record()
-        self._made.append(passage.left)
+        self._boundaries.append(cut.boundaries)
 
-    def _backward(self, step: Step, made: list[GradBoundary]) -> None:
+    def _backward(self, step: Step, boundaries: list[GradBoundary]) -> None:
         streams = self._streams
         with streams.on(step.stream):
             streams.wait(self._last_step)
-            reached = [crossing for crossing in made if crossing.gradient is not None or crossing is self._last]
-            for crossing in reached:
-                if crossing.gradient is not None:
-                    streams.record_use(crossing.gradient)
+            reached = [each for each in boundaries if each.gradient is not None or each is self._output]
+            for boundary in reached:
+                if boundary.gradient is not None:
+                    streams.record_use(boundary.gradient)
             if reached:
-                edges = tuple(crossing.edge for crossing in reached if crossing.edge is not None)
-                torch.autograd.backward(edges, tuple(crossing.gradient for crossing in reached))
-            for crossing in made:
-                crossing.edge = crossing.gradient = None
+                edges = tuple(each.edge for each in reached if each.edge is not None)
+                torch.autograd.backward(edges, tuple(each.gradient for each in reached))
+            for boundary in boundaries:
+                boundary.edge = boundary.gradient = None
             self._last_step = streams.record()
+
+
+class _GraphCut:
+    """Cuts the graph before and after one step: `enter` converts the state for the step, `leave` its result."""
+
+    def __init__(self, record_use: Callable[[Tensor], None]) -> None:
+        """`record_use`: called with every tensor that enters (`Streams.record_use`)."""
+        self.boundaries: list[GradBoundary] = []
+        """Boundaries of the tensors that the step computed."""
+        self._record_use = record_use
+        self._entered: dict[CutTensor, Tensor] = {}
+        self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
+        """Tensor, kept alive here, and its cut, by the id of the tensor."""
+
+    def enter(self, state: Any) -> Any:
+        """Replaces cut tensors by tensors."""
+        return _rebuilt(state, self._enter)
+
+    def leave(self, state: Any) -> Any:
+        """Replaces tensors that require a gradient by cut tensors; one that was only passed through keeps its cut."""
+        state = _rebuilt(state, self._leave)
+        self._entered.clear()
+        self._cuts.clear()
+        return state
+
+    def _enter(self, leaf: Tensor | CutTensor) -> Tensor:
+        if not isinstance(leaf, CutTensor):
+            self._record_use(leaf)
+            return leaf
+        if leaf not in self._entered:
+            data = leaf.data
+            self._record_use(data)
+            anchor = torch.empty(0, dtype=data.dtype, device=data.device, requires_grad=True)
+            tensor: Tensor = _Enter.apply(anchor, data, leaf.boundary)  # type: ignore[no-untyped-call]
+            self._entered[leaf] = tensor
+            self._cuts[id(tensor)] = tensor, leaf
+        return self._entered[leaf]
+
+    def _leave(self, leaf: Tensor | CutTensor) -> Tensor | CutTensor:
+        assert isinstance(leaf, Tensor), "a cut tensor inside a segment"
+        if id(leaf) in self._cuts:
+            return self._cuts[id(leaf)][1]
+        if not leaf.requires_grad:
+            return leaf
+        boundary = GradBoundary(get_gradient_edge(leaf))
+        self.boundaries.append(boundary)
+        cut = CutTensor(leaf.detach(), boundary)
+        self._cuts[id(leaf)] = leaf, cut
+        return cut
+
+
+class _Enter(torch.autograd.Function):
+    """Identity whose backward adds the gradient to the boundary; the anchor makes autograd record it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, data: Tensor, boundary: GradBoundary) -> Tensor:
+        ctx.boundary = boundary
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.boundary.add(grads[0])
+        return None, None, None
+
+
+def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
+    """Copies the state with `change` applied to its tensors and cut tensors.
+
+    A pending exchange is changed in place, because both of its halves refer to it.
+    """
+    if isinstance(state, Tensor | CutTensor):
+        return change(state)
+    if isinstance(state, tuple):
+        return tuple(_rebuilt(part, change) for part in state)
+    if hasattr(state, "replace_boundary"):
+        state.replace_boundary(change)
+    elif is_dataclass(state) and not isinstance(state, type):
+        return map_fields(state, lambda part: _rebuilt(part, change))
+    return state

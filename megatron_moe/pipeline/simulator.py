@@ -6,13 +6,14 @@ order sent, without tags. With `depth` 0 a send completes when its receive is po
 messages can be buffered per pair of ranks.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
-from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, exchanges, parts
+from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedule, parts
 from megatron_moe.pipeline.layout import StageMap
-from megatron_moe.pipeline.transfers import Task, gives, needs
+from megatron_moe.pipeline.schedule import Task, gives, needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,13 @@ class Durations:
 
     def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
         """Duration of an entry. The two halves of a pair add up."""
-        return sum(self._of(action) * self._share(stages, rank, action.chunk) for action in parts(entry)) / stages.vpp
-
-    def _of(self, action: Action) -> float:
-        if action.kind == "backward":
-            return self.backward_input + self.backward_weight
-        return {"forward": self.forward, "backward_input": self.backward_input}.get(action.kind, self.backward_weight)
+        times = {
+            "forward": self.forward,
+            "backward": self.backward_input + self.backward_weight,
+            "backward_input": self.backward_input,
+            "backward_weight": self.backward_weight,
+        }
+        return sum(times[each.kind] * self._share(stages, rank, each.chunk) for each in parts(entry)) / stages.vpp
 
     def _share(self, stages: StageMap, rank: int, chunk: int) -> float:
         """Cost of a stage in units of the mean."""
@@ -81,10 +83,9 @@ def simulate(
     """Simulates a schedule. `depth`: messages buffered per pair of ranks; None: unlimited."""
     run = _Run(stages, schedule, durations or Durations(), depth)
     run.run()
-    problems = [*run.problems, *_missing(stages, schedule)]
     return SimulationReport(
         spans=tuple(tuple(spans) for spans in run.spans),
-        problems=tuple(problems),
+        problems=(*run.problems, *_missing(stages, schedule)),
         in_flight=tuple(most_in_flight(entries) for entries in schedule),
     )
 
@@ -98,14 +99,6 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
         most = max(most, now)
         now -= kinds.count("backward") + kinds.count("backward_weight")
     return most
-
-
-@dataclass
-class _Channel:
-    """First-in-first-out messages from one rank to another."""
-
-    sent: list["_End"] = field(default_factory=list)
-    awaited: list["_End"] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -123,6 +116,14 @@ class _End:
     receives: bool
 
 
+@dataclass
+class _Channel:
+    """First-in-first-out messages from one rank to another."""
+
+    sent: list[_End] = field(default_factory=list)
+    awaited: list[_End] = field(default_factory=list)
+
+
 class _Run:
     """State of a simulation. Each rank runs until it blocks; posting or completing an exchange wakes its peers."""
 
@@ -130,7 +131,7 @@ class _Run:
         self._stages = stages
         self._durations = durations
         self._depth = depth
-        self._steps = [list(exchanges(entries)) for entries in schedule]
+        self._steps = [_exchanges(entries) for entries in schedule]
         self._next = [0] * len(schedule)
         self._clock = [0.0] * len(schedule)
         self._open: list[list[_End]] = [[] for _ in schedule]
@@ -149,7 +150,7 @@ class _Run:
             while self._next[rank] < len(self._steps[rank]):
                 step = self._steps[rank][self._next[rank]]
                 self._next[rank] += 1
-                if not isinstance(step, tuple):
+                if not isinstance(step, list):
                     self._compute(rank, step)
                     continue
                 self._open[rank] = [self._post(rank, action) for action in step]
@@ -160,9 +161,10 @@ class _Run:
 
     def _compute(self, rank: int, entry: Action | OverlappedPair) -> None:
         for action in parts(entry):
-            absent = [task for task in needs(self._stages, rank, action) if task not in self._has[rank]]
-            if absent:
-                self.problems.append(f"rank {rank} computes {entry} without {_task(absent[0])}")
+            for direction, microbatch, stage in needs(self._stages, rank, action):
+                if (direction, microbatch, stage) not in self._has[rank]:
+                    missing = f"the {direction} of microbatch {microbatch} through stage {stage}"
+                    self.problems.append(f"rank {rank} computes {entry} without {missing}")
         start = self._clock[rank]
         self._clock[rank] += self._durations.of(entry, self._stages, rank)
         self.spans[rank].append(TimelineSpan(entry, start, self._clock[rank]))
@@ -202,7 +204,7 @@ class _Run:
             if end.receives:
                 self._has[rank].add(end.message)
                 if self._depth:
-                    awake.append(_peer(end.action))  # its queue has room again
+                    awake.append(_peer(end.action))  # its channel has space again
         self._open[rank] = waiting
         return not waiting
 
@@ -242,34 +244,38 @@ class _Run:
         ]
 
 
+def _exchanges(entries: Iterable[Entry]) -> list[Entry | list[Action]]:
+    """The entries; consecutive sends and receives form one list because they are posted together."""
+    steps: list[Entry | list[Action]] = []
+    for entry in entries:
+        if isinstance(entry, OverlappedPair) or not entry.is_transfer:
+            steps.append(entry)
+        elif steps and isinstance(steps[-1], list):
+            steps[-1].append(entry)
+        else:
+            steps.append([entry])
+    return steps
+
+
 def _peer(action: Action) -> int:
     assert action.peer is not None, f"{action} is not a transfer"
     return action.peer
 
 
-def _task(task: Task) -> str:
-    direction, microbatch, stage = task
-    return f"the {direction} of microbatch {microbatch} through stage {stage}"
-
-
 def _missing(stages: StageMap, schedule: Sequence[Sequence[Entry]]) -> list[str]:
     """Messages about forwards and backwards that a rank does not run exactly once."""
-    done = [[action for entry in entries for action in parts(entry)] for entries in schedule]
-    microbatches = {action.microbatch for actions in done for action in actions}
-    trains = any(action.kind.startswith("backward") for actions in done for action in actions)
+    ranks = [[action for entry in entries for action in parts(entry)] for entries in schedule]
+    microbatches = sorted({action.microbatch for actions in ranks for action in actions})
+    trains = any(action.kind.startswith("backward") for actions in ranks for action in actions)
+    kinds = ("forward", "backward_input", "backward_weight")[: 3 if trains else 1]
     problems = []
-    for rank, actions in enumerate(done):
-        counts: dict[tuple[str, int, int], int] = {}
-        for action in actions:
-            for kind in ("backward_input", "backward_weight") if action.kind == "backward" else (action.kind,):
-                at = (kind, action.microbatch, action.chunk)
-                counts[at] = counts.get(at, 0) + 1
-        for kind in ("forward", "backward_input", "backward_weight")[: 3 if trains else 1]:
-            for chunk in range(stages.vpp):
-                for microbatch in sorted(microbatches):
-                    times = counts.get((kind, microbatch, chunk), 0)
-                    if times != 1:
-                        problems.append(
-                            f"rank {rank} runs {kind} of microbatch {microbatch}, chunk {chunk}, {times} times"
-                        )
+    for rank, actions in enumerate(ranks):
+        counts = Counter(
+            (kind, action.chunk, action.microbatch)
+            for action in actions
+            for kind in (("backward_input", "backward_weight") if action.kind == "backward" else (action.kind,))
+        )
+        for kind, chunk, microbatch in product(kinds, range(stages.vpp), microbatches):
+            if (times := counts[kind, chunk, microbatch]) != 1:
+                problems.append(f"rank {rank} runs {kind} of microbatch {microbatch}, chunk {chunk}, {times} times")
     return problems

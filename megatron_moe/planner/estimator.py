@@ -1,4 +1,4 @@
-"""Step-time estimate of a plan, by component, with the efficiencies of `rates.py`.
+"""Step-time estimate of a plan, by component, with the efficiencies of `work.py`.
 
     step = (work of a rank + exposed communication in layers) / (1 - bubble) + data-parallel communication + optimizer
 
@@ -6,10 +6,11 @@ Work is that of the mean pipeline rank; the bubble includes idle time due to une
 uneven routing, and interference of concurrent kernels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import num_bytes
+from megatron_moe.cost_model.expert_load import LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
@@ -17,22 +18,16 @@ from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
 from megatron_moe.cost_model.step_time import pipeline_bubble
 from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
-from megatron_moe.planner.rates import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, Rates, rates_of
-from megatron_moe.planner.work import LayerWork, Work
+from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
 _TENSOR_FORWARD = 0.4
 """Forward share of tensor-parallel traffic: 2 of the 5 passes of a layer (docs/communication-volume.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepEstimate:
+class StepEstimate(Work):
     """Seconds of one step, by component."""
 
-    dense: float
-    core_attention: float
-    experts: float
-    bandwidth: float
-    recompute: float
     tensor_parallel: float
     expert_parallel: float
     """Exposed dispatch and combine."""
@@ -52,12 +47,13 @@ class StepEstimate:
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
         """(component, seconds) of all nonzero components, longest first."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("flops", "world_size")]
-        found = [(name.replace("_", " "), float(getattr(self, name))) for name in names]
+        sizes = {"flops", "world_size"}
+        found = [(name.replace("_", " "), float(value)) for name, value in vars(self).items() if name not in sizes]
         return tuple(sorted((each for each in found if each[1] > 0), key=lambda each: -each[1]))
 
     @property
     def total(self) -> float:
+        """Duration of the step."""
         return sum(seconds for _, seconds in self.parts)
 
     @property
@@ -70,7 +66,11 @@ class Estimator:
     """Step-time estimates of one plan. `placements`: placement of each process group, by name."""
 
     def __init__(
-        self, plan: RunPlan, gpu: GPU, placements: dict[str, Placement], destinations: Destinations | None = None
+        self,
+        plan: RunPlan,
+        gpu: GPU,
+        placements: dict[str, Placement],
+        destinations: Destinations = LoadChoice.destinations,
     ) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
@@ -78,39 +78,31 @@ class Estimator:
         self.rank = plan.layout.pp // 2
         """Pipeline rank whose communication is counted."""
         self.stages = LayerWork(plan, self.rates).of_stages()
-        cache = destinations or Destinations()
-        self.traffic = Communication(plan, placements, self.num_microbatches, cache).of_rank(self.rank)
+        self.traffic = Communication(plan, placements, self.num_microbatches, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
         """Layers of the mean pipeline rank, as a multiple of those of `rank`."""
 
-    def without_bubble(self) -> StepEstimate:
-        """Estimate without bubble, a lower bound for every schedule."""
-        return self._step(0.0)
-
-    def step(self) -> StepEstimate:
-        """Estimate of the whole step."""
-        schedule = self.plan.schedule(self.num_microbatches)
-        return self._step(pipeline_bubble(schedule, [work.total for work in self.stages]))
-
-    def _step(self, idle: float) -> StepEstimate:
-        plan, work = self.plan, self._work()
+    def step(self, *, bubble: bool = True) -> StepEstimate:
+        """Estimate of the whole step; without `bubble`, a lower bound for every schedule."""
+        plan = self.plan
+        idle = 0.0
+        if bubble:
+            idle = pipeline_bubble(plan.schedule(self.num_microbatches), [work.total for work in self.stages])
+        # work of the mean pipeline rank
+        work = sum(self.stages, Work()) * (self.num_microbatches / plan.layout.pp)
         tensor = self._in_layers("tp")
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
         recompute = plan.memory.recompute
         recomputed = work.recompute
-        if recompute.granularity == "full":
+        if recompute.recompute_granularity == "full":
             recomputed += tensor * _TENSOR_FORWARD
-        if recompute.granularity == "full" or "moe" in recompute.modules:
-            recomputed += experts / 2 if recompute.granularity != "none" else 0.0
+        if recompute.recompute_granularity == "full" or "moe" in recompute.recompute_modules:
+            recomputed += experts / 2 if recompute.recompute_granularity != "none" else 0.0
         busy = work.total - work.recompute + recomputed + tensor + experts + context + offload
         return StepEstimate(
-            dense=work.dense,
-            core_attention=work.core_attention,
-            experts=work.experts,
-            bandwidth=work.bandwidth,
-            recompute=recomputed,
+            **vars(replace(work, recompute=recomputed)),
             tensor_parallel=tensor,
             expert_parallel=experts,
             context_parallel=context,
@@ -119,13 +111,9 @@ class Estimator:
             pipeline=self._pipeline(),
             data_parallel=self._data_parallel(work),
             optimizer=self._optimizer(),
-            flops=float(flops_per_step(plan.model, plan.batch.global_size, plan.data.seq_length)),
+            flops=float(flops_per_step(plan.model, plan.batch.global_batch_size, plan.data.seq_length)),
             world_size=plan.parallel.world_size,
         )
-
-    def _work(self) -> Work:
-        """Work of the mean pipeline rank in a step."""
-        return sum(self.stages, Work()) * (self.num_microbatches / self.plan.layout.pp)
 
     def _of(self, *groups: str) -> list[Traffic]:
         return [each for each in self.traffic if each.group in groups]
@@ -165,7 +153,7 @@ class Estimator:
 
     def _offload(self, work: Work) -> float:
         """Copies to the host are hidden by the forward (1/3 of the work), those back by the backward."""
-        if not self.plan.memory.offload.modules:
+        if not self.plan.memory.offload.offload_modules:
             return 0.0
         num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.num_microbatches
         exposed = num_bytes_moved / self.rates.host_link - work.total / 3
@@ -175,9 +163,13 @@ class Estimator:
         """State is read and written once, gradients are accessed twice; offloaded state at host memory bandwidth."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
-        owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.sharded_optimizer else (1, 1)
+        owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)
         owned = held.attention / owners[0] + held.expert / owners[1]
-        state = num_bytes(precision.master) + num_bytes(precision.exp_avg) + num_bytes(precision.exp_avg_sq)
+        state = (
+            num_bytes(precision.main_params_dtype)
+            + num_bytes(precision.exp_avg_dtype)
+            + num_bytes(precision.exp_avg_sq_dtype)
+        )
         each = 2 * state + 2 * num_bytes(precision.grads) + num_bytes(precision.params)
         offloaded = plan.memory.offload.optimizer_fraction * owned
         copies = (num_bytes(precision.grads) + num_bytes(precision.params)) / self.rates.host_link

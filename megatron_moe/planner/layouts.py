@@ -1,9 +1,11 @@
 """Enumeration of the valid layouts of a model on a number of GPUs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from math import isqrt
+from typing import NamedTuple
 
 from megatron_moe.config.attention import AttentionConfig
 from megatron_moe.config.moe import MoEConfig
@@ -24,16 +26,10 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 """Virtual stages per pipeline rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """Parallel sizes and the microbatch size."""
+class LayoutGrid(NamedTuple):
+    """Parallel sizes with one chunk per pipeline rank, and the microbatch size."""
 
-    tp: int
-    cp: int
-    pp: int
-    vpp: int
-    ep: int
-    etp: int
+    parallel: ParallelConfig
     micro: int
 
 
@@ -47,8 +43,8 @@ class Layouts:
         self._costs = flop_costs(plan.model, plan.data.seq_length)
         self._stages: dict[tuple[int, int], PipelineLayout | None] = {}
 
-    def grids(self) -> Iterator[Degrees]:
-        """Sizes that divide the model and the ranks, for each microbatch size, with one chunk per pipeline rank."""
+    def grids(self) -> Iterator[LayoutGrid]:
+        """Sizes that divide the model and the ranks, for each microbatch size."""
         model = self.plan.model
         tps = [tp for tp in _divisors(self.world) if tp <= self.gpu.per_node]
         cps = [cp for cp in _divisors(self.world) if cp == 1 or (self.plan.data.seq_length >= LONG and cp <= MAX_CP)]
@@ -57,49 +53,38 @@ class Layouts:
         eps = [ep for ep in _divisors(self.world) if num_experts % ep == 0]
         for tp, cp, pp, ep in product(tps, cps, pps, eps):
             for etp in sorted({1, tp}):
-                degrees = Degrees(tp=tp, cp=cp, pp=pp, vpp=1, ep=ep, etp=etp, micro=1)
-                if self._divides(degrees):
-                    yield from (replace(degrees, micro=micro) for micro in MICRO_BATCHES)
+                if self._divides(tp, cp, pp, ep, etp):
+                    parallel = replace(self.plan.parallel, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                    parallel = replace(parallel, virtual_stages=1, sequence_parallel=tp > 1, cp_sub_axes=None)
+                    yield from (LayoutGrid(parallel, micro) for micro in MICRO_BATCHES)
 
-    def of_grid(self, grid: Degrees) -> Iterator[RunPlan]:
+    def of_grid(self, grid: LayoutGrid) -> Iterator[RunPlan]:
         """Plans with these sizes and each number of chunks, without and with overlapped expert communication."""
-        for vpp in CHUNKS if grid.pp > 1 else (1,):
-            plan = self.of(replace(grid, vpp=vpp))
+        for vpp in CHUNKS if grid.parallel.pp > 1 else (1,):
+            plan = self.of(grid, vpp)
             if plan is not None:
                 yield plan
                 if _may_overlap(plan):
                     yield overlapped(plan)
 
-    def of(self, degrees: Degrees) -> RunPlan | None:
-        """The plan with these sizes; None if the layers or the batch do not divide."""
-        stages = self._layout(degrees.pp, degrees.vpp)
-        if stages is None:
+    def of(self, grid: LayoutGrid, vpp: int = 1) -> RunPlan | None:
+        """The plan with these sizes and chunks per pipeline rank; None if the layers or the batch do not divide."""
+        parallel, plan = replace(grid.parallel, virtual_stages=vpp), self.plan
+        stages = self._layout(parallel.pp, vpp)
+        size, unit = plan.batch.global_batch_size, grid.micro * parallel.dp
+        if stages is None or size % unit:
             return None
-        parallel = replace(
-            self.plan.parallel,
-            tp=degrees.tp,
-            cp=degrees.cp,
-            pp=degrees.pp,
-            ep=degrees.ep,
-            etp=degrees.etp,
-            virtual_stages=degrees.vpp,
-            sequence_parallel=degrees.tp > 1,
-            cp_sub_axes=None,
-        )
-        if not self._batch_divides(parallel, degrees):
+        try:
+            check_schedule(replace(plan.schedule(size // unit), pp=parallel.pp, vpp=vpp, group_size=None))
+        except ScheduleError:
             return None
-        return replace(
-            self.plan,
-            parallel=parallel,
-            pipeline=PipelineConfig(layout=stages),
-            batch=replace(self.plan.batch, micro=degrees.micro),
-        )
+        batch = replace(plan.batch, micro_batch_size=grid.micro)
+        return replace(plan, parallel=parallel, pipeline=PipelineConfig(layout=stages), batch=batch)
 
-    def _divides(self, degrees: Degrees) -> bool:
+    def _divides(self, tp: int, cp: int, pp: int, ep: int, etp: int) -> bool:
         """Whether heads, channels, vocabulary and sequence divide among the ranks, and both grids cover the world."""
-        model, tp, cp = self.plan.model, degrees.tp, degrees.cp
-        ranks = tp * cp * degrees.pp
-        if self.world % ranks or (self.world // degrees.pp) % (degrees.ep * degrees.etp):
+        model = self.plan.model
+        if self.world % (tp * cp * pp) or (self.world // pp) % (ep * etp):
             return False
         if model.vocab_size % tp or self.plan.data.seq_length % (tp * cp * (2 if cp > 1 else 1)):
             return False
@@ -109,36 +94,24 @@ class Layouts:
                 return False
             if isinstance(feed_forward, MoEConfig):
                 wide = feed_forward.shared.mlp.ffn_hidden_size if feed_forward.shared else 0
-                if wide % tp or feed_forward.experts.ffn_hidden_size % degrees.etp:
+                if wide % tp or feed_forward.experts.ffn_hidden_size % etp:
                     return False
             elif feed_forward.ffn_hidden_size % tp:
                 return False
         return True
 
-    def _batch_divides(self, parallel: ParallelConfig, degrees: Degrees) -> bool:
-        size, unit = self.plan.batch.global_size, degrees.micro * parallel.dp
-        if size % unit:
-            return False
-        try:
-            check_schedule(replace(self.plan.schedule(size // unit), pp=degrees.pp, vpp=degrees.vpp, group_size=None))
-        except ScheduleError:
-            return False
-        return True
-
     def _layout(self, pp: int, vpp: int) -> PipelineLayout | None:
         """Stages balanced by operations; None if the layers cannot fill them."""
         if (pp, vpp) not in self._stages:
-            try:
-                found = auto_layout(self._costs, pp=pp, vpp=vpp, num_mtp=self.plan.model.num_mtp)
-            except LayoutError:
-                found = None
-            self._stages[pp, vpp] = found
+            self._stages[pp, vpp] = None
+            with suppress(LayoutError):
+                self._stages[pp, vpp] = auto_layout(self._costs, pp=pp, vpp=vpp, num_mtp=self.plan.model.num_mtp)
         return self._stages[pp, vpp]
 
 
 def overlapped(plan: RunPlan) -> RunPlan:
     """The plan with expert communication overlapped with another microbatch."""
-    return replace(plan, pipeline=replace(plan.pipeline, overlap=True, split_backward=True))
+    return replace(plan, pipeline=replace(plan.pipeline, overlap=True, delay_wgrad_compute=True))
 
 
 def _may_overlap(plan: RunPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Memory-saving options of a plan: how to enable or disable each, the bytes it saves and the time it costs."""
+"""Memory-saving options of a plan: how to enable or disable each, and the bytes it saves."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,10 +9,7 @@ from megatron_moe.config.memory import ActivationOffloadConfig, RecomputeConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
-from megatron_moe.cost_model.placement import Placement
-from megatron_moe.planner.estimator import Estimator
 
 SELECTIVE = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "moe")
 """Modules of selective recompute, without core_attn, which would free the log-sum-exp only."""
@@ -45,20 +42,20 @@ def modules_of(model: ModelConfig) -> tuple[str, ...]:
 def with_recompute(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
     """The plan with selective recompute of exactly these modules."""
     names = tuple(modules)
-    config = RecomputeConfig(granularity="selective", modules=names) if names else RecomputeConfig()
+    config = RecomputeConfig(recompute_granularity="selective", recompute_modules=names) if names else RecomputeConfig()
     return replace(plan, memory=replace(plan.memory, recompute=config))
 
 
 def with_offload(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
     """The plan with activation offload of exactly these modules."""
-    offload = replace(plan.memory.offload, modules=tuple(modules))
+    offload = replace(plan.memory.offload, offload_modules=tuple(modules))
     return replace(plan, memory=replace(plan.memory, offload=offload))
 
 
 def with_full_recompute(plan: RunPlan) -> RunPlan:
     """The plan with full recompute of every layer, without activation offload and paged stash."""
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
-    return _with_memory(plan, config, replace(plan.memory.offload, modules=()))
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return _with_memory(plan, config, replace(plan.memory.offload, offload_modules=()))
 
 
 def without_options(plan: RunPlan) -> RunPlan:
@@ -68,26 +65,29 @@ def without_options(plan: RunPlan) -> RunPlan:
 
 
 def _with_memory(plan: RunPlan, recompute: RecomputeConfig, offload: ActivationOffloadConfig) -> RunPlan:
-    return replace(plan, memory=replace(plan.memory, recompute=recompute, offload=offload, stash=None))
+    return replace(plan, memory=replace(plan.memory, recompute=recompute, offload=offload, paged_stash=None))
 
 
 def more_switches(plan: RunPlan) -> list[MemoryOption]:
     """Every option that would reduce the plan's memory and is not enabled yet."""
     found = [*_activation_options(plan), *_state_options(plan)]
-    if plan.memory.expert_wgrad_interval > 1:
-        immediate = replace(plan.memory, expert_wgrad_interval=1)
+    if plan.memory.moe_expert_wgrad_interval > 1:
+        immediate = replace(plan.memory, moe_expert_wgrad_interval=1)
         found.append(MemoryOption("--moe-expert-wgrad-interval 1", partial(replace, memory=immediate)))
-    if plan.batch.micro > 1 and plan.batch.global_size % (plan.batch.micro // 2 * plan.parallel.dp) == 0:
-        half = replace(plan.batch, micro=plan.batch.micro // 2)
-        found.append(MemoryOption(f"--micro-batch-size {half.micro}", partial(replace, batch=half)))
+    if (
+        plan.batch.micro_batch_size > 1
+        and plan.batch.global_batch_size % (plan.batch.micro_batch_size // 2 * plan.parallel.dp) == 0
+    ):
+        half = replace(plan.batch, micro_batch_size=plan.batch.micro_batch_size // 2)
+        found.append(MemoryOption(f"--micro-batch-size {half.micro_batch_size}", partial(replace, batch=half)))
     return found
 
 
 def _activation_options(plan: RunPlan) -> list[MemoryOption]:
     recompute, offload, overlap = plan.memory.recompute, plan.memory.offload, plan.pipeline.overlap
-    if recompute.granularity == "full":
+    if recompute.recompute_granularity == "full":
         return []
-    on = recompute.modules if recompute.granularity == "selective" else ()
+    on = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     found = []
     for module in modules_of(plan.model):
         if module not in on and "moe" not in on and not (module == "moe" and overlap):
@@ -95,8 +95,8 @@ def _activation_options(plan: RunPlan) -> list[MemoryOption]:
             flags = f"--recompute-granularity selective --recompute-modules {' '.join(names)}"
             found.append(MemoryOption(flags, partial(with_recompute, modules=names)))
     for module in OFFLOADABLE:
-        if module not in offload.modules and "moe" not in on:
-            names = (*offload.modules, module)
+        if module not in offload.offload_modules and "moe" not in on:
+            names = (*offload.offload_modules, module)
             flags = f"--fine-grained-activation-offloading --offload-modules {' '.join(names)}"
             found.append(MemoryOption(flags, partial(with_offload, modules=names)))
     if not overlap:
@@ -107,12 +107,12 @@ def _activation_options(plan: RunPlan) -> list[MemoryOption]:
 
 def _state_options(plan: RunPlan) -> list[MemoryOption]:
     precision, parallel, found = plan.precision, plan.parallel, []
-    if not plan.data_parallel.sharded_optimizer and parallel.dp * parallel.cp > 1:
-        sharded = replace(plan.data_parallel, sharded_optimizer=True)
+    if not plan.data_parallel.use_distributed_optimizer and parallel.dp * parallel.cp > 1:
+        sharded = replace(plan.data_parallel, use_distributed_optimizer=True)
         found.append(MemoryOption("--use-distributed-optimizer", partial(replace, data_parallel=sharded)))
     if with_remainders(plan).precision != precision:
         found.append(MemoryOption("--use-precision-aware-optimizer", with_remainders))
-    if precision.params == "bf16" and {precision.exp_avg, precision.exp_avg_sq} == {"fp32"}:
+    if precision.params == "bf16" and {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} == {"fp32"}:
         flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
         found.append(MemoryOption(flags, with_bf16_moments))
     if plan.memory.offload.optimizer_fraction == 0:
@@ -121,19 +121,19 @@ def _state_options(plan: RunPlan) -> list[MemoryOption]:
 
 
 def with_remainders(plan: RunPlan) -> RunPlan:
-    """The plan with 16-bit remainders of master weights (`PrecisionConfig.remainders`), where possible."""
+    """The plan with 16-bit remainders of master weights (`PrecisionConfig.store_param_remainders`), where possible."""
     precision = plan.precision
-    if precision.params != "bf16" or precision.master != "fp32" or precision.low_params:
+    if precision.params != "bf16" or precision.main_params_dtype != "fp32" or precision.low_precision_params:
         return plan
-    return replace(plan, precision=replace(precision, remainders=True))
+    return replace(plan, precision=replace(precision, store_param_remainders=True))
 
 
 def with_bf16_moments(plan: RunPlan) -> RunPlan:
     """The plan with bf16 moments and 16-bit master remainders, unless a moment already has a narrow format."""
     precision = plan.precision
-    if precision.params != "bf16" or {precision.exp_avg, precision.exp_avg_sq} != {"fp32"}:
+    if precision.params != "bf16" or {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} != {"fp32"}:
         return plan
-    return with_remainders(replace(plan, precision=replace(precision, exp_avg="bf16", exp_avg_sq="bf16")))
+    return with_remainders(replace(plan, precision=replace(precision, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")))
 
 
 def with_host_optimizer(plan: RunPlan) -> RunPlan:
@@ -141,82 +141,57 @@ def with_host_optimizer(plan: RunPlan) -> RunPlan:
     return replace(
         with_remainders(plan),
         memory=replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=1.0)),
-        optimizer=replace(plan.optimizer, offload=OptimizerOffloadConfig(fraction=1.0, host_steps=True, overlap=True)),
+        optimizer=replace(
+            plan.optimizer,
+            offload=OptimizerOffloadConfig(fraction=1.0, cpu_step=True, overlap_cpu_optimizer_d2h_h2d=True),
+        ),
     )
 
 
 def saved(plan: RunPlan, switch: MemoryOption, rank: int, num_microbatches: int) -> float:
     """Bytes that an option saves on one pipeline rank."""
     changed = switch.apply(plan)
-    changed_microbatches = num_microbatches * plan.batch.micro // changed.batch.micro
+    changed_microbatches = num_microbatches * plan.batch.micro_batch_size // changed.batch.micro_batch_size
     before = RankMemory(plan).of_rank(rank, num_microbatches)
     return before.total - RankMemory(changed).of_rank(rank, changed_microbatches).total
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnabledOption:
-    """Effect of an enabled memory option."""
-
-    flags: str
-    """Command-line flags of the option."""
-    saves: float
-    """Additional bytes of a pipeline rank if only this option were disabled."""
-    slower: float
-    """Relative increase of the step time over disabling only this option, by the model of docs/planning.md."""
-
-
-def enabled(
-    plan: RunPlan, memory: RankMemory, rank: int, num_microbatches: int, gpu: GPU, placements: dict[str, Placement]
-) -> list[EnabledOption]:
-    """Enabled memory options of the plan, with their effect on one pipeline rank. Effects do not add up: a
-    module inside a recomputed module saves nothing more."""
-    num_bytes = memory.of_rank(rank, num_microbatches).total
-    seconds = Estimator(plan, gpu, placements).step().total
-    found = []
-    for option in _enabled_options(plan):
-        without = option.apply(plan)
-        saves = memory.on_another_plan(without).of_rank(rank, num_microbatches).total - num_bytes
-        slower = seconds / Estimator(without, gpu, placements).step().total - 1
-        found.append(EnabledOption(flags=option.flags, saves=saves, slower=slower))
-    return found
-
-
-def _enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
+def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
     """Enabled memory options of the plan; `apply` disables them."""
     recompute, offload = plan.memory.recompute, plan.memory.offload
-    if recompute.granularity == "full":
-        flags = f"--recompute-granularity full --recompute-method {recompute.method}"
-        flags += f" --recompute-num-layers {recompute.num_layers}"
+    if recompute.recompute_granularity == "full":
+        flags = f"--recompute-granularity full --recompute-method {recompute.recompute_method}"
+        flags += f" --recompute-num-layers {recompute.recompute_num_layers}"
         memory = replace(plan.memory, recompute=RecomputeConfig())
         yield MemoryOption(flags, partial(replace, memory=memory))
-    elif recompute.granularity == "selective":
-        for module in recompute.modules:
-            rest = [name for name in recompute.modules if name != module]
+    elif recompute.recompute_granularity == "selective":
+        for module in recompute.recompute_modules:
+            rest = [name for name in recompute.recompute_modules if name != module]
             yield MemoryOption(f"--recompute-modules {module}", partial(with_recompute, modules=rest))
-    for module in offload.modules:
-        rest = [name for name in offload.modules if name != module]
+    for module in offload.offload_modules:
+        rest = [name for name in offload.offload_modules if name != module]
         yield MemoryOption(f"--offload-modules {module}", partial(with_offload, modules=rest))
-    interval = plan.memory.expert_wgrad_interval
+    interval = plan.memory.moe_expert_wgrad_interval
     if interval > 1:
-        immediate = replace(plan.memory, expert_wgrad_interval=1)
+        immediate = replace(plan.memory, moe_expert_wgrad_interval=1)
         yield MemoryOption(f"--moe-expert-wgrad-interval {interval}", partial(replace, memory=immediate))
     yield from _enabled_state_options(plan)
 
 
 def _enabled_state_options(plan: RunPlan) -> Iterator[MemoryOption]:
     precision, parallel = plan.precision, plan.parallel
-    if plan.data_parallel.sharded_optimizer and parallel.dp * parallel.cp > 1:
-        replicated = replace(plan.data_parallel, sharded_optimizer=False)
+    if plan.data_parallel.use_distributed_optimizer and parallel.dp * parallel.cp > 1:
+        replicated = replace(plan.data_parallel, use_distributed_optimizer=False)
         yield MemoryOption("--use-distributed-optimizer", partial(replace, data_parallel=replicated))
-    if {precision.exp_avg, precision.exp_avg_sq} != {"fp32"} and precision.master == "fp32":
-        wide = replace(precision, exp_avg="fp32", exp_avg_sq="fp32")
-        flags = f"--exp-avg-dtype {precision.exp_avg} --exp-avg-sq-dtype {precision.exp_avg_sq}"
+    if {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} != {"fp32"} and precision.main_params_dtype == "fp32":
+        wide = replace(precision, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
+        flags = f"--exp-avg-dtype {precision.exp_avg_dtype} --exp-avg-sq-dtype {precision.exp_avg_sq_dtype}"
         yield MemoryOption(flags, partial(replace, precision=wide))
     if precision.grads == "bf16":
         fp32 = replace(precision, grads="fp32")
         yield MemoryOption("gradients in bf16", partial(replace, precision=fp32))
-    if precision.remainders:
-        masters = replace(precision, remainders=False)
+    if precision.store_param_remainders:
+        masters = replace(precision, store_param_remainders=False)
         yield MemoryOption("16-bit remainders of master weights", partial(replace, precision=masters))
     if plan.memory.offload.optimizer_fraction:
         memory = replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=0.0))

@@ -7,19 +7,19 @@ remaining lower bound is below the plans found.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import chain, combinations
 from itertools import count as count_up
-from math import inf
 
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.expert_load import LoadChoice
 from megatron_moe.cost_model.hardware import GIB, GPU
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.cost_model.placement import Placements
 from megatron_moe.cost_model.report import RESERVE_GIB
-from megatron_moe.cost_model.traffic import Destinations
 from megatron_moe.planner.estimator import Estimator, StepEstimate
-from megatron_moe.planner.layouts import Degrees, Layouts, overlapped
+from megatron_moe.planner.layouts import LayoutGrid, Layouts, overlapped
 from megatron_moe.planner.memory_options import (
     modules_of,
     with_bf16_moments,
@@ -60,7 +60,7 @@ class Planner:
         self.imbalance = imbalance
         self.room = (gpu.memory_gib - RESERVE_GIB) * GIB
         self._placements = Placements(gpu)
-        self._destinations = Destinations()
+        self._destinations = cache(LoadChoice.destinations)
 
     def best(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
@@ -71,17 +71,17 @@ class Planner:
         """
         layouts = Layouts(plan, self.gpu)
         order = count_up()  # breaks ties of the heap
-        queue: list[tuple[float, int, Degrees | RunPlan]] = []
+        queue: list[tuple[float, int, LayoutGrid | RunPlan]] = []
         for grid in layouts.grids():
             simple = layouts.of(grid)
-            if simple is not None and RankMemory(simple).state_of_rank(grid.pp // 2).total < self.room:
+            if simple is not None and RankMemory(simple).state_of_rank(grid.parallel.pp // 2).total < self.room:
                 heappush(queue, (self._lower_bound(overlapped(simple)), next(order), grid))
         found: list[PlannedLayout] = []
         while queue:
             bound, _, each = heappop(queue)
             if len(found) == count and bound >= found[-1].step.total:
                 break
-            if isinstance(each, Degrees):
+            if isinstance(each, LayoutGrid):
                 for option in layouts.of_grid(each):
                     heappush(queue, (self._lower_bound(option), next(order), option))
                 continue
@@ -92,7 +92,7 @@ class Planner:
 
     def _lower_bound(self, plan: RunPlan) -> float:
         """Step time in seconds without bubble."""
-        return self.estimator(plan).without_bubble().total
+        return self.estimator(plan).step(bubble=False).total
 
     def estimator(self, plan: RunPlan) -> Estimator:
         """The cost model of a plan."""
@@ -150,19 +150,12 @@ class Planner:
         for each in singles:
             after = memory.with_options(each.memory).of_rank(before.rank, plain.num_microbatches)
             gains[_key(each)] = before.total - after.total
-        found = [each for each in self._sets(plain) if _expected_gain(each, gains) >= _SAFETY * excess]
+        found = [each for each in self._sets(plain) if _is_full(each) or _sum(each, gains) >= _SAFETY * excess]
         if found and excess > 0:
             base = self._lower_bound(plain)
             costs = {_key(each): self._lower_bound(each) - base for each in singles} | {(): 0.0}
-            found.sort(key=lambda each: self._cost(each, base, costs))
+            found.sort(key=lambda each: self._lower_bound(each) - base if _is_full(each) else _sum(each, costs))
         return iter(found)
-
-    def _cost(self, plan: RunPlan, base: float, costs: Mapping[object, float]) -> float:
-        """Seconds that a set of options adds."""
-        recompute = plan.memory.recompute
-        if recompute.granularity == "full":
-            return self._lower_bound(plan) - base
-        return sum(costs[name] for name in recompute.modules) + costs[plan.memory.offload.modules]
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
         """Useful combinations of selective recompute and offload, and full recompute."""
@@ -180,12 +173,16 @@ class Planner:
 
 def _key(plan: RunPlan) -> object:
     """The only option of a plan."""
-    return plan.memory.offload.modules or plan.memory.recompute.modules[0]
+    return plan.memory.offload.offload_modules or plan.memory.recompute.recompute_modules[0]
 
 
-def _expected_gain(plan: RunPlan, gains: Mapping[object, float]) -> float:
-    """Bytes that a set of options saves, as the sum of its individual savings."""
-    recompute = plan.memory.recompute
-    if recompute.granularity == "full":
-        return inf
-    return sum(gains[name] for name in recompute.modules) + gains[plan.memory.offload.modules]
+def _is_full(plan: RunPlan) -> bool:
+    return plan.memory.recompute.recompute_granularity == "full"
+
+
+def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
+    """Sum over the plan's selectively recomputed modules and its offload."""
+    return (
+        sum(of_options[name] for name in plan.memory.recompute.recompute_modules)
+        + of_options[plan.memory.offload.offload_modules]
+    )

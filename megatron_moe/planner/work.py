@@ -1,24 +1,87 @@
-"""Computing time of one microbatch in the layers of one rank, forward and backward, by kind of work."""
+"""Computing time of one microbatch in the layers of one rank, forward and backward, by kind of work.
+
+Efficiencies relative to data sheets were measured on one H200 and are assumed for all kinds of GPU
+(`benchmarks/2026-11-21-h200-step.md`): dense GEMMs of Q6 reach 768 of 989 TFLOP/s, its attention 399 (causal count),
+grouped GEMMs 674 and more, copies 4.29 of 4.8 TB/s. Values for FP8, host links and host memory are estimates. Launch
+overhead of the host is not modelled.
+"""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache, partial
 
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.model import LayerConfig
+from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, layer_tensors, num_bytes
+from megatron_moe.cost_model.activations import ActivationSizes, layer_tensors, num_bytes
+from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.flops import FlopCount, count_layer_flops
+from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.shards import held_by_layer
 from megatron_moe.pipeline.layout import StageLayout
-from megatron_moe.planner.rates import LOGIT_PASSES, LOW_PASSES, PASSES, PASSES_AGAIN, Rates
+
+DENSE = 0.77
+"""GEMMs outside the experts, as a share of the peak."""
+GROUPED = 0.68
+"""Grouped GEMMs of the experts, as a share of the peak, without the time to read weights and gradients."""
+CORE_ATTENTION = 0.41
+"""Attention forward and backward, as a share of the bf16 peak, with operations counted under the causal mask."""
+LOW_PRECISION = 0.64
+"""FP8 GEMMs, as a share of the FP8 peak: estimated from one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
+BANDWIDTH = 0.89
+"""Memory bandwidth, as a share of the data sheet's."""
+PASSES = 7.5
+"""Bytes moved by bandwidth-bound kernels (norms, RoPE, router, permutation, activation, residual sums) in forward and
+backward, as a multiple of a layer's saved bytes: 7.7 for Q6, 7.1 for M8."""
+LOGIT_PASSES = 3.0
+"""Bytes moved by the loss as a multiple of the logits: one read in forward, one read and one write in backward."""
+PASSES_AGAIN = 3.0
+"""Bytes moved by recomputed bandwidth-bound kernels, as a multiple of the bytes that recompute frees."""
+LOW_PASSES = 3.0
+"""Bytes moved to quantise a GEMM's input and its gradient, as a multiple of the input; an estimate."""
+OFFLOAD_DISTURBANCE = 0.018
+"""Slowdown of computation by overlapped activation copies: 1.6 to 2 % in the paper."""
+HIDDEN_AT_BEST = 0.95
+"""Largest share of expert communication that another microbatch hides, from the paper."""
+HOST_MEMORY = 60e9
+"""Bandwidth of host memory per GPU during an optimizer step on the CPU, bytes per second; an estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Attainable rates of one GPU, in FLOP/s and bytes per second."""
+
+    dense: float
+    head: float
+    """Output head, which always uses the parameters' format."""
+    experts: float
+    core_attention: float
+    memory: float
+    host_link: float
+    """Host memory, per direction."""
+
+
+def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
+    """Attainable rates of a GPU with the number formats of a run."""
+    peak, _ = gpu.rate(precision.params)
+    low = gpu.fp8 * LOW_PRECISION
+    return Rates(
+        dense=low if precision.low_precision else peak * DENSE,
+        head=peak * DENSE,
+        experts=low if precision.low_precision else peak * GROUPED,
+        core_attention=peak * CORE_ATTENTION,
+        memory=gpu.hbm * BANDWIDTH,
+        host_link=gpu.host_link,
+    )
+
 
 _FORWARD = 1 / 3
 """Share of the forward in a layer's operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(Amounts[float]):
     """Computing time in seconds, by kind."""
 
     dense: float = 0.0
@@ -29,16 +92,6 @@ class Work:
     """Bandwidth-bound kernels."""
     recompute: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
-
-    def __mul__(self, times: float) -> "Work":
-        return Work(**{each.name: getattr(self, each.name) * times for each in fields(self)})
-
-    @property
-    def total(self) -> float:
-        return self.dense + self.core_attention + self.experts + self.bandwidth + self.recompute
-
 
 class LayerWork:
     """Computing time of the layers of a plan."""
@@ -47,32 +100,39 @@ class LayerWork:
         self.plan = plan
         self.rates = rates
         self.sizes = ActivationSizes.of(plan)
-        self._share = plan.batch.micro / (plan.parallel.tp * plan.parallel.cp)
+        self._share = plan.batch.micro_batch_size / (plan.parallel.tp * plan.parallel.cp)
         """A rank's share of the operations of one microbatch, relative to those of one sequence."""
-        self._plain: dict[LayerConfig, Work] = {}
-        self._tensors: dict[LayerConfig, list[SavedTensor]] = {}
-        self._recompute: dict[tuple[LayerConfig, tuple[str, ...]], float] = {}
+        self.of_layer = cache(self._of_layer)
+        """Work of one microbatch in a layer, without recompute."""
+        self.tensors = cache(partial(layer_tensors, parallel=plan.parallel, sizes=self.sizes))
+        """Saved tensors of a layer without recompute."""
+        self._of_modules = cache(self._recompute_of_modules)
 
     def of_stages(self) -> list[Work]:
         """Work of one microbatch in each stage, recompute included."""
-        model = self.plan.model
-        cache: dict[tuple[tuple[int, ...], int, bool], Work] = {}
-        kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(model.layers))}
-        kind_of = [kinds[layer] for layer in model.layers]
-        found = []
+        layers = self.plan.model.layers
+        kinds = {layer: kind for kind, layer in enumerate(dict.fromkeys(layers))}
+        kind_of = [kinds[layer] for layer in layers]
+        found: dict[object, Work] = {}
+        keys = []
         for stage in self.plan.layout.stages:
-            key = (tuple(kind_of[index] for index in stage.layers), stage.num_mtp, stage.loss)
-            if key not in cache:
-                cache[key] = self.of_stage(stage)
-            found.append(cache[key])
-        return found
+            key = tuple(kind_of[index] for index in stage.layers), stage.num_mtp, stage.loss
+            keys.append(key)
+            if key not in found:
+                found[key] = self.of_stage(stage)
+        return [found[key] for key in keys]
 
     def of_stage(self, stage: StageLayout) -> Work:
         """Work of one microbatch in one stage, recompute included."""
         model, recompute = self.plan.model, self.plan.memory.recompute
         work = Work()
-        first = recompute.num_layers if recompute.granularity == "full" and recompute.method == "block" else 0
-        for (layer, early), count in Counter(self._places(stage, first)).items():
+        first = (
+            recompute.recompute_num_layers
+            if recompute.recompute_granularity == "full" and recompute.recompute_method == "block"
+            else 0
+        )
+        places = ((model.layers[index], place < first) for place, index in enumerate(stage.layers))
+        for (layer, early), count in Counter(places).items():
             work += (self.of_layer(layer) + Work(recompute=self.recompute(layer, early))) * count
         if stage.num_mtp:
             layer = model.layers[-1]
@@ -81,17 +141,11 @@ class LayerWork:
             work += one * model.num_mtp
         return work + self._head() if stage.loss else work
 
-    def of_layer(self, layer: LayerConfig) -> Work:
-        """Work of one microbatch in a layer, without recompute."""
-        if layer not in self._plain:
-            self._plain[layer] = self._of_layer(layer)
-        return self._plain[layer]
-
     def _of_layer(self, layer: LayerConfig) -> Work:
         rates, flops = self.rates, count_layer_flops(layer, self.plan.data.seq_length)
         tensors = self.tensors(layer)
         num_bytes_moved = PASSES * sum(each.bytes for each in tensors)
-        if self.plan.precision.low:
+        if self.plan.precision.low_precision:
             num_bytes_moved += LOW_PASSES * sum(each.bytes for each in tensors if each.low)
         return Work(
             dense=(flops.attention + flops.dense_mlp + flops.shared) * self._share / rates.dense,
@@ -104,8 +158,8 @@ class LayerWork:
         """Bytes of expert weights read in forward and backward, and of their gradients read and written once per
         `expert_wgrad_interval`. With few rows per expert, computation does not hide this traffic."""
         plan, precision = self.plan, self.plan.precision
-        weight = 1 if precision.low else num_bytes(precision.params)
-        interval = max(1, min(plan.memory.expert_wgrad_interval, plan.num_microbatches))
+        weight = 1 if precision.low_precision else num_bytes(precision.params)
+        interval = max(1, min(plan.memory.moe_expert_wgrad_interval, plan.num_microbatches))
         gradient = 2 * num_bytes(precision.grads) / interval
         return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
@@ -118,30 +172,17 @@ class LayerWork:
             bandwidth=LOGIT_PASSES * num_logits * self.sizes.activation / self.rates.memory,
         )
 
-    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
-        """Saved tensors of a layer without recompute."""
-        if layer not in self._tensors:
-            self._tensors[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
-        return self._tensors[layer]
-
-    def _places(self, stage: StageLayout, first: int) -> Iterator[tuple[LayerConfig, bool]]:
-        """(layer, whether it is among the `first` of its stage)."""
-        for place, index in enumerate(stage.layers):
-            yield self.plan.model.layers[index], place < first
-
     def recompute(self, layer: LayerConfig, early: bool) -> float:
         """Seconds of recompute per microbatch; `early`: method "block" includes the layer."""
         recompute = self.plan.memory.recompute
-        if recompute.granularity == "none":
+        if recompute.recompute_granularity == "none":
             return 0.0
-        if recompute.granularity == "full":
-            whole = recompute.method == "uniform" or early
+        if recompute.recompute_granularity == "full":
+            whole = recompute.recompute_method == "uniform" or early
             return _FORWARD * self.of_layer(layer).total if whole else 0.0
-        if (layer, recompute.modules) not in self._recompute:
-            self._recompute[layer, recompute.modules] = self._of_modules(layer, recompute.modules)
-        return self._recompute[layer, recompute.modules]
+        return self._of_modules(layer, recompute.recompute_modules)
 
-    def _of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
+    def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
         """Seconds to recompute modules of a layer: their GEMMs, and passes over the freed bytes."""
         freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
         flops, share = self._forward_of(layer, set(modules)), self._share
@@ -152,15 +193,14 @@ class LayerWork:
 
     def _forward_of(self, layer: LayerConfig, modules: set[str]) -> FlopCount:
         """Forward operations of modules for one sequence."""
-        layer_flops = count_layer_flops(layer, self.plan.data.seq_length)
-        forward = FlopCount(**{each.name: getattr(layer_flops, each.name) // 3 for each in fields(layer_flops)})
+        flops = count_layer_flops(layer, self.plan.data.seq_length)
         moe = "moe" in modules
         return FlopCount(
             attention=self._up_projections(layer) if "mla_up_proj" in modules else 0,
-            core_attention=forward.core_attention if "core_attn" in modules else 0,
-            dense_mlp=forward.dense_mlp if "mlp" in modules else 0,
-            experts=forward.experts if moe else 0,
-            shared=forward.shared if moe or "shared_experts" in modules else 0,
+            core_attention=flops.core_attention // 3 if "core_attn" in modules else 0,
+            dense_mlp=flops.dense_mlp // 3 if "mlp" in modules else 0,
+            experts=flops.experts // 3 if moe else 0,
+            shared=flops.shared // 3 if moe or "shared_experts" in modules else 0,
         )
 
     def _up_projections(self, layer: LayerConfig) -> int:

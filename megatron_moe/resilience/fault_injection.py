@@ -6,7 +6,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,8 @@ class InjectedFault(RuntimeError):
 
 
 class FaultInjector:
-    """Triggers this rank's faults at their phase and iteration; `enter` observes `train.events.RunEvents`.
-
-    Args:
-        faults: faults of all ranks.
-        model: model to modify.
-    """
+    """Triggers this rank's faults (of `faults` of all ranks) in the model at their phase and iteration; `enter`
+    observes `train.events.RunEvents`."""
 
     def __init__(self, faults: Sequence[FaultConfig], rank: int, model: nn.Module) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
@@ -55,7 +52,8 @@ class FaultInjector:
         if fault.kind in ("nan-loss", "nan-once", "nan-grad"):
             self._inject_nan(fault)
         elif fault.kind == "slow":
-            _layer(self._model).get_submodule("self_attention").register_forward_pre_hook(_pause)
+            attention = _layer(self._model).get_submodule("self_attention")
+            attention.register_forward_pre_hook(lambda module, inputs: time.sleep(_PAUSE_SECONDS))
         elif fault.kind == "bit-flip":
             self._flip_bit()
         elif fault.kind == "disk-full":
@@ -80,7 +78,8 @@ class FaultInjector:
         others also when the step is repeated."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
-            if _iteration_of(inputs) != fault.iteration:
+            keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]
+            if not keys or keys[0] is None or keys[0].iteration != fault.iteration:
                 return None
             if fault.kind == "nan-grad":
                 if output.requires_grad:
@@ -105,37 +104,28 @@ class FaultInjector:
 
 def _layer(model: nn.Module) -> nn.Module:
     """First layer of this rank."""
-    layers = model.get_submodule("decoder.layers")
-    return next(layers.children())
-
-
-def _pause(module: nn.Module, inputs: object) -> None:
-    time.sleep(_PAUSE_SECONDS)
-
-
-def _iteration_of(inputs: Sequence[object]) -> object:
-    """Iteration of the microbatch that a layer receives."""
-    keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]
-    return keys[0].iteration if keys and keys[0] else None
+    return next(model.get_submodule("decoder.layers").children())
 
 
 def _stop_process(kind: str) -> None:
     """Ends or blocks the process."""
-    signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
-    if kind in signals:
-        os.kill(os.getpid(), signals[kind])
-    elif kind == "exit":
-        os._exit(1)
-    elif kind == "abort":
-        os.abort()
-    elif kind == "segfault":
-        ctypes.string_at(0)
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
     elif kind == "exception":
         raise InjectedFault("exception requested by --inject")
     elif kind == "out-of-memory":
         raise torch.OutOfMemoryError("exception requested by --inject")
-    elif kind == "hang":
-        threading.Event().wait()
     else:
-        assert kind == "locked", f"fault {kind}"
-        ctypes.PyDLL(None).sleep(_SLEEP_S)
+        _ACTIONS[kind]()
+
+
+_SIGNALS = MappingProxyType({"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP})
+_ACTIONS: Mapping[str, Callable[[], object]] = MappingProxyType(
+    {
+        "exit": lambda: os._exit(1),
+        "abort": os.abort,
+        "segfault": lambda: ctypes.string_at(0),
+        "hang": lambda: threading.Event().wait(),
+        "locked": lambda: ctypes.PyDLL(None).sleep(_SLEEP_S),
+    }
+)

@@ -5,12 +5,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import Launch
-from megatron_moe.config.run import RunPlan
 from megatron_moe.logs.run_lock import RUN_FOLDER, refuse_held
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.signals import Signals
@@ -78,17 +78,18 @@ class LauncherWatch:
         self._exit_process(int(ExitCode.LAUNCHER))
 
 
-def supervise(plan: RunPlan, stack: ExitStack) -> tuple[Signals, RunStatus]:
+def supervise(
+    launch: Launch, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
+) -> tuple[Signals, RunStatus]:
     """Starts signal handling, status.json and the launcher watch, in this order, before anything that can fail.
 
     Raises EnvironmentProblem if another job writes into the run folder.
     """
-    signals = stack.enter_context(Signals(plan.resilience.exit_signals))
-    run_dir = plan.logging.run_dir
+    signals = stack.enter_context(Signals(exit_signals))
     if run_dir is not None:
         refuse_held(run_dir, **RUN_FOLDER)
-    status = stack.enter_context(RunStatus(run_dir, rank=plan.launch.rank))
-    stack.enter_context(LauncherWatch(plan.launch, status))
+    status = stack.enter_context(RunStatus(run_dir, rank=launch.rank))
+    stack.enter_context(LauncherWatch(launch, status))
     return signals, status
 
 

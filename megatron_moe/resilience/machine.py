@@ -23,7 +23,7 @@ class Probe:
 def probes(device: torch.device) -> list[Probe]:
     """Probes every feature that a run on `device` needs."""
     trials: list[tuple[str, Callable[[torch.device], str]]] = [
-        ("python", _python),
+        ("python", lambda _: f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"),
         ("device", _device),
         ("bf16", _bf16),
         ("grouped_mm", _grouped_mm),
@@ -40,10 +40,6 @@ def _tried(name: str, trial: Callable[[torch.device], str], device: torch.device
         return Probe(name, True, trial(device))
     except (RuntimeError, NotImplementedError, AttributeError, ValueError, OSError) as trouble:
         return Probe(name, False, f"{type(trouble).__name__}: {str(trouble).splitlines()[0] if str(trouble) else ''}")
-
-
-def _python(_: torch.device) -> str:
-    return f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 def _device(device: torch.device) -> str:

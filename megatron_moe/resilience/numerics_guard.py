@@ -2,9 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -85,13 +84,13 @@ class Finding:
 def bad_weights(model: nn.Module) -> Iterator[Finding]:
     """Non-finite parameters in the order of the model. Synchronises with the device."""
     for name, parameter in named_parameters(model):
-        if not _finite(parameter.detach()):
+        if not all_finite(parameter.detach()):
             yield Finding(kind="weight", name=name, experts=_experts(parameter, parameter.detach()))
 
 
 def bad_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding | None:
     """Finding about a gradient with the parameter's shape; None if it is finite."""
-    if _finite(gradient):
+    if all_finite(gradient):
         return None
     return Finding(kind="gradient", name=name, experts=_experts(parameter, gradient))
 
@@ -115,22 +114,20 @@ class FirstBadModule:
             self._handles.append(module.register_forward_hook(self._hook(name or "model")))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str) -> Callable[..., None]:
         def check_output(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):
-                if self.forward is None and not _finite(tensor):
+                if self.forward is None and not all_finite(tensor):
                     self.forward = Finding(kind="activation", name=name)
                 if tensor.requires_grad:
                     tensor.register_hook(check_gradient)
 
         def check_gradient(gradient: Tensor) -> None:
-            if self.backward is None and not _finite(gradient):
+            if self.backward is None and not all_finite(gradient):
                 self.backward = Finding(kind="gradient of activation", name=name)
 
         return check_output
@@ -148,10 +145,5 @@ def _tensors(output: object) -> Iterator[Tensor]:
 def _experts(parameter: Parameter, values: Tensor) -> tuple[int, ...]:
     if parameter.meta.num_experts is None:
         return ()
-    return tuple(
-        expert for expert, part in zip(held_experts(parameter), values.unbind(0), strict=True) if not _finite(part)
-    )
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(all_finite(tensor))
+    parts = zip(held_experts(parameter), values.unbind(0), strict=True)
+    return tuple(expert for expert, part in parts if not all_finite(part))

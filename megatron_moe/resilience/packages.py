@@ -7,6 +7,7 @@ On the package index `apex` is an unrelated web toolkit and `deep-ep` an obsolet
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 Verdict = Literal["tested", "other version", "untested", "missing", "wrong"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Package:
     """Required or optional package."""
 
@@ -28,104 +29,61 @@ class Package:
     module: str
     install: str
     """Command that installs it."""
-    required: bool = False
-    """True if every run needs it."""
     purpose: str = ""
-    is_kernels: bool = False
-    """True if it is used through a backend of `kernels/backends/` only."""
     flags: tuple[tuple[str, str], ...] = ()
     """(option, value) pairs that need it, apart from kernel backends, which declare their packages."""
+    required: bool = False
+    """True if every run needs it."""
+    is_kernels: bool = False
+    """True if it is used through a backend of `kernels/backends/` only."""
     inside: str = ""
     """Submodule that distinguishes it from an unrelated package of the same name."""
     obsolete: str = ""
     """Prefix of unsupported versions."""
 
 
-def _listed(
-    name: str, module: str, purpose: str = "", flags: tuple[tuple[str, str], ...] = (), *, required: bool = False
-) -> Package:
-    """Package among the requirements of setup.py."""
-    install = f"pip install -c constraints.txt {name}"
-    return Package(name=name, module=module, install=install, required=required, purpose=purpose, flags=flags)
-
+_PINNED = "pip install -c constraints.txt "
+_TEXT = 'pip install ".[text]"'
+_FROM_SOURCE = "built from source"
+_BUILD = "pip install --no-build-isolation "
+_kernels = partial(Package, is_kernels=True)
 
 PACKAGES: tuple[Package, ...] = (
-    _listed("torch", "torch", required=True),
-    _listed("numpy", "numpy", required=True),
-    _listed("safetensors", "safetensors", required=True),
-    _listed("pyyaml", "yaml", required=True),
-    _listed("sentencepiece", "sentencepiece", "tokens", (("--tokenizer-type", "SentencePieceTokenizer"),)),
-    _listed("tokenizers", "tokenizers", "tokens", (("--tokenizer-type", "HuggingFaceTokenizer"),)),
-    _listed("tensorboard", "tensorboard", "curves"),
-    _listed("wandb", "wandb", "curves on a server", (("--wandb-project", "NAME"),)),
-    _listed("rich", "rich", "live line of progress"),
-    _listed("matplotlib", "matplotlib", "plots"),
+    *(Package(name, name, _PINNED + name, required=True) for name in ("torch", "numpy", "safetensors")),
+    Package("pyyaml", "yaml", _PINNED + "pyyaml", required=True),
     Package(
-        name="tiktoken",
-        module="tiktoken",
-        install='pip install ".[text]"',
-        purpose="tiktoken vocabularies",
-        flags=(("--tokenizer-type", "TikTokenizer"),),
-    ),
-    Package(name="zstandard", module="zstandard", install='pip install ".[text]"', purpose="text in .zst files"),
-    Package(
-        name="triton", module="triton", install="comes with torch for CUDA", is_kernels=True, purpose="own GPU kernels"
+        "sentencepiece", "sentencepiece", _PINNED + "sentencepiece", "tokens",
+        (("--tokenizer-type", "SentencePieceTokenizer"),),
     ),
     Package(
-        name="transformer-engine",
-        module="transformer_engine",
-        install='pip install --no-build-isolation ".[te]"',
-        is_kernels=True,
-        purpose="kernels of Transformer Engine",
+        "tokenizers", "tokenizers", _PINNED + "tokenizers", "tokens", (("--tokenizer-type", "HuggingFaceTokenizer"),)
     ),
-    Package(
-        name="grouped-gemm",
-        module="grouped_gemm",
-        install='pip install --no-build-isolation ".[grouped-gemm]"',
-        is_kernels=True,
-        purpose="expert matrix products",
+    Package("tensorboard", "tensorboard", _PINNED + "tensorboard", "curves"),
+    Package("wandb", "wandb", _PINNED + "wandb", "curves on a server", (("--wandb-project", "NAME"),)),
+    Package("rich", "rich", _PINNED + "rich", "live line of progress"),
+    Package("matplotlib", "matplotlib", _PINNED + "matplotlib", "plots"),
+    Package("tiktoken", "tiktoken", _TEXT, "tiktoken vocabularies", (("--tokenizer-type", "TikTokenizer"),)),
+    Package("zstandard", "zstandard", _TEXT, "text in .zst files"),
+    _kernels("triton", "triton", "comes with torch for CUDA", "own GPU kernels"),
+    _kernels("transformer-engine", "transformer_engine", _BUILD + '".[te]"', "kernels of Transformer Engine"),
+    _kernels("grouped-gemm", "grouped_gemm", _BUILD + '".[grouped-gemm]"', "expert matrix products"),
+    _kernels("flash-attn-4", "flash_attn", 'pip install ".[flash-attn]"', "attention kernels"),
+    _kernels(
+        "deep-ep", "deep_ep", _FROM_SOURCE, "expert all-to-all between GPUs",
+        (("--moe-token-dispatcher-type", "flex"),), obsolete="1.0.",
     ),
-    Package(
-        name="flash-attn-4",
-        module="flash_attn",
-        install='pip install ".[flash-attn]"',
-        is_kernels=True,
-        purpose="attention kernels",
+    _kernels(
+        "apex", "apex", _FROM_SOURCE, "NVIDIA's fused optimizers and weight gradients", inside="multi_tensor_apply"
     ),
-    Package(
-        name="deep-ep",
-        module="deep_ep",
-        install="built from source",
-        is_kernels=True,
-        purpose="expert all-to-all between GPUs",
-        flags=(("--moe-token-dispatcher-type", "flex"),),
-        obsolete="1.0.",
+    _kernels(
+        "fla-core", "fla", "pip install fla-core", "linear attention",
+        (("--experimental-attention-variant", "gated_delta_net"),),
     ),
-    Package(
-        name="apex",
-        module="apex",
-        install="built from source",
-        is_kernels=True,
-        purpose="NVIDIA's fused optimizers and weight gradients",
-        inside="multi_tensor_apply",
+    _kernels(
+        "emerging-optimizers", "emerging_optimizers", "pip install emerging-optimizers", "Muon",
+        (("--optimizer", "muon"),),
     ),
-    Package(
-        name="fla-core",
-        module="fla",
-        install="pip install fla-core",
-        is_kernels=True,
-        purpose="linear attention",
-        flags=(("--experimental-attention-variant", "gated_delta_net"),),
-    ),
-    Package(
-        name="emerging-optimizers",
-        module="emerging_optimizers",
-        install="pip install emerging-optimizers",
-        is_kernels=True,
-        purpose="Muon",
-        flags=(("--optimizer", "muon"),),
-    ),
-)
+)  # fmt: skip
 
 HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -189,19 +147,15 @@ def pinned_versions(constraints: Path) -> dict[str, str]:
 def summary(found: Iterable[InstalledPackage]) -> list[str]:
     """Log lines: versions of torch and the kernel packages, wrong packages, and untested versions."""
     every = tuple(found)
-    present = [f"{each.package.name} {each.version}" for each in every if each.version and _is_shown(each)]
-    lines = [f"packages: {', '.join(present)}"]
-    lines += [f"warning: {each.trouble}" for each in every if each.verdict == "wrong"]
-    untested = [
-        f"{each.package.name} {each.version} ({each.tested})" for each in every if each.verdict == "other version"
-    ]
-    if untested:
-        lines.append(f"other versions than the tested ones (in brackets): {', '.join(untested)}")
+    wrong = [each for each in every if each.verdict == "wrong"]
+    shown = [each for each in every if each.package.name == "torch" or each.package.is_kernels]
+    present = [f"{each.package.name} {each.version}" for each in shown if each.version and each not in wrong]
+    lines = [f"packages: {', '.join(present)}", *(f"warning: {each.trouble}" for each in wrong)]
+    others = [each for each in every if each.verdict == "other version"]
+    if others:
+        versions = ", ".join(f"{each.package.name} {each.version} ({each.tested})" for each in others)
+        lines.append(f"other versions than the tested ones (in brackets): {versions}")
     return lines
-
-
-def _is_shown(each: InstalledPackage) -> bool:
-    return each.package.name == "torch" or (each.package.is_kernels and each.verdict != "wrong")
 
 
 def _version(package: Package) -> str | None:
@@ -214,11 +168,13 @@ def _version(package: Package) -> str | None:
 
 
 def _trouble(package: Package, version: str) -> str:
-    where = _folder(package.module)
-    if package.inside and not (where / package.inside).exists():
+    """Reason why the installed package is not the one meant, or ""."""
+    spec = find_spec(package.module)
+    places = list((spec and spec.submodule_search_locations) or ["."])
+    if package.inside and not (Path(places[0]) / package.inside).exists():
         return (
             f"the installed {package.name} {version} is an unrelated package of that name (no {package.inside} in "
-            f"{where}); uninstall it and build the right one, see tools/doctor.py"
+            f"{places[0]}); uninstall it and build the right one, see tools/doctor.py"
         )
     if package.obsolete and version.startswith(package.obsolete):
         return (
@@ -226,12 +182,6 @@ def _trouble(package: Package, version: str) -> str:
             f"build a newer one, see tools/doctor.py"
         )
     return ""
-
-
-def _folder(module: str) -> Path:
-    config = find_spec(module)
-    places = list(config.submodule_search_locations or []) if config else []
-    return Path(places[0]) if places else Path(".")
 
 
 def _release(version: str) -> str:

@@ -1,6 +1,7 @@
 """Attribution of broken connections: names the rank that failed first, from the reports in crash/ or their absence."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -8,8 +9,6 @@ import torch.distributed as dist
 from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
 from megatron_moe.resilience.run_status import Failure, RunStatus
 
-_PEER_REPORTS_S = 2.0
-"""Time to wait for the reports of other ranks before naming those without one."""
 _BROKE = "the connection to another rank broke"
 _BROKEN = (
     "connection closed by peer",
@@ -24,36 +23,31 @@ _BROKEN = (
 """Lower-case parts of messages of gloo, NCCL and the store about a lost connection."""
 
 
+@dataclass(frozen=True)
 class PeerFailures:
     """Context manager that replaces a broken-connection or timeout error by an OtherRankProblem, which names the rank
-    that failed first; other errors propagate unchanged.
+    that failed first; other errors propagate unchanged."""
 
-    Args:
-        run_dir: folder with the reports of all ranks; None: no rank can be named.
-        status: receives this rank's own report first, so that other ranks see it.
-        seconds: time to wait for the reports of other ranks.
-    """
-
-    def __init__(
-        self, run_dir: Path | None, status: RunStatus, *, rank: int, world_size: int, seconds: float = _PEER_REPORTS_S
-    ) -> None:
-        self._run_dir = run_dir
-        self._status = status
-        self._rank = rank
-        self._world_size = world_size
-        self._seconds = seconds
+    run_dir: Path | None
+    """Folder with the reports of all ranks; None: no rank can be named."""
+    status: RunStatus
+    """Receives this rank's own report first, so that other ranks see it."""
+    rank: int
+    world_size: int
+    seconds: float = 2.0
+    """Time to wait for the reports of other ranks before naming those without one."""
 
     def __enter__(self) -> "PeerFailures":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Raises OtherRankProblem in place of a broken connection."""
-        if error is not None and self._world_size > 1 and is_broken_connection(error):
-            self._status.fail(ExitCode.OTHER_RANK, _BROKE)
+        if error is not None and self.world_size > 1 and is_broken_connection(error):
+            self.status.fail(ExitCode.OTHER_RANK, _BROKE)
             raise self._problem(timed_out="timed out" in str(error).lower()) from error
 
     def _problem(self, *, timed_out: bool) -> OtherRankProblem:
-        if self._run_dir is None:
+        if self.run_dir is None:
             return OtherRankProblem(f"{_BROKE}: see the output of the other ranks, or give --run-dir for their reports")
         failures = self._failures()
         causes = [failure for failure in failures.values() if not failure.followed]
@@ -61,9 +55,9 @@ class PeerFailures:
             first = min(causes, key=lambda failure: failure.time)
             cause = f"code {first.report.code}: {first.report.sentence}"
             return OtherRankProblem(f"rank {first.rank} failed first, {cause}", first.rank)
-        missing = [rank for rank in range(self._world_size) if rank not in failures and rank != self._rank]
+        missing = [rank for rank in range(self.world_size) if rank not in failures and rank != self.rank]
         if not missing:
-            return OtherRankProblem(f"{_BROKE}, and no report in {self._run_dir}/crash gives a cause")
+            return OtherRankProblem(f"{_BROKE}, and no report in {self.run_dir}/crash gives a cause")
         named = ", ".join(f"rank {rank}" for rank in missing)
         if timed_out:
             sentence = f"a collective timed out: {named} did not join and wrote no report: stopped or hanging"
@@ -74,11 +68,11 @@ class PeerFailures:
     def _failures(self) -> dict[int, Failure]:
         """Reports of other ranks in this start, by rank. Waits until all ranks have reported, one of them has reported
         a cause, or the time is up."""
-        until = time.monotonic() + self._seconds
+        until = time.monotonic() + self.seconds
         while True:
-            found = {failure.rank: failure for failure in self._status.failures() if failure.rank != self._rank}
+            found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}
             own = any(not failure.followed for failure in found.values())
-            if own or len(found) == self._world_size - 1 or time.monotonic() >= until:
+            if own or len(found) == self.world_size - 1 or time.monotonic() >= until:
                 return found
             time.sleep(0.05)
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_moe.config.exit_codes import DriftProblem, listed
 from megatron_moe.parallel.collectives import gather_objects
@@ -55,5 +55,5 @@ def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGro
 
 def _checksum(parameter: Parameter) -> int:
     """crc32 of the parameter's bytes."""
-    flat: Tensor = parameter.detach().cpu().contiguous().reshape(-1)
+    flat = parameter.detach().cpu().contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

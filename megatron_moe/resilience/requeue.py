@@ -7,7 +7,8 @@ restarts without a new checkpoint.
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -71,12 +72,9 @@ def decide(
     decision = _decide_alone(report, exit_code)
     if not decision.restart:
         return decision
-    reached = progress(report)
-    num_fruitless = 1
-    for ending in reversed(earlier):
-        if not ending.restart or (ending.last_checkpoint or 0) < reached:
-            break
-        num_fruitless += 1
+    reached = (report.last_checkpoint or 0) if report else 0
+    fruitless = takewhile(lambda each: each.restart and (each.last_checkpoint or 0) >= reached, reversed(earlier))
+    num_fruitless = 1 + len(list(fruitless))
     if num_fruitless < patience:
         return decision
     where = f"iteration {report.iteration}" if report else "the start"
@@ -84,38 +82,26 @@ def decide(
         f"{decision.reason}; this is end number {num_fruitless} in a row without a new checkpoint, the last at "
         f"{where}: find the cause, then start it manually"
     )
-    return Decision(restart=False, reason=reason, suspect_host=decision.suspect_host)
-
-
-def progress(report: StatusReport | None) -> int:
-    """Iteration of the last known checkpoint, or 0."""
-    return 0 if report is None else report.last_checkpoint or 0
+    return replace(decision, restart=False, reason=reason)
 
 
 def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
     """Decision without the history."""
+    if report is None and exit_code == 0:
+        return Decision(restart=False, reason="finished")
+    if report is None and exit_code > _SIGNALLED and exit_code != ExitCode.INTERRUPTED:
+        return Decision(restart=True, reason=f"signal {exit_code - _SIGNALLED} ended it before it wrote {STATUS}")
     if report is None:
-        return _without_report(exit_code)
+        cause = "an error in the command line or the environment, see the log"
+        return Decision(restart=False, reason=f"exit code {exit_code} before it wrote {STATUS}: {cause}")
     if report.state == "finished":
         return Decision(restart=False, reason=f"finished: {report.sentence or f'iteration {report.iteration}'}")
     if report.code is None:
         return Decision(restart=True, reason="it ended without a report: it was killed, or its node failed")
-    why = RESTARTED.get(report.code)
-    if why is not None:
+    if report.code in RESTARTED:
         suspect = report.host if report.code == ExitCode.DRIFT else None
-        return Decision(restart=True, reason=why, suspect_host=suspect)
+        return Decision(restart=True, reason=RESTARTED[report.code], suspect_host=suspect)
     return Decision(restart=False, reason=f"exit code {report.code}: {report.sentence or 'no sentence'}")
-
-
-def _without_report(exit_code: int) -> Decision:
-    if exit_code == 0:
-        return Decision(restart=False, reason="finished")
-    if exit_code > _SIGNALLED and exit_code != ExitCode.INTERRUPTED:
-        return Decision(restart=True, reason=f"signal {exit_code - _SIGNALLED} ended it before it wrote {STATUS}")
-    reason = (
-        f"exit code {exit_code} before it wrote {STATUS}: an error in the command line or the environment, see the log"
-    )
-    return Decision(restart=False, reason=reason)
 
 
 def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
@@ -160,11 +146,12 @@ def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: 
     begun = (run_dir / HISTORY).stat().st_mtime - (now - since)
     report = read_report(run_dir, begun)
     decision = decide(report, exit_code, read_history(run_dir), patience)
+    known = report or StatusReport()
     ending = Ending(
         time=now,
-        code=exit_code if report is None or report.code is None else report.code,
-        iteration=0 if report is None else report.iteration,
-        last_checkpoint=None if report is None else report.last_checkpoint,
+        code=exit_code if known.code is None else known.code,
+        iteration=known.iteration,
+        last_checkpoint=known.last_checkpoint,
         restart=decision.restart,
         reason=decision.reason,
     )

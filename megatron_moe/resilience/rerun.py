@@ -80,17 +80,16 @@ def judge(
         earlier: `repr` of the values of `first` in an earlier start that stopped at this iteration, if any.
     """
     suspects = [each for each in ranks if not same(each.first, each.again)]
-    names = tuple(each.rank for each in suspects)
     if suspects or any(not same(first[name], again[name]) for name in again):
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in again.items())
-        whose = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
-        whom = f"suspect {whose}" if suspects else "the losses of each rank are unchanged"
-        return RerunVerdict("transient", names, f"; repeating the step gave another result ({numbers}): {whom}")
+        named = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
+        whom = f"suspect {named}" if suspects else "the losses of each rank are unchanged"
+        text = f"; repeating the step gave another result ({numbers}): {whom}"
+        return RerunVerdict("transient", tuple(each.rank for each in suspects), text)
+    text = "; repeating the step gave the same result"
     if earlier is not None and all(earlier.get(name) == repr(value) for name, value in first.items()):
-        text = "; repeating the step gave the same result, as in an earlier start: the data or the model, not hardware"
-        return RerunVerdict("confirmed", (), text)
-    text = "; repeating the step gave the same result: the data, the model, or a permanent fault of this hardware"
-    return RerunVerdict("reproducible", (), text)
+        return RerunVerdict("confirmed", (), f"{text}, as in an earlier start: the data or the model, not hardware")
+    return RerunVerdict("reproducible", (), f"{text}: the data, the model, or a permanent fault of this hardware")
 
 
 class Repeatability:
@@ -108,17 +107,16 @@ class Repeatability:
 
     def line(self, context: ParallelContext) -> str | None:
         """Log line about all ranks since the last one, or None. Collective; synchronises with the device."""
-        steps, differing, largest = self._statistics.tolist()
+        own = self._statistics.tolist()
         self._statistics.zero_()
         # world: three numbers per rank
-        ranks = gather_objects((steps, differing, largest), context.group("world"))
+        ranks = gather_objects(own, context.group("world"))
         if not ranks[0][0]:
             return None
-        odd = [rank for rank, statistics in enumerate(ranks) if statistics[1]]
-        worst = max(statistics[2] for statistics in ranks)
         what = f"{ranks[0][0]:.0f} iterations were computed twice"
+        odd = [rank for rank, statistics in enumerate(ranks) if statistics[1]]
         if not odd:
             return f"{what}: the same bits on all ranks"
+        _, most, worst = (max(column) for column in zip(*ranks, strict=True))
         shown = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
-        most = max(statistics[1] for statistics in ranks)
         return f"{what}: up to {most:.0f} of them differ, relatively by at most {worst:.3g}, on ranks {shown}"

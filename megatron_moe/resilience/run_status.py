@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -107,10 +106,8 @@ class RunStatus:
             self.finish("finished", ExitCode.OK, self.report.sentence)
         elif isinstance(error, Preempted):
             self.finish("preempted", error.code, str(error))
-        elif isinstance(error, OtherRankProblem):
-            self.fail(error.code, str(error), first=error.rank)
         elif isinstance(error, RunError):
-            self.fail(error.code, str(error))
+            self.fail(error.code, str(error), first=error.rank if isinstance(error, OtherRankProblem) else None)
         elif isinstance(error, KeyboardInterrupt):
             self.fail(ExitCode.INTERRUPTED, str(error) or "interrupted from the keyboard")
         else:
@@ -123,11 +120,10 @@ class RunStatus:
         """
         if self.report.state == "failed":
             return
-        changed = state is not None and state != self.report.state
-        if state is not None:
-            fields["state"] = state
-        self.report = replace(self.report, **fields, time=self._clock())
-        due = self._written is None or changed or self._timer() - self._written >= _SECONDS_BETWEEN_WRITES
+        state, before = state or self.report.state, self.report.state
+        self.report = replace(self.report, **fields, state=state, time=self._clock())
+        is_old = self._written is None or self._timer() - self._written >= _SECONDS_BETWEEN_WRITES
+        due = state != before or is_old
         if self._rank == 0 and due:
             self._write(STATUS, self.report)
 
@@ -167,16 +163,14 @@ class RunStatus:
     def failures(self) -> list[Failure]:
         """Reports in crash/ from this start, unreadable ones excluded. Empty unless this rank has failed, because its
         own report dates the start."""
-        found: list[Failure] = []
         if self._failed is None:
-            return found
-        with suppress(OSError):  # the folder was removed
+            return []
+        try:
             begun = self._failed.stat().st_mtime - (self._timer() - self._started) - _START_SKEW_SECONDS
-            for path in sorted(self._failed.parent.glob("rank_*.json")):
-                failure = _read(path)
-                if failure is not None and failure.time >= begun:
-                    found.append(failure)
-        return found
+            failures = [_read(path) for path in sorted(self._failed.parent.glob("rank_*.json"))]
+        except OSError:  # the folder was removed
+            return []
+        return [failure for failure in failures if failure is not None and failure.time >= begun]
 
     def _peer_failed(self) -> bool:
         """Touches STARTED. True if another rank of this start has already failed; its report must be kept."""

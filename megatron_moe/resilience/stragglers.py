@@ -86,30 +86,21 @@ def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> lis
     lines = [f"straggler report of {len(ranks)} ranks, in ms ({_WHAT}):"]
     for name in (*_TIMES, "TFLOP/s"):
         values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
-        if values:
-            least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-            lines.append(
-                f"    {name + ' ':.<10} min {values[least]:.2f} (rank {least}), median {median(values.values()):.2f}, "
-                f"max {values[most]:.2f} (rank {most})"
-            )
-    for name in ("forward", "data"):
-        slowest = _slowest(ranks, name)[:num_named]
-        if slowest:
-            named = ", ".join(f"rank {rank} ({ratio:.2f} x the median)" for rank, ratio in slowest)
+        if not values:
+            continue
+        least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+        middle = median(values.values())
+        lines.append(
+            f"    {name + ' ':.<10} min {values[least]:.2f} (rank {least}), median {middle:.2f}, "
+            f"max {values[most]:.2f} (rank {most})"
+        )
+        if middle and name in ("forward", "data"):
+            slowest = sorted(values, key=lambda rank: -values[rank])[:num_named]
+            named = ", ".join(f"rank {rank} ({values[rank] / middle:.2f} x the median)" for rank in slowest)
             lines.append(f"    slowest by {name}: {named}")
     return lines
 
 
-def _slowest(ranks: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, float]]:
-    """(rank, time over the median) of every rank, slowest first."""
-    values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
-    middle = median(values.values()) if values else 0.0
-    return sorted(((rank, value / middle) for rank, value in values.items() if middle), key=lambda pair: -pair[1])
-
-
 def _first_mixer(model: nn.Module) -> nn.Module | None:
     """Attention module of this rank's first layer."""
-    for name, module in model.named_modules():
-        if name.endswith(".self_attention"):
-            return module
-    return None
+    return next((module for name, module in model.named_modules() if name.endswith(".self_attention")), None)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from megatron_moe.resilience.run_status import RunStatus
 _PEER_STACKS_S = 2.0
 """Time to wait for the stacks of other ranks before naming those without any."""
 _JOIN_S = 5.0
+_STACKS = "stacks_{:05d}.txt"
 _C_TIMER_DELAY_S = 10.0
 """Delay of the C timer after the thread's deadline."""
 
@@ -32,6 +33,7 @@ class Watchdog:
     Args:
         seconds: time limit by phase; other phases are unlimited.
         run_dir: folder for `crash/stacks_NNNNN.txt`; None prints stacks to stderr.
+        status: status file that reports a timeout.
         exit_process: ends the process with an exit code.
     """
 
@@ -42,6 +44,7 @@ class Watchdog:
         *,
         rank: int = 0,
         world_size: int = 1,
+        status: RunStatus | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._seconds = seconds
@@ -49,7 +52,7 @@ class Watchdog:
         self._rank = rank
         self._world_size = world_size
         self._exit_process = exit_process
-        self._status: RunStatus | None = None
+        self._status = status
         self._main = threading.get_ident()
         self._started = time.monotonic()
         self._change = threading.Condition()
@@ -74,10 +77,6 @@ class Watchdog:
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()
             self._thread.join(_JOIN_S)
-
-    def reports_to(self, status: RunStatus) -> None:
-        """Sets the status file that reports a timeout."""
-        self._status = status
 
     def enter(self, phase: str, iteration: int = 0) -> None:
         """Begins a phase and restarts its time limit."""
@@ -130,7 +129,7 @@ class Watchdog:
             if self._crash is None:
                 raise OSError("no run folder")
             self._crash.mkdir(parents=True, exist_ok=True)
-            path = self._crash / _stacks(self._rank)
+            path = self._crash / _STACKS.format(self._rank)
             with open(path, "w") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
             return str(path)
@@ -144,10 +143,10 @@ class Watchdog:
         if self._crash is None or self._world_size == 1:
             return ""
         time.sleep(_PEER_STACKS_S)
-        own = _modified(self._crash / _stacks(self._rank))
+        own = _modified(self._crash / _STACKS.format(self._rank))
         # File times have one clock, the file server's; the clocks of hosts differ and may be adjusted.
         begun = own - (time.monotonic() - self._started)
-        missing = [rank for rank in range(self._world_size) if _modified(self._crash / _stacks(rank)) < begun]
+        missing = [rank for rank in range(self._world_size) if _modified(self._crash / _STACKS.format(rank)) < begun]
         return ", ".join(f"rank {rank}" for rank in missing)
 
 
@@ -155,28 +154,21 @@ def waiting_in(frame: FrameType) -> str:
     """Name, group and call site of the collective in which the thread of this innermost frame waits; only the call
     site outside collectives. Starts with a comma."""
     collective, group = "", ""
-    for each in _callers(frame):
+    each: FrameType | None = frame
+    while each is not None:
         module = each.f_globals.get("__name__", "")
         if module.startswith("torch.distributed") and not collective and each.f_code.co_name != "wrapper":
             collective = each.f_code.co_name
         elif module.startswith("megatron_moe"):
             found = each.f_locals.get("group")
             if isinstance(found, ProcessGroup) and not group:
-                group = f" over {found.name} (ranks {', '.join(map(str, found.ranks[:8]))}{_more(found)})"
+                more = f", ... {found.size} in all" if found.size > 8 else ""
+                group = f" over {found.name} (ranks {', '.join(map(str, found.ranks[:8]))}{more})"
             if module != "megatron_moe.parallel.collectives":
                 what = f"in {collective}{group}, called " if collective else "in code "
                 return f", waiting {what}from {module}.{each.f_code.co_name}, line {each.f_lineno}"
+        each = each.f_back
     return f", waiting in {collective}{group}" if collective else ""
-
-
-def _more(group: ProcessGroup) -> str:
-    return f", ... {group.size} in all" if group.size > 8 else ""
-
-
-def _callers(frame: FrameType | None) -> Iterable[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _modified(path: Path) -> float:
@@ -185,7 +177,3 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _stacks(rank: int) -> str:
-    return f"stacks_{rank:05d}.txt"

@@ -4,7 +4,8 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +17,13 @@ from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedCheckpoint, find, load
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.parallel.collectives import gather_objects
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import sharded_dim
 from megatron_moe.parallel.parameter import Parameter, named_parameters
 from megatron_moe.resilience.run_status import RunStatus
@@ -40,103 +41,85 @@ _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
 """launcher -> how to extend that time to {0} seconds."""
 
 
-@dataclass(frozen=True)
-class RunPosition:
-    """Progress of a run at a checkpoint, over all ranks and starts."""
-
-    iteration: int
-    flops: float
-    tokens: int
-
-
 class ProgressLog:
     """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
 
     Args:
         folder: checkpoint folder; None writes nothing.
-        environ: environment with the job id; None uses that of the process.
+        environ: environment with the job id.
     """
 
-    def __init__(self, folder: Path | None, num_ranks: int, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path | None, num_ranks: int, environ: Mapping[str, str] = os.environ) -> None:
         self._path = None if folder is None else folder / PROGRESS
-        self._prefix = (
-            f"Job ID: {(os.environ if environ is None else environ).get('SLURM_JOB_ID', '')}\t# GPUs: {num_ranks}"
-        )
+        self._prefix = f"Job ID: {environ.get('SLURM_JOB_ID', '')}\t# GPUs: {num_ranks}"
         self._num_ranks = num_ranks
         self._begun = time.monotonic()
-        self._first: RunPosition | None = None
-        self._pending: dict[int, RunPosition] = {}
+        self._first_flops = 0.0
+        self._pending: dict[int, tuple[float, int]] = {}
+        """FLOPs and tokens of the run at checkpoints that are being written, by iteration."""
 
-    def begin(self, position: RunPosition) -> None:
+    def begin(self, state: TrainState) -> None:
         """Records the start or resumption of the run."""
-        self._first = position
-        self._write(f"Starting job\tIteration: {position.iteration}")
+        self._first_flops = state.flops
+        self._write(f"Starting job\tIteration: {state.iteration}")
 
-    def saving(self, position: RunPosition) -> None:
-        """Records the position of a checkpoint that is being written."""
-        self._pending[position.iteration] = position
+    def saving(self, state: TrainState) -> None:
+        """Keeps the progress at a checkpoint that is being written."""
+        self._pending[state.iteration] = state.flops, state.consumed_tokens
 
     def saved(self, iteration: int) -> None:
         """Writes the line of a completed checkpoint."""
-        position = self._pending.pop(iteration, None)
-        if position is None or self._first is None:
-            return
-        seconds = time.monotonic() - self._begun
-        rate = (position.flops - self._first.flops) / seconds / self._num_ranks / 1e12
+        flops, tokens = self._pending.pop(iteration)
+        rate = (flops - self._first_flops) / (time.monotonic() - self._begun) / self._num_ranks / 1e12
         self._write(
             f"Saved checkpoint\tIteration: {iteration}\tJob throughput: {rate:.1f} TFLOP/s/GPU\t"
-            f"Floating-point operations: {position.flops:.2e}\tTokens (in billions): {position.tokens / 1e9:.2f}"
+            f"Floating-point operations: {flops:.2e}\tTokens (in billions): {tokens / 1e9:.2f}"
         )
 
     def _write(self, text: str) -> None:
         if self._path is None:
             return
-        try:
-            with open(self._path, "a") as file:
-                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{self._prefix}\t{text}\n")
-        except OSError:
-            return
+        with suppress(OSError), open(self._path, "a") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{self._prefix}\t{text}\n")
 
 
+@dataclass
 class Checkpointing:
     """Restores a run at its start and saves its checkpoints."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        context: ParallelContext,
-        trainer: Trainer,
-        saver: CheckpointSaver | None,
-        reporter: Reporter,
-        status: RunStatus,
-    ) -> None:
-        """`saver`: None for a run without checkpoints."""
-        self._plan = plan
-        self._context = context
-        self._trainer = trainer
-        self._saver = saver
-        self._reporter = reporter
-        self._status = status
+    config: CheckpointConfig
+    run: TrainStateConfig
+    trainer: Trainer
+    saver: CheckpointSaver | None
+    """None for a run without checkpoints."""
+    reporter: Reporter
+    status: RunStatus
+    log_progress: InitVar[bool] = False
+    """`--log-progress`."""
+    launcher: str | None = None
+    """Launcher that ends the run some time after a signal; None if signals do not trigger a save."""
+
+    def __post_init__(self, log_progress: bool) -> None:
+        context = self._context = self.trainer.context
         self._last_saved: int | None = None
-        self._warned = False
-        self._exports = HuggingFaceExport.of(plan.checkpoint, plan.model, context, reporter)
-        writes = plan.logging.log_progress and context.is_first and saver is not None
-        self._progress = ProgressLog(plan.checkpoint.save if writes else None, plan.launch.world_size)
+        self._exports = HuggingFaceExport.of(self.config, self.run.model, context, self.reporter)
+        writes = log_progress and context.is_first and self.saver is not None
+        self._progress = ProgressLog(self.config.save if writes else None, context.group("world").size)
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
         """Loads the checkpoint selected by `--save`, `--load`, ... and positions the data loader.
 
         Raises CheckpointProblem if the checkpoint is missing, damaged or incompatible.
         """
-        source = find(self._plan.checkpoint, self._context, say=self._reporter.note)
+        source = find(self.config, self._context, say=self.reporter.note)
         state = TrainState() if source is None else self._restore_from(source, loader)
-        number = self._plan.checkpoint.override_iteration
+        number = self.config.override_ckpt_iteration
         if number is not None and source is not None and source.origin != "--save":
-            self._reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
+            self.reporter.note(f"iteration {state.iteration} of the checkpoint is renumbered to {number}")
             state.iteration = number
-        self._progress.begin(_position(state))
+        self._progress.begin(state)
         resumed = source is not None and source.origin == "--save"
-        self._status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
+        self.status.update(iteration=state.iteration, last_checkpoint=state.iteration if resumed else None)
         if loader is not None:
             loader.restore(state.consumed_samples)
             self._report_length(state)
@@ -148,30 +131,28 @@ class Checkpointing:
 
     def due(self, iteration: int) -> bool:
         """True if a checkpoint or an export follows this iteration."""
-        config = self._plan.checkpoint
-        return bool(self._saver) and (
-            _divides(config.save_interval, iteration) or _divides(config.hf_interval, iteration)
-        )
+        intervals = (self.config.save_interval, self.config.save_hf_interval)
+        return bool(self.saver) and any(_divides(interval, iteration) for interval in intervals)
 
     def save_if_due(self, state: TrainState, loader: TrainLoader | None) -> None:
-        config = self._plan.checkpoint
+        config = self.config
         if _divides(config.save_interval, state.iteration):
-            self.save(state, loader, in_background=config.in_background)
-        if _divides(config.hf_interval, state.iteration):
+            self.save(state, loader, in_background=config.async_save)
+        if _divides(config.save_hf_interval, state.iteration):
             self._export(state)
 
     def commit_if_written(self) -> None:
         """Completes an asynchronous save whose files are written; called after every step."""
-        if self._saver is not None and self._saver.pending is not None:
-            self._record_saved(self._saver.poll())
+        if self.saver is not None and self.saver.pending is not None:
+            self._record_saved(self.saver.poll())
 
     def save_last(self, state: TrainState, loader: TrainLoader | None) -> None:
         """Writes the export and the checkpoint at the end of the run. Raises SaveProblem if the save failed."""
         self._export(state)
         self.save(state, loader)
-        if self._saver is not None and self._last_saved != state.iteration:
+        if self.saver is not None and self._last_saved != state.iteration:
             raise SaveProblem(
-                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self._saver.folder}; "
+                f"the last checkpoint, of iteration {state.iteration}, could not be saved to {self.saver.folder}; "
                 f"{self._newest()}; fix the error reported above and start the run again"
             )
 
@@ -184,19 +165,19 @@ class Checkpointing:
             trouble = f"; {problem}"
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
-        where = "no --save folder" if self._saver is None else self._newest()
+        where = "no --save folder" if self.saver is None else self._newest()
         raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
 
     def close(self) -> None:
         """Closes the saver of a run that ends for any reason; a commit in progress is completed."""
-        iteration = self._saver.close() if self._saver is not None else None
+        iteration = self.saver.close() if self.saver is not None else None
         if iteration is not None:
-            self._status.update(last_checkpoint=iteration)
-            self._reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
+            self.status.update(last_checkpoint=iteration)
+            self.reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
 
     def _newest(self) -> str:
         """Clause about the newest checkpoint of the --save folder."""
-        newest = self._status.report.last_checkpoint
+        newest = self.status.report.last_checkpoint
         return "there is none yet" if newest is None else f"the newest checkpoint there is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
@@ -204,31 +185,30 @@ class Checkpointing:
 
         With `in_background` it returns once the state is copied, and `commit_if_written` completes the save.
         """
-        if self._saver is None:
+        if self.saver is None:
             return
-        self._wait_for_pending(self._saver)
+        self._wait_for_pending(self.saver)
         if self._last_saved == state.iteration:
             return
-        config = self._plan.checkpoint
-        train_state = state.to_json(self._plan) | {"learning_rate": self._trainer.schedule.to_json()}
+        train_state = state.to_json(self.run) | {"learning_rate": self.trainer.schedule.to_json()}
         if loader is not None:
             train_state["data"] = loader.state()
-        self._progress.saving(_position(state))
-        self._status.update(state="saving")
-        self._reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {config.save}")
-        tensors = saved_tensors(self._trainer, optimizer=config.save_optim)
+        self._progress.saving(state)
+        self.status.update(state="saving")
+        self.reporter.note(f"saving checkpoint at iteration {state.iteration:7d} to {self.config.save}")
+        tensors = saved_tensors(self.trainer, optimizer=self.config.save_optim)
         self._refuse_nonfinite(tensors, f"the checkpoint of iteration {state.iteration}")
-        texts = {"run.yaml": self._plan.resolved_yaml}
+        texts = {"run.yaml": self.run.run_yaml}
         if in_background:
-            self._record_saved(self._saver.start(state.iteration, tensors, train_state, texts=texts))
-        elif self._saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
-            self._record_saved(self._saver.last)
-        self._status.update(state="running")
+            self._record_saved(self.saver.start(state.iteration, tensors, train_state, texts=texts))
+        elif self.saver.save(state.iteration, tensors, train_state, texts=texts) is not None:
+            self._record_saved(self.saver.last)
+        self.status.update(state="running")
 
     def _wait_for_pending(self, saver: CheckpointSaver) -> None:
         """Completes an asynchronous save before the next one."""
         if saver.pending is not None:
-            self._reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
+            self.reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
             self._record_saved(saver.wait())
 
     def _record_saved(self, saved: SavedCheckpoint | None) -> None:
@@ -237,8 +217,8 @@ class Checkpointing:
             return
         self._last_saved = saved.iteration
         self._progress.saved(saved.iteration)
-        self._status.update(last_checkpoint=saved.iteration)
-        self._reporter.note(
+        self.status.update(last_checkpoint=saved.iteration)
+        self.reporter.note(
             f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {saved.path} "
             f"in {saved.seconds:.1f} s: {saved.num_bytes / 1e9:.2f} GB, written at "
             f"{saved.num_bytes / 1e9 / max(saved.write_seconds, 1e-9):.2f} GB/s; "
@@ -248,19 +228,18 @@ class Checkpointing:
 
     def _warn_of_grace(self, seconds: float) -> None:
         """Warns once if a save takes longer than launchers wait between a signal and SIGKILL."""
-        launcher = self._plan.launch.launcher
-        if self._warned or seconds < _GRACE_SECONDS or not self._plan.resilience.exit_signals:
+        if self.launcher is None or seconds < _GRACE_SECONDS:
             return
-        self._warned = True
-        remedy = _LONGER_GRACE.get(launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
-        self._reporter.note(
+        remedy = _LONGER_GRACE.get(self.launcher, "let the launcher wait for {0} s").format(math.ceil(2 * seconds))
+        self.launcher = None
+        self.reporter.note(
             f"  a checkpoint after a signal takes {seconds:.0f} s, but launchers kill the run {_GRACE_SECONDS:.0f} s "
             f"after the signal: {remedy}"
         )
 
     def _export(self, state: TrainState) -> None:
         if self._exports is not None:
-            tensors = saved_tensors(self._trainer, optimizer=False)
+            tensors = saved_tensors(self.trainer, optimizer=False)
             self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
             self._exports.save(state.iteration, tensors)
 
@@ -278,45 +257,42 @@ class Checkpointing:
             )
 
     def _restore_from(self, source: CheckpointSource, loader: TrainLoader | None) -> TrainState:
-        trainer, say = self._trainer, self._reporter.note
+        trainer, say = self.trainer, self.reporter.note
         if self._upcycles(source):
-            granularity = self._plan.checkpoint.upcycle_granularity
+            granularity = self.config.moe_upcycling_granularity
             load_upcycled(source, granularity, trainer.model, self._context, say=say)
             trainer.restored(with_optimizer=False)
             return TrainState()
         if source.is_hugging_face:
             folder = Path(source.location.removeprefix(HUGGING_FACE))
-            for note in load_hf(folder, trainer.model, self._plan.model, self._context.group("pp")):
+            for note in load_hf(folder, trainer.model, self.run.model, self._context.group("pp")):
                 say(note)
             trainer.restored(with_optimizer=False)
             say(f"loaded the weights of {folder}; training starts at iteration 0")
             return TrainState()
         tensors = saved_tensors(trainer, optimizer=True)
         loaded = load(source, tensors, self._context, say=say, check_state=check_train_state)
-        if self._saver is not None:
-            self._saver.loaded_from = loaded.path
+        if self.saver is not None:
+            self.saver.loaded_from = loaded.path
         trainer.restored(with_optimizer=source.optimizer)
         say(f"  successfully loaded checkpoint from {loaded.path} at iteration {loaded.iteration}")
         self._compare_config(loaded, source)
         if not source.train_state:
             return TrainState()
         if source.optimizer and "learning_rate" in loaded.train_state:  # another program's checkpoint has none
-            sizes = self._plan.batch.global_size, loaded.train_state.get("training", {}).get("--global-batch-size")
+            sizes = self.run.batch.global_batch_size, loaded.train_state.get("training", {}).get("--global-batch-size")
             trainer.schedule, differences = trainer.schedule.resumed(loaded.train_state["learning_rate"], sizes)
             for line in differences:
                 say(line)
         if loader is not None:
-            for line in [
-                *self._data_differences(loaded.train_state, loader),
-                *self._batch_differences(loaded.train_state),
-            ]:
+            for line in self._data_differences(loaded.train_state, loader):
                 say(line)
         return TrainState.from_json(loaded.train_state)
 
     def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
         """Reports changed training settings. Raises CheckpointProblem if the model differs, which --finetune only
         reports."""
-        model, training = config_differences(loaded.train_state, self._plan)
+        model, training = config_differences(loaded.train_state, self.run)
         if model and source.train_state:
             raise CheckpointProblem(
                 f"the model flags describe another model than the weights in {loaded.path}; give the checkpoint's "
@@ -324,42 +300,39 @@ class Checkpointing:
             )
         resumed = source.train_state and loaded.iteration > 0
         for line in [*model, *(training if resumed else ())]:
-            self._reporter.note(f"differs from the checkpoint: {line}")
+            self.reporter.note(f"differs from the checkpoint: {line}")
 
     def _upcycles(self, source: CheckpointSource) -> bool:
         """True if the source is the dense model rather than a checkpoint of this run."""
-        return self._plan.checkpoint.upcycle and source.origin != "--save"
-
-    def _batch_differences(self, saved: dict) -> list[str]:
-        """Line about a changed batch size, if any."""
-        then, length = saved.get("global_batch_size"), self._plan.data.seq_length
-        now = self._plan.batch.size_at(saved["state"]["consumed_samples"])
-        if then is None or then == now:
-            return []
-        return [
-            f"the next step takes {now} sequences ({now * length:,} tokens), at the checkpoint it would have been "
-            f"{then} ({then * length:,} tokens); the learning rate continues by samples"
-        ]
+        return self.config.moe_use_upcycling and source.origin != "--save"
 
     def _report_length(self, state: TrainState) -> None:
         """Reports the last iteration of --train-samples if Megatron-LM would end at another."""
-        samples, last = self._plan.loop.train_samples, state.last_iteration(self._plan)
-        theirs = last if samples is None else self._plan.batch.megatron_steps_for(samples)
+        samples, last = self.run.loop.train_samples, state.last_iteration(self.run)
+        theirs = last if samples is None else self.run.batch.megatron_steps_for(samples)
         if theirs != last:
-            self._reporter.note(
+            self.reporter.note(
                 f"the run ends at iteration {last}, with the last full batch of {samples} samples; Megatron-LM would "
                 f"end at iteration {theirs}, computed from the current batch sizes alone"
             )
 
-    def _data_differences(self, saved: dict, loader: TrainLoader) -> list[str]:
-        """Lines about changed data. Raises CheckpointProblem for another sequence length."""
-        then, now = saved["seq_length"], self._plan.data.seq_length
+    def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:
+        """Lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
+        then, now = saved["seq_length"], self.run.seq_length
         if then != now:
             raise CheckpointProblem(
                 f"the checkpoint was trained on sequences of {then} tokens, this run has --seq-length {now}: the order "
                 f"of the samples would change; give --seq-length {then}, or --finetune to start from its weights"
             )
-        return [] if "data" not in saved else list(_differences(saved["data"], loader.state()))
+        if "data" in saved:
+            yield from _differences(saved["data"], loader.state())
+        size = self.run.batch.size_at(saved["state"]["consumed_samples"])
+        saved_size = saved.get("global_batch_size", size)
+        if size != saved_size:
+            yield (
+                f"the next step takes {size} sequences ({size * now:,} tokens), at the checkpoint it would have been "
+                f"{saved_size} ({saved_size * now:,} tokens); the learning rate continues by samples"
+            )
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -391,10 +364,6 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
         f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may "
         f"stand for other text"
     )
-
-
-def _position(state: TrainState) -> RunPosition:
-    return RunPosition(state.iteration, state.flops, state.consumed_tokens)
 
 
 def _divides(interval: int | None, iteration: int) -> bool:

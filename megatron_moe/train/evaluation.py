@@ -1,8 +1,8 @@
 """Evaluation on the validation and test sets (`--eval-interval`, `--eval-iters`)."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -44,33 +44,22 @@ def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches
     return float(totals[0] / totals[1].clamp(min=1))
 
 
-TEST = "test"
-
-
+@dataclass
 class Evaluation:
     """Evaluates every data set separately, every `--eval-interval` iterations and at the end of the run."""
 
-    def __init__(
-        self,
-        loop: LoopConfig,
-        batch: BatchConfig,
-        pipeline: Pipeline,
-        loaders: dict[str, EvalLoader],
-        reporter: Reporter,
-    ) -> None:
-        """`loaders`: data set name -> loader; "test" is evaluated at the end only."""
-        self._config = loop
-        self._pipeline = pipeline
-        dp = pipeline.context.group("dp").size
-        self._num_microbatches = batch.global_size // (batch.micro * dp)
-        self._valid = {name: loader for name, loader in loaders.items() if name != TEST}
-        self._test = loaders.get(TEST)
-        self._reporter = reporter
+    config: LoopConfig
+    batch: BatchConfig
+    pipeline: Pipeline
+    valid: Mapping[str, EvalLoader]
+    """Data set name -> loader."""
+    test: EvalLoader | None
+    reporter: Reporter
 
     def due(self, iteration: int) -> bool:
         """True if an evaluation follows this iteration."""
-        interval = self._config.eval_interval
-        return bool(self._valid and self._config.eval_iters and interval and iteration % interval == 0)
+        interval = self.config.eval_interval
+        return bool(self.valid and self.config.eval_iters and interval and iteration % interval == 0)
 
     def run_if_due(self, state: TrainState) -> None:
         if self.due(state.iteration):
@@ -78,35 +67,33 @@ class Evaluation:
 
     def final(self, state: TrainState) -> None:
         """Evaluates the validation and test sets at the end of the run."""
-        if not self._config.eval_iters:
+        if not self.config.eval_iters:
             return
         self._evaluate_all(state, self._num_until(state), where="on validation set")
-        if self._test is not None:
-            loss = evaluate(self._pipeline, self._test.batches(), self._num_microbatches)
-            self._report(state, TEST, loss, "on test set", TEST)
+        if self.test is not None:
+            self._evaluate(state, self.test.batches(), where="on test set", split="test")
 
     def _num_until(self, state: TrainState) -> int:
         """Number of evaluations due so far; depends on the iteration only, so restarts do not change it."""
-        return state.iteration // self._config.eval_interval if self._config.eval_interval else 0
+        return state.iteration // self.config.eval_interval if self.config.eval_interval else 0
 
     def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
         """Evaluates all validation sets on the data of evaluation `number`, counted from 0."""
         losses = []
-        for name, loader in self._valid.items():
-            loss = evaluate(self._pipeline, loader.batches(number), self._num_microbatches)
-            losses.append(loss)
-            self._report(state, name if len(self._valid) > 1 else "", loss, where, "validation")
+        for name, loader in self.valid.items():
+            data_set = name if len(self.valid) > 1 else ""
+            losses.append(self._evaluate(state, loader.batches(number), where=where, data_set=data_set))
         mean = sum(losses) / len(losses) if losses else math.nan
         state.validation_loss = mean if math.isfinite(mean) else None
 
-    def _report(self, state: TrainState, data_set: str, loss: float, where: str, split: str) -> None:
-        self._reporter.validation(
-            ValidationReport(
-                iteration=state.iteration,
-                consumed_samples=state.consumed_samples,
-                losses={"lm loss": loss},
-                where=where,
-                data_set=data_set if split != TEST else "",
-                split=split,
-            )
+    def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
+        """Reports and returns the loss on one data set. `fields`: others of `ValidationReport`."""
+        num_microbatches = self.batch.global_batch_size // (
+            self.batch.micro_batch_size * self.pipeline.context.group("dp").size
         )
+        loss = evaluate(self.pipeline, batches, num_microbatches)
+        report = ValidationReport(
+            iteration=state.iteration, consumed_samples=state.consumed_samples, loss=loss, **fields
+        )
+        self.reporter.validation(report)
+        return loss

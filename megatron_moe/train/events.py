@@ -49,10 +49,10 @@ class GarbageCollection:
         config = self._config
         if not config.manual_gc:
             return
-        if self._evaluating and config.manual_gc_eval:
+        ended, self._evaluating = self._evaluating, phase == "evaluation"
+        if ended and config.manual_gc_eval:
             gc.collect(generation=0)  # objects of the evaluation are young
-        self._evaluating = phase == "evaluation"
-        done = iteration - 1
-        at_interval = bool(config.manual_gc_interval and done > 0 and done % config.manual_gc_interval == 0)
-        if (phase == "step" and at_interval) or (self._evaluating and config.manual_gc_eval):
+        done, interval = iteration - 1, config.manual_gc_interval
+        is_due = phase == "step" and interval and done > 0 and done % interval == 0
+        if is_due or (self._evaluating and config.manual_gc_eval):
             gc.collect()

@@ -28,11 +28,9 @@ class ExitConditions:
         """Collective construction.
 
         Args:
-            iteration: first iteration of this start.
-            last_iteration: iteration after which training ends.
-            signals: signal handlers of this process, or None.
-            begun: clock value at the start of the process, from which `--exit-duration-in-mins` counts as in Megatron
-                (building and loading the model included); None: now.
+            iteration: iteration at which this start begins; training ends after `last_iteration`.
+            begun: time at which the process started, from which `--exit-duration-in-mins` counts as in Megatron (model
+                construction and loading included); None: now.
             clock: monotonic clock, seconds.
         """
         self.reason = "training is off (--skip-train)"
@@ -45,14 +43,13 @@ class ExitConditions:
         self._signals = signals or Signals()
         self._clock = clock
         self._start = clock() if begun is None else begun
-        self._needs_agreement = self._signals.active or config.exit_duration_minutes is not None
+        self._needs_agreement = self._signals.active or config.exit_duration_in_mins is not None
         self._group = context.host_group() if self._needs_agreement else context.group("world")
 
     def now(self, iteration: int) -> bool:
         """True if the run ends after `iteration` steps."""
         reason = self._reason(iteration)
-        if reason is not None:
-            self.reason = reason
+        self.reason = reason or self.reason
         return reason is not None
 
     def _reason(self, iteration: int) -> str | None:
@@ -61,7 +58,7 @@ class ExitConditions:
         if signal_number:
             self.preempted = True
             return f"exiting program at iteration {iteration} because of {signal_name(signal_number)}"
-        if config.exit_duration_minutes is not None and minutes > config.exit_duration_minutes:
+        if config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins:
             return f"exiting program after {minutes:.1f} minutes"
         if config.exit_interval and iteration > self._first and iteration % config.exit_interval == 0:
             return f"exiting program at iteration {iteration}"

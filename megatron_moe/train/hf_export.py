@@ -4,8 +4,8 @@ Parameters are gathered to the first rank one at a time (one expert at a time fo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "hf"
 """Subfolder of the checkpoint folder."""
+_Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""(begin, end) of a box in the full tensor."""
 
 
-@dataclass(frozen=True)
-class _BoxSource:
+class _BoxSource(NamedTuple):
     """Box of a tensor and the lowest rank that holds it."""
 
     rank: int
@@ -66,10 +67,10 @@ class HuggingFaceExport:
         cls, config: CheckpointConfig, model: ModelConfig, context: ParallelContext, reporter: Reporter
     ) -> "HuggingFaceExport | None":
         """The export of a run with `--save-hf-interval`, else None."""
-        if config.hf_interval is None:
+        if config.save_hf_interval is None:
             return None
-        assert config.save is not None and config.hf_config is not None, f"rejected by the flag checks: {config}"
-        return cls(model, context, config.hf_config, config.save / FOLDER, reporter)
+        assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
+        return cls(model, context, config.save_hf_config, config.save / FOLDER, reporter)
 
     def save(self, iteration: int, tensors: Mapping[str, SavedTensor]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.
@@ -127,32 +128,27 @@ class _Gatherer:
         data = torch.empty(shape, dtype=dtype, device="cpu" if first else "meta")
         for source in self._sources[key]:
             part = intersection(offset, shape, source.offset, source.shape)
-            if part is not None:
-                self._copy(key, source, part, data, offset)
+            if part is None:
+                continue
+            values = self._broadcast(key, source, part, dtype)
+            if first:
+                data[_within(part, offset)].copy_(values)
         return data if mapping.expert is None else data[0]
 
-    def _copy(
-        self,
-        key: str,
-        source: _BoxSource,
-        part: tuple[tuple[int, ...], tuple[int, ...]],
-        data: Tensor,
-        offset: tuple[int, ...],
-    ) -> None:
-        """Copies the box [part[0], part[1]) from its rank into `data`, whose origin is `offset`."""
+    def _broadcast(self, key: str, source: _BoxSource, part: _Part, dtype: torch.dtype) -> Tensor:
+        """Elements of `part` of a tensor, on the first rank."""
         if source.rank == self._context.rank:
             box = self._tensors[key].boxes[source.number]
             values = box.data[_within(part, box.offset)].detach().contiguous()
         else:
             size = [end - begin for begin, end in zip(*part, strict=True)]
-            values = torch.empty(size, dtype=data.dtype, device=self._context.device)
+            values = torch.empty(size, dtype=dtype, device=self._context.device)
         if source.rank != 0:
             # world: one box of one parameter or expert. A send would need a communicator per pair of ranks.
             broadcast_(values, self._world, source=source.rank)
-        if self._context.is_first:
-            data[_within(part, offset)].copy_(values)
+        return values
 
 
-def _within(part: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
+def _within(part: _Part, offset: tuple[int, ...]) -> tuple[slice, ...]:
     """Slices of a box relative to the origin `offset`."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*part, offset, strict=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem
-from megatron_moe.config.moe import MLPConfig, MoEConfig
+from megatron_moe.config.moe import MoEConfig
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext
@@ -40,7 +40,7 @@ def load_upcycled(
         )
     parameters = dict(named_parameters(model))
     layers = dict(_moe_layers(model))
-    dense = {prefix: _empty_mlp(_dense_mlp(config, granularity), context.dtype) for prefix, config in layers.items()}
+    dense = {prefix: _empty_mlp(config, granularity, context.dtype) for prefix, config in layers.items()}
     wanted = {
         f"{prefix}{name}": SavedTensor.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
     }
@@ -69,22 +69,13 @@ def _below(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parame
     return {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
 
 
-def _dense_mlp(moe: MoEConfig, granularity: int) -> MLPConfig:
+def _empty_mlp(moe: MoEConfig, granularity: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Empty parameters, by name, of the unsharded dense MLP that becomes these experts, in host memory."""
     experts = moe.experts
-    return MLPConfig(
-        hidden_size=experts.hidden_size,
-        ffn_hidden_size=experts.ffn_hidden_size * granularity,
-        activation=experts.activation,
-        bias=experts.bias,
-    )
-
-
-def _empty_mlp(config: MLPConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Empty parameters of an unsharded dense MLP in host memory, by name."""
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    first = ffn * config.activation.fan
+    hidden, ffn = experts.hidden_size, experts.ffn_hidden_size * granularity
+    first = ffn * experts.activation.fan
     shapes: dict[str, tuple[int, ...]] = {"linear_fc1.weight": (first, hidden), "linear_fc2.weight": (hidden, ffn)}
-    if config.bias:
+    if experts.bias:
         shapes |= {"linear_fc1.bias": (first,), "linear_fc2.bias": (hidden,)}
     return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 

@@ -14,10 +14,10 @@ import torch
 
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels.ops import all_finite
+from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.resilience.numerics_guard import Finding, FirstBadModule, bad_gradient, bad_weights
 from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, judge
-from megatron_moe.train.step_results import StepResult
 from megatron_moe.train.trainer import RetainedStep, Trainer
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
@@ -47,14 +47,14 @@ class RankReport:
     """Values with which an earlier start stopped at this iteration, if any; on the first rank."""
 
 
-def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
+def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
     """Reports of all ranks about a rejected step. Collective.
 
     Args:
         repeat: repeats the step to locate modules, parameters and experts. Requires the weights from before the step
             and overwrites the gradient buffers.
     """
-    kept = next(step for step in trainer.recent if step.iteration == reading.iteration)
+    kept = next(step for step in trainer.recent if step.iteration == result.iteration)
     context, order = trainer.context, loader.samples_at(kept.consumed_samples)
     stash = trainer.model.saved_tensors.stash
     no_room = stash is not None and stash.overflowed()
@@ -63,7 +63,7 @@ def diagnose(trainer: Trainer, reading: StepResult, loader: TrainLoader, *, repe
         report = _repeated(trainer, kept, report)
     run_dir = trainer.logging.run_dir
     if run_dir is not None and context.is_first:
-        report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=reading.iteration)))
+        report = replace(report, earlier=_numbers_of(run_dir / REPORT.format(iteration=result.iteration)))
     # world: some kilobytes per rank, once
     return gather_objects(report, context.group("world"))
 
@@ -82,30 +82,29 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
     return gather_objects(report, context.group("world"))
 
 
-def verdict(reading: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
+def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
     """Conclusion about the hardware from the repetition, identical on every rank."""
     ranks = [report.twice for report in reports if report.twice is not None]
-    return judge(numbers(reading), reports[0].again, ranks, reports[0].earlier)
+    return judge(numbers(result), reports[0].again, ranks, reports[0].earlier)
 
 
-def numbers(reading: StepResult) -> dict[str, float]:
+def numbers(result: StepResult) -> dict[str, float]:
     """Loss and gradient norms of a step, by name."""
-    return {"loss": reading.loss, **{f"norm {name}": value for name, value in reading.norms.items()}}
+    return {"loss": result.loss, **{f"norm {name}": value for name, value in result.norms.items()}}
 
 
 def sentence(reports: Sequence[RankReport]) -> str:
     """Clause about the cause, as far as it is known; starts with "; "."""
-    found = [(finding, report) for report in reports for finding in report.findings]
     parts = []
-    without_room = [str(report.rank) for report in reports if report.no_room]
-    if without_room:
-        ranks = "rank" if len(without_room) == 1 else "ranks"
-        parts.append(
-            f"rows of experts found no free page on {ranks} {', '.join(without_room[:16])}: raise "
-            f"--moe-paged-stash-buffer-size-factor-cuda"
-        )
+    full = [report.rank for report in reports if report.no_room]
+    if full:
+        flag = "--moe-paged-stash-buffer-size-factor-cuda"
+        flag = "--moe-paged-stash-buffer-size-factor-cuda"
+        ranks = f"rank{'s' if len(full) > 1 else ''} {', '.join(map(str, full[:16]))}"
+        parts.append(f"rows of experts found no free page on {ranks}: raise {flag}")
+    found = [(finding, report) for report in reports for finding in report.findings]
     if found:
-        first, report = min(found, key=lambda pair: (_RANKING.index(pair[0].kind), _depth(*pair)))
+        first, report = min(found, key=lambda pair: _causality(*pair))
         parts.append(f"first not finite: {first}, on rank {report.rank}")
     samples = sorted({sample for report in reports for sample in report.bad_samples})
     if samples:
@@ -113,12 +112,18 @@ def sentence(reports: Sequence[RankReport]) -> str:
     return "; " + ", ".join(parts) if parts else ""
 
 
-def write_report(run_dir: Path, reading: StepResult, reports: Sequence[RankReport]) -> Path | None:
+def _causality(finding: Finding, report: RankReport) -> tuple[int, int]:
+    """Sort key: causes first; of one kind, the first stage comes first in the forward, the last one in the backward."""
+    stage = -report.stage if finding.kind.startswith("gradient") else report.stage
+    return _RANKING.index(finding.kind), stage
+
+
+def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport]) -> Path | None:
     """Writes the reports as JSON to the run folder's crash/; returns the path, or None if that failed."""
-    path = run_dir / REPORT.format(iteration=reading.iteration)
+    path = run_dir / REPORT.format(iteration=result.iteration)
     content = {
-        "iteration": reading.iteration,
-        "numbers": {name: repr(value) for name, value in numbers(reading).items()},
+        "iteration": result.iteration,
+        "numbers": {name: repr(value) for name, value in numbers(result).items()},
         "ranks": [asdict(report) for report in reports],
     }
     try:
@@ -131,11 +136,6 @@ def write_report(run_dir: Path, reading: StepResult, reports: Sequence[RankRepor
     return path
 
 
-def _depth(finding: Finding, report: RankReport) -> int:
-    """Sort key: the first stage comes first in the forward, the last stage in the backward."""
-    return -report.stage if finding.kind.startswith("gradient") else report.stage
-
-
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
     """Repeats the step; returns `report` with non-finite tensors, microbatches with a bad loss, and both results."""
     trainer.optimizer.finish_gather()
@@ -146,14 +146,12 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
     slots = list(trainer.buffers.slots)
     gradients = [found for slot in slots if (found := bad_gradient(slot.name, slot.parameter, slot.main_grad))]
     modules = [found for found in (watched.forward, watched.backward) if found is not None]
-    order = enumerate(report.samples)
     host, device = socket.gethostname(), str(trainer.context.device)
-    twice = RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item())
     return replace(
         report,
         findings=(*weights, *modules, *gradients),
-        bad_samples=tuple(sample for index, samples in order if index in bad_places for sample in samples),
-        twice=twice,
+        bad_samples=tuple(sample for index in sorted(bad_places) for sample in report.samples[index]),
+        twice=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
         again={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
     )
 

@@ -1,7 +1,7 @@
-"""What one pipeline rank does for a schedule: its chunks of the model, on the microbatches of a step."""
+"""Pipeline rank: runs its model chunks on the microbatches of a step in the order of a schedule."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,14 +20,14 @@ from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
 from megatron_moe.pipeline.schedule import ScheduleConfig, build_schedule
 
 TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
-"""Takes the losses of a microbatch in the last stage; gives the scalar to differentiate."""
+"""Called on the last stage with the losses of a microbatch; returns the scalar to differentiate."""
 
 
 class Pipeline:
-    """This rank's part of the model, and its links to the ranks that hold the others."""
+    """This rank's part of the model, and its point-to-point links to other stages."""
 
     def __init__(self, config: PipelineConfig, layout: PipelineLayout, context: ParallelContext, model: GPT) -> None:
-        """All ranks of the world make it together."""
+        """Collective construction over all ranks of the world."""
         self.config = config
         self.context = context
         self.model = model
@@ -35,7 +35,7 @@ class Pipeline:
         self.links = connect(context)
         self._streams = make_streams(context.device, "communication")
         self.graph_instances: GraphInstancePool | None = None
-        """Of the microbatches whose layers are recorded and replayed; None: all is computed."""
+        """CUDA graph instances of the microbatches in flight; None: eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
 
     def run(
@@ -46,10 +46,10 @@ class Pipeline:
         gradients: GradBuffers | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """Takes the microbatches through all stages, and back when gradients are to be collected.
+        """Runs the forward of all microbatches, and the backward if `gradients` is given.
 
-        Every rank of a pipeline gives the same microbatches; `take_loss` is called where the last stage is. `streams`:
-        None: those of the device.
+        All ranks of a pipeline pass the same microbatches. `streams`: None uses the device's compute and communication
+        streams.
         """
         config = self.config.schedule(self.layout, len(batches), forward_only=gradients is None)
         if config not in self._entries:
@@ -63,19 +63,16 @@ class Pipeline:
         run_schedule(self._entries[config], stage, self.links, config.stages, streams or self._streams)
 
 
+@dataclass(frozen=True)
 class RankStage:
-    """The chunks of one rank in one pass through a schedule (`pipeline.executor.Stage`)."""
+    """Model chunks of one rank in one pass through a schedule; implements `pipeline.executor.Stage`."""
 
-    def __init__(
-        self, pipeline: Pipeline, batches: Sequence[MicroBatch], take_loss: TakeLoss, gradients: GradBuffers | None
-    ) -> None:
-        self._pipeline = pipeline
-        self._batches = batches
-        self._take_loss = take_loss
-        self._gradients = gradients
+    _pipeline: Pipeline
+    _batches: Sequence[MicroBatch]
+    _take_loss: TakeLoss
+    _gradients: GradBuffers | None
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
-        """See `Stage`."""
         batch, model = self._in_flight(microbatch, chunk), self._pipeline.model
         if self._gradients is not None and model.saved_tensors.offload is not None:
             model.saved_tensors.offload.begin_forward((microbatch, chunk))
@@ -89,7 +86,7 @@ class RankStage:
         return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
-        """The microbatch, with its CUDA graphs if it has any."""
+        """The microbatch, with its CUDA graph instance if it has one."""
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch
@@ -100,18 +97,17 @@ class RankStage:
         return replace(batch, context=replace(batch.context, graph_instance=graph_instance))
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
-        """See `Stage`."""
         chunks, config = self._pipeline.model.chunks, self._pipeline.config
         return pair_slots(
             chunks[forward_chunk],
             chunks[backward_chunk],
-            split_backward=config.split_backward,
-            early_attention_backward=config.early_attention_backward,
+            split_backward=config.delay_wgrad_compute,
+            early_attention_backward=config.ep_overlap_early_attn_memory_release,
         )
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """[S, B, H] of what travels into a stage. Behind a stage of multi-token prediction the hidden states of all
-        depths stand one behind the other along S."""
+        """Shape [S, B, H] of the hidden states sent to a stage. After a stage with multi-token prediction, those of all
+        depths are concatenated along S."""
         batch, model, config = self._batches[microbatch], self._pipeline.model, self._pipeline.context.config
         batch_size, length = batch.tokens_BS.shape
         if config.sequence_parallel:
@@ -122,15 +118,12 @@ class RankStage:
         return length, batch_size, model.config.hidden_size
 
     def defer_weight_gradients(self, deferred: bool) -> None:
-        """See `Stage`."""
         self._buffers.queue.deferred = deferred
 
     def weight_gradients(self) -> None:
-        """See `Stage`."""
         self._buffers.queue.run()
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
-        """See `Stage`."""
         self._buffers.collect()
         if self._pipeline.graph_instances is not None:
             self._pipeline.graph_instances.give_back(microbatch, chunk)
@@ -142,7 +135,7 @@ class RankStage:
 
 
 def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
-    """("forward" or "backward", (microbatch, chunk)) in order. A split backward: its first part."""
+    """("forward" or "backward", (microbatch, chunk)) in order; only the input-gradient part of a split backward."""
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
     actions = (action for entry in entries for action in parts(entry) if action.peer is None)
     return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

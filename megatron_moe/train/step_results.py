@@ -1,39 +1,53 @@
-"""Reads what a step left on the device, one step late, so that the host never waits for the step it just launched."""
+"""Step results: on the device after a step, on the host one iteration later, so that no step waits for the device."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.timers import Moment
-from megatron_moe.train.trainer import StepOutcome
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """A step's results as host numbers."""
+class StepOutcome:
+    """Results of one step on the device; see `StepResult` for the fields of the same names."""
 
-    iteration: int
-    loss: float
-    norms: dict[str, float]
-    figures: dict[str, float]
-    """See `StepOutcome.figures`."""
-    proceed: bool
-    sound: bool
-    """See `StepOutcome.sound`."""
-    learning_rate: float
-    """See `StepOutcome.learning_rate`."""
-    applied_learning_rate: float
+    loss: Tensor
+    """Mean loss per token of this step over all ranks."""
+    norms: dict[str, Tensor]
+    figures: dict[str, Tensor]
+    proceed: Tensor
+    sound: Tensor
     num_samples: int
-    seconds: float
-    """From the end of the step before to the end of this one, on the device."""
+    learning_rate: float
+    applied_learning_rate: float
+    iteration: int
 
+    def scalars(self) -> Tensor:
+        """All device values, fp64 [n], on their way to host memory."""
+        values = (self.loss, self.proceed, self.sound, *self.norms.values(), *self.figures.values())
+        scalars = torch.stack([value.double() for value in values])
+        if scalars.is_cuda:
+            pinned = torch.empty_like(scalars, device="cpu", pin_memory=True)
+            return pinned.copy_(scalars, non_blocking=True)
+        return scalars
 
-@dataclass(frozen=True)
-class _Held:
-    outcome: StepOutcome
-    figures: torch.Tensor
-    begin: Moment
-    end: Moment
+    def result(self, scalars: Tensor, seconds: float) -> StepResult:
+        """The results on the host, from `scalars` once the copy has completed."""
+        loss, proceed, sound, *others = scalars.tolist()
+        return StepResult(
+            iteration=self.iteration,
+            loss=loss,
+            norms=dict(zip(self.norms, others[: len(self.norms)], strict=True)),
+            figures=dict(zip(self.figures, others[len(self.norms) :], strict=True)),
+            proceed=bool(proceed),
+            sound=bool(sound),
+            learning_rate=self.learning_rate,
+            applied_learning_rate=self.applied_learning_rate,
+            num_samples=self.num_samples,
+            seconds=seconds,
+        )
 
 
 class StepResultReader:
@@ -41,43 +55,26 @@ class StepResultReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: _Held | None = None
+        self._pending: tuple[StepOutcome, Tensor, Moment, Moment] | None = None
+        """Outcome, its values on the way to the host, beginning and end of the step."""
         self._last_end = Moment(device)
 
     def push(self, outcome: StepOutcome) -> StepResult | None:
-        """Takes a step's outcome and returns the reading of the step before it; None for the first."""
+        """Takes a step's outcome and returns the results of the previous step; None for the first."""
         previous = self.flush()
-        scalars = (outcome.loss, outcome.proceed, outcome.sound, *outcome.norms.values(), *outcome.figures.values())
-        figures = torch.stack([scalar.double() for scalar in scalars])
-        if figures.is_cuda:
-            host = torch.empty_like(figures, device="cpu", pin_memory=True)
-            figures = host.copy_(figures, non_blocking=True)
+        scalars = outcome.scalars()
         begin, self._last_end = self._last_end, Moment(self._device)
-        self._held = _Held(outcome, figures, begin, self._last_end)
+        self._pending = outcome, scalars, begin, self._last_end
         return previous
 
     def flush(self) -> StepResult | None:
-        """The reading of the held step, waiting for it; None when none is held."""
-        if self._held is None:
+        """Waits for the pending step and returns its results; None if there is none."""
+        if self._pending is None:
             return None
-        held, self._held = self._held, None
-        held.end.wait()
-        outcome = held.outcome
-        loss, proceed, sound, *others = held.figures.tolist()
-        norms, figures = others[: len(outcome.norms)], others[len(outcome.norms) :]
-        return StepResult(
-            iteration=outcome.iteration,
-            loss=loss,
-            norms=dict(zip(outcome.norms, norms, strict=True)),
-            figures=dict(zip(outcome.figures, figures, strict=True)),
-            proceed=bool(proceed),
-            sound=bool(sound),
-            learning_rate=outcome.learning_rate,
-            applied_learning_rate=outcome.applied_learning_rate,
-            num_samples=outcome.num_samples,
-            seconds=held.end.seconds_since(held.begin),
-        )
+        (outcome, scalars, begin, end), self._pending = self._pending, None
+        end.wait()
+        return outcome.result(scalars, end.seconds_since(begin))
 
     def restart_clock(self) -> None:
-        """Leaves out of the next step's time what happened since the last step: evaluation, saving."""
+        """Excludes the time since the last step from the next step's time."""
         self._last_end = Moment(self._device)

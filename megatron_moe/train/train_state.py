@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron_moe.checkpoint.manifest import TRAIN_STATE, CorruptCheckpoint
 from megatron_moe.config.model_differences import model_differences, recorded_model
 from megatron_moe.config.optimizer import LRConfig
-from megatron_moe.config.run import RunPlan
+from megatron_moe.config.train_state import TrainStateConfig
 from megatron_moe.cost_model.flops import flops_per_step
 
 
@@ -30,13 +30,13 @@ class TrainState:
     validation_loss: float | None = None
     """Mean loss over the validation sets after this iteration; None if not evaluated or not finite."""
 
-    def advance(self, num_samples: int, plan: RunPlan) -> None:
+    def advance(self, num_samples: int, config: TrainStateConfig) -> None:
         """Counts one step of `num_samples` sequences over all ranks."""
         self.iteration += 1
         self.validation_loss = None
         self.consumed_samples += num_samples
-        self.consumed_tokens += num_samples * plan.data.seq_length
-        self.flops += flops_per_step(plan.model, num_samples, plan.data.seq_length)
+        self.consumed_tokens += num_samples * config.seq_length
+        self.flops += flops_per_step(config.model, num_samples, config.seq_length)
 
     def skip(self, num_samples: int) -> None:
         """Counts an iteration whose samples were skipped."""
@@ -45,28 +45,28 @@ class TrainState:
         self.consumed_samples += num_samples
         self.skipped_samples += num_samples
 
-    def last_iteration(self, plan: RunPlan) -> int:
+    def last_iteration(self, config: TrainStateConfig) -> int:
         """Iteration after which training ends; `--train-samples` count from `consumed_samples`, so that the batch size
         may change between starts."""
-        if plan.loop.train_samples is None:
-            return plan.loop.train_iters
-        return self.iteration + plan.batch.steps_for(plan.loop.train_samples, self.consumed_samples)
+        if config.loop.train_samples is None:
+            return config.loop.train_iters
+        return self.iteration + config.batch.steps_for(config.loop.train_samples, self.consumed_samples)
 
     @property
     def trained_samples(self) -> int:
         """Consumed samples that were trained on."""
         return self.consumed_samples - self.skipped_samples
 
-    def to_json(self, plan: RunPlan) -> dict[str, Any]:
+    def to_json(self, config: TrainStateConfig) -> dict[str, Any]:
         """The content of train_state.json."""
         return {
             "state": asdict(self),
-            "seed": plan.loop.seed,
-            "data_seed": plan.data.seed,
-            "seq_length": plan.data.seq_length,
-            "global_batch_size": plan.batch.size_at(self.consumed_samples),
-            "model": recorded_model(plan.model),
-            "training": _training(plan),
+            "seed": config.loop.seed,
+            "data_seed": config.data_seed,
+            "seq_length": config.seq_length,
+            "global_batch_size": config.batch.size_at(self.consumed_samples),
+            "model": recorded_model(config.model),
+            "training": dict(config.training),
         }
 
     @classmethod
@@ -74,15 +74,21 @@ class TrainState:
         return cls(**content["state"])
 
 
-_CONTENT: Mapping[str, Any] = MappingProxyType(
-    {"state": dict, "seed": int, "data_seed": int, "seq_length": int, "global_batch_size": int}
+_TABLES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
+    {
+        "the file": (
+            {"state": dict, "seed": int, "data_seed": int, "seq_length": int, "global_batch_size": int},
+            {"learning_rate": dict, "data": dict, "model": dict, "training": dict},
+        ),
+        "state": (get_type_hints(TrainState), {}),
+        "learning_rate": ({}, get_type_hints(LRConfig) | {"decoupled": list | None}),
+        "data": (
+            {"consumed_samples": int, "fingerprint": str},
+            {"tokenizer": str, "end_of_document": int, "contents": dict},
+        ),
+    }
 )
-_OPTIONAL_CONTENT: Mapping[str, Any] = MappingProxyType(
-    {"learning_rate": dict, "data": dict, "model": dict, "training": dict}
-)
-"""Keys that imported and converted checkpoints lack."""
-_DATA: Mapping[str, Any] = MappingProxyType({"consumed_samples": int, "fingerprint": str})
-_OPTIONAL_DATA: Mapping[str, Any] = MappingProxyType({"tokenizer": str, "end_of_document": int, "contents": dict})
+"""Table -> types of its required and its optional keys, which imported and older checkpoints lack."""
 
 
 def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
@@ -92,14 +98,11 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
         CorruptCheckpoint: a key is missing or unknown, a value has another type than `TrainState.to_json` writes, a
             counter is negative, or the iteration differs.
     """
-    _check_table("the file", content, _CONTENT, _OPTIONAL_CONTENT)
+    _check_table("the file", content)
+    for name in ("state", "learning_rate", "data"):
+        if name in content:
+            _check_table(name, content[name])
     state = content["state"]
-    _check_table("state", state, get_type_hints(TrainState), {})
-    _check_table(
-        "learning_rate", content.get("learning_rate", {}), {}, get_type_hints(LRConfig) | {"decoupled": list | None}
-    )
-    if "data" in content:
-        _check_table("data", content["data"], _DATA, _OPTIONAL_DATA)
     counters = {**state, "seq_length": content["seq_length"], "global_batch_size": content["global_batch_size"]}
     negative = [name for name, value in counters.items() if name != "validation_loss" and value < 0]
     if negative:
@@ -110,18 +113,17 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
         )
 
 
-def _check_table(what: str, table: Mapping[str, Any], required: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Raises CorruptCheckpoint unless `table` has all `required` keys, only `required` and `optional` keys, and values
-    of their types."""
-    missing = sorted(required.keys() - table.keys())
-    unknown = sorted(table.keys() - required.keys() - optional.keys())
-    if missing or unknown:
-        problems = [f"lacks the keys {missing}"] * bool(missing) + [f"has the unknown keys {unknown!s:.200}"] * bool(
-            unknown
-        )
-        raise CorruptCheckpoint(f"{TRAIN_STATE}: {what} {' and '.join(problems)}")
+def _check_table(what: str, table: Mapping[str, Any]) -> None:
+    """Raises CorruptCheckpoint unless `table` has all required keys, no unknown ones, and values of their types."""
+    required, optional = _TABLES[what]
+    types = {**required, **optional}
+    missing, unknown = sorted(required.keys() - table.keys()), sorted(table.keys() - types.keys())
+    if missing:
+        raise CorruptCheckpoint(f"{TRAIN_STATE}: {what} lacks the keys {missing}")
+    if unknown:
+        raise CorruptCheckpoint(f"{TRAIN_STATE}: {what} has the unknown keys {unknown!s:.200}")
     for name, value in table.items():
-        if not _is_a(value, required.get(name, optional.get(name))):
+        if not _is_a(value, types[name]):
             raise CorruptCheckpoint(f"{TRAIN_STATE}: {name!r} of {what} is {value!r:.80}, a value of another type")
 
 
@@ -136,34 +138,15 @@ def _is_a(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
-def config_differences(saved: Mapping[str, Any], plan: RunPlan) -> tuple[list[str], list[str]]:
-    """(model differences, training differences) between a checkpoint and the plan, one line per value.
+def config_differences(saved: Mapping[str, Any], config: TrainStateConfig) -> tuple[list[str], list[str]]:
+    """(model differences, training differences) between a checkpoint and this run, one line per value.
 
     `saved`: content of train_state.json; older checkpoints lack the compared values.
     """
-    found = model_differences(plan.model, saved["model"], "checkpoint") if "model" in saved else []
-    then, now = saved.get("training", {}), _training(plan)
-    changed = {name: (value, then[name]) for name, value in now.items() if name in then and value != then[name]}
+    found = model_differences(config.model, saved["model"], "checkpoint") if "model" in saved else []
     training = [difference.line for difference in found if difference.training]
-    training += [f"{name}: {value}, checkpoint {old}" for name, (value, old) in changed.items()]
+    for name, value in config.training.items():
+        before = saved.get("training", {}).get(name, value)
+        if value != before:
+            training.append(f"{name}: {value}, checkpoint {before}")
     return [difference.line for difference in found if not difference.training], training
-
-
-def _training(plan: RunPlan) -> dict[str, Any]:
-    """Training settings outside the model, by name; data and learning rate are saved separately."""
-    optimizer, precision, data = plan.optimizer, plan.precision, plan.data
-    return {
-        "--global-batch-size": plan.batch.global_size,
-        "--adam-beta1": optimizer.beta1,
-        "--adam-beta2": optimizer.beta2,
-        "--adam-eps": optimizer.eps,
-        "--clip-grad": optimizer.clip_grad,
-        "--apply-wd-to-qk-layernorm": optimizer.decay_qk_norm,
-        "--calculate-per-token-loss": plan.loop.per_token_loss,
-        "--seed": plan.loop.seed,
-        "--eod-mask-loss": data.eod_mask_loss,
-        "--reset-position-ids": data.reset_position_ids,
-        "--reset-attention-mask": data.reset_attention_mask,
-        "type of gradients": precision.grads,
-        "matrix products in low precision": precision.low,
-    }

@@ -1,8 +1,8 @@
-"""One training step: microbatches through the schedule, gradients finished, clipped, applied, routers updated.
+"""Training step: pipeline schedule, gradient reduction, clipping, optimizer step, router updates.
 
-Nothing here waits for the device. The step's results stay on the device in a `StepOutcome`; the loop reads them one
-step later. The verdict (is everything finite?) masks the update on the device, so a non-finite number never reaches the
-weights however late the host learns of it. Where a bad step ends the run, the verdict stays bad from then on.
+A step does not synchronise with the device: its results stay there in a `StepOutcome`, which the host reads one step
+later. A device flag masks the update of a step with non-finite values, so they never reach the weights. After a step
+that ends the run, the flag stays False.
 """
 
 from collections import deque
@@ -35,59 +35,38 @@ from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
 from megatron_moe.train.pipeline_stage import Pipeline
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """Results of one step, on the device."""
-
-    loss: Tensor
-    """Mean loss per token of this step over all ranks."""
-    norms: dict[str, Tensor]
-    """L2 norms of the gradient before clipping: "all" and its parts."""
-    figures: dict[str, Tensor]
-    """"num_zeros" and "params_norm", which cost a pass over all parameters, only when the log needs them; "overflow" of
-    expert rows, only for token dispatchers that can overflow."""
-    proceed: Tensor
-    """bool: the update was applied."""
-    sound: Tensor
-    """bool: no earlier update stored a weight or moment that is not finite, on any rank."""
-    num_samples: int
-    learning_rate: float
-    """After this step's samples, which is what Megatron-LM logs."""
-    applied_learning_rate: float
-    """In this step's update."""
-    iteration: int
-
-
-@dataclass(frozen=True)
 class RetainedStep:
-    """What a step was made of, for a look at it afterwards."""
+    """Inputs and local results of a step, so that it can be repeated."""
 
     iteration: int
     consumed_samples: int
-    """Over all ranks, before it."""
+    """Samples before the step, over all ranks."""
     batches: Sequence[MicroBatch]
     local: Tensor
-    """fp64 [2]: sum of this rank's own losses, and the tokens it is over."""
+    """fp64 [2]: sum of this rank's losses, and number of their tokens."""
 
 
 @dataclass(frozen=True)
 class RepeatedStep:
-    """What a repetition of a step found, on the device."""
+    """Results of the repetition of a step, on the device."""
 
     losses: dict[int, Tensor]
-    """What this rank knows: index of the microbatch -> sum over its tokens."""
+    """Index of a microbatch -> sum of the losses of its tokens, on the last pipeline stage."""
     local: Tensor
-    """As in `RetainedStep`."""
+    """fp64 [2]: sum of this rank's losses, and number of their tokens."""
     loss: Tensor
+    """Mean loss per token over all ranks."""
     num_tokens: Tensor
-    """Over all ranks, as the loss."""
+    """Tokens over all ranks."""
 
 
 class Trainer:
-    """Owns the step: model, gradient buffers and optimizer of one run."""
+    """Runs training steps; owns model, gradient buffers and optimizer."""
 
     def __init__(
         self,
@@ -106,8 +85,8 @@ class Trainer:
     ) -> None:
         """
         Args:
-            timers: None: nothing is timed.
-            memory_guard: context of the step of an iteration, which reports a lack of memory.
+            timers: None disables timing.
+            memory_guard: returns a context manager for the step of an iteration that reports a lack of memory.
         """
         self.loop = loop
         self.resilience = resilience
@@ -125,46 +104,47 @@ class Trainer:
         self.kernels = buffers.kernels
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
-        """The step that was launched last, and the one that the host reads then."""
-        rehearses = resilience.rerun == "report_stats"
-        self.repeatability = Repeatability(self.context.device) if rehearses else None
-        """With `--rerun-mode report_stats`: every step is computed twice."""
-        self._limits = _spike_limits(resilience, self.context.device)
+        """The newest step, and the one whose results the host reads meanwhile."""
+        computes_twice = resilience.rerun_mode == "report_stats"
+        self.repeatability = Repeatability(self.context.device) if computes_twice else None
+        """Statistics of `--rerun-mode report_stats`, which computes every step twice; None: once."""
+        wanted = (resilience.check_for_spiky_loss, resilience.check_for_large_grads)
+        self._limits = [
+            SpikeLimit(self.context.device) if want and resilience.on_spike != "report" else None for want in wanted
+        ]
+        """Limits of loss and gradient norm; None if spikes are not detected or their updates are applied."""
         self.full_iteration: FullIterationGraph | None = None
-        """Records and replays forward and backward; None: they are computed."""
-        self._proceed = torch.ones((), device=self.context.device, dtype=torch.bool)
-        self._sound = self._proceed
-        self._kept = self._proceed
-        """Becomes False at a step that ends the run, and stays so."""
+        """CUDA graph of forward and backward; None: eager execution."""
+        self._may_continue = torch.ones((), device=self.context.device, dtype=torch.bool)
+        """Device flag that is False from the first step that ends the run."""
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
-        """Trains on the microbatches of one global batch (this rank's part); `state` is how things stand before it.
+        """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
 
-        Raises MemoryProblem when the device has no room.
+        Raises MemoryProblem if memory runs out.
         """
         with self._memory_guard(state.iteration + 1):
             return self._step(batches, state)
 
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
-        rehearsal = self._rehearse(batches, iteration) if self.repeatability else None
+        trial = self._trial(batches, iteration) if self.repeatability else None
         with self.timers.span("forward-backward", level=1):
             loss, num_tokens, local = self._forward_backward(batches, iteration)
         self.recent.append(RetainedStep(iteration, state.consumed_samples, batches, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
-            per_token = self.loop.per_token_loss
-            finish_grads(self.buffers, self.context, token_count=num_tokens if per_token else None)
+            self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
-            norms, figures = self._update(loss, lr, state.trained_samples)
-        if self.repeatability and rehearsal is not None:
-            self.repeatability.add(rehearsal, torch.stack([local[0], norms["all"].double()]))
+            norms, figures, proceed, sound = self._update(loss, lr, state.trained_samples)
+        if self.repeatability and trial is not None:
+            self.repeatability.add(trial, torch.stack([local[0], norms["all"].double()]))
         num_samples = len(batches) * self.micro_batch_size * self.context.group("dp").size
         return StepOutcome(
             loss=loss,
             norms=norms,
             figures=figures,
-            proceed=self._proceed,
-            sound=self._sound,
+            proceed=proceed,
+            sound=sound,
             num_samples=num_samples,
             learning_rate=self.schedule.lr(state.trained_samples + num_samples),
             applied_learning_rate=lr,
@@ -172,20 +152,22 @@ class Trainer:
         )
 
     def repeat(self, batches: Sequence[MicroBatch], iteration: int) -> RepeatedStep:
-        """The same forward and backward once more; every rank leaves its own gradients, unreduced, in the buffers."""
+        """Repeats forward and backward of a step; each rank's gradients stay unreduced in the buffers."""
         losses: dict[int, Tensor] = {}
         loss, num_tokens, local = self._forward_backward(batches, iteration, losses)
         self.buffers.complete()
         return RepeatedStep(losses, local, loss, num_tokens)
 
     def norm_of(self, repeated: RepeatedStep) -> Tensor:
-        """Reduces the gradients that a repetition has left; their norm over all ranks."""
-        per_token = self.loop.per_token_loss
-        finish_grads(self.buffers, self.context, token_count=repeated.num_tokens if per_token else None)
+        """Reduces the gradients of a repetition and returns their norm over all ranks."""
+        self._finish_grads(repeated.num_tokens)
         return gradient_norms(self.buffers, self.context)["all"]
 
-    def _rehearse(self, batches: Sequence[MicroBatch], iteration: int) -> Tensor:
-        """Computes a step that is still to be taken, and leaves no trace: [this rank's loss, norm of all gradients]."""
+    def _finish_grads(self, num_tokens: Tensor) -> None:
+        finish_grads(self.buffers, self.context, token_count=num_tokens if self.loop.calculate_per_token_loss else None)
+
+    def _trial(self, batches: Sequence[MicroBatch], iteration: int) -> Tensor:
+        """Computes a step without side effects; returns [this rank's loss, norm of all gradients]."""
         metrics, self.metrics = self.metrics, MetricAccumulator()
         kept = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
         repeated = self.repeat(batches, iteration)
@@ -198,10 +180,10 @@ class Trainer:
     def _forward_backward(
         self, batches: Sequence[MicroBatch], iteration: int, losses: dict[int, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Leaves this rank's gradients in the buffers. Returns mean loss and number of tokens of the global batch, and
-        this rank's own sum and number.
+        """Fills the gradient buffers. Returns mean loss and number of tokens of the global batch, and this rank's sum
+        of losses and number of tokens (fp64 [2]).
 
-        `losses`: for a repetition, takes the loss of every microbatch; gradients are not reduced then.
+        `losses`: filled with the loss of every microbatch of a repetition, whose gradients are not reduced.
         """
         self.model.train()
         if self.model.expert_comm is not None:
@@ -213,9 +195,9 @@ class Trainer:
         else:
             drawn = [self.model.draw_forced(batch, self.context.dtype) for batch in prepared]
             local = self.full_iteration.run(drawn, partial(self._run, streams=Streams()), self.metrics)
-        self.optimizer.finish_gather()  # what no forward has read is written now: gradients of nothing are zeroed
+        self.optimizer.finish_gather()  # also gathers weights that no forward has used
         totals = local.clone()
-        # pp, dp_cp: 16 bytes; the last stage has the losses, whose mean is over the tokens of the global batch
+        # pp, dp_cp: 16 bytes; only the last stage has losses
         all_reduce_(totals, self.context.group("pp"))
         all_reduce_(totals, self.context.group("dp_cp"))
         return totals[0] / totals[1].clamp(min=1), totals[1], local
@@ -223,11 +205,11 @@ class Trainer:
     def _run(
         self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, streams: Streams | None = None
     ) -> Tensor:
-        """Forward and backward. Returns this rank's sum of losses and number of tokens, fp64 [2]."""
+        """Runs forward and backward. Returns this rank's sum of losses and number of tokens, fp64 [2]."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
         def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
-            per_token = self.loop.per_token_loss
+            per_token = self.loop.calculate_per_token_loss
             scalar, sums = objective(output, batch, mtp=self.model.config.mtp, per_token=per_token)
             loss_sum, num_tokens = (value.detach().double() for value in sums["lm loss"])
             totals.add_(torch.stack([loss_sum, num_tokens]))
@@ -238,87 +220,90 @@ class Trainer:
         self.pipeline.run(prepared, take_loss, gradients=self.buffers, streams=streams)
         return totals
 
-    def _update(self, loss: Tensor, lr: float, samples: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Norm, verdict, clipped update, routers. Returns gradient norms and the figures that the log wants."""
-        logging, figures = self.logging, {}
+    def _update(
+        self, loss: Tensor, lr: float, samples: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+        """Clips, applies the update and updates the routers. Returns norms, figures, `proceed` and `sound` of the
+        step; see `StepOutcome`."""
+        figures: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
-        self._sound = norms.pop("nonfinite") == 0
-        if logging.log_num_zeros:
+        sound = norms.pop("nonfinite") == 0
+        if self.logging.log_num_zeros_in_grad:
             figures["num_zeros"] = count_zeros(self.buffers)
         overflow = None if self.model.expert_comm is None else self.model.expert_comm.any_overflow()
         if overflow is not None:
             figures["overflow"] = overflow
-        self._proceed = self._verdict(loss, norms["all"], overflow)
+        proceed = self._accept(loss, norms["all"], overflow) & sound
         self.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
             weight_decay=self.schedule.weight_decay(samples),
             grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
-            proceed=self._proceed,
+            proceed=proceed,
         )
         for router in self.routers:
             router.record_bias(self.metrics)
-        update_routers(self.routers, self.context, proceed=self._proceed)
-        if logging.log_params_norm:
+        update_routers(self.routers, self.context, proceed=proceed)
+        if self.logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()
-        return norms, figures
+        return norms, figures, proceed, sound
 
-    def _verdict(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
-        """bool scalar on the device: True if the update is applied.
-
-        After a step that stops the run (non-finite, spike, overflow of expert rows), and after an update that stored
-        non-finite values, it stays False until the host has read it and stopped.
-        """
-        config, kept, now = self.resilience, self._kept, torch.ones_like(self._proceed)
+    def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
+        """Device bool that is False for a step whose update must be skipped, and after a step that ends the run (as
+        configured: non-finite values, spikes, overflow of expert rows)."""
+        config, accepted = self.resilience, torch.ones_like(self._may_continue)
         if overflow is not None:
-            kept = kept & ~overflow
-        if self.loop.check_nonfinite:
-            finite = torch.isfinite(loss) & torch.isfinite(norm)
-            kept, now = (kept, now & finite) if config.on_nonfinite == "skip" else (kept & finite, now)
+            self._may_continue = self._may_continue & ~overflow
+        checks: list[tuple[Tensor, str]] = []
+        if self.loop.check_for_nan_in_loss_and_grad:
+            checks.append((torch.isfinite(loss) & torch.isfinite(norm), config.on_nonfinite))
         for value, limit in zip((loss, norm), self._limits, strict=True):
             if limit is not None:
-                usual = limit.usual(value)
-                kept, now = (kept, now & usual) if config.on_spike == "skip" else (kept & usual, now)
-        self._kept = kept
-        return kept & now & self._sound
+                checks.append((limit.usual(value), config.on_spike))
+        for passed, reaction in checks:
+            if reaction == "skip":
+                accepted = accepted & passed
+            else:
+                self._may_continue = self._may_continue & passed
+        return self._may_continue & accepted
 
     def is_sound(self) -> bool:
-        """True if no update so far stored a weight or moment that is not finite, on any rank. All ranks call it; waits
-        for the device."""
+        """True if no update so far stored a non-finite weight or moment on any rank. Collective; synchronises with the
+        device."""
         self.optimizer.finish_gather()
         # world: 4 bytes
         return not all_reduce_(self.optimizer.nonfinite.float(), self.context.group("world"), "max").item()
 
     def compare_replicas(self, iteration: int) -> None:
-        """Every so many iterations, with `--check-weight-hash-across-dp-replicas-interval`: are all copies of the
-        weights the same bits? Raises DriftProblem."""
-        interval = self.resilience.compare_replicas_interval
+        """Compares replicas of the weights every `--check-weight-hash-across-dp-replicas-interval` iterations. Raises
+        DriftProblem if they differ in any bit."""
+        interval = self.resilience.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
             self.optimizer.finish_gather()
             check_replicas(self.model, self.context, iteration)
 
     def restored(self, *, with_optimizer: bool) -> None:
-        """To be called when weights, and perhaps the optimizer's state, were loaded into place."""
+        """Synchronises weights and master weights after loading weights, and the optimizer state `with_optimizer`."""
         if with_optimizer:
             self.optimizer.weights_from_masters()
         else:
             self.optimizer.masters_from_weights()
 
     def _index(self, batch: MicroBatch) -> int:
-        """Which of this rank's microbatches of the step a prepared one is."""
-        assert batch.context.rng is not None, "a microbatch that was not prepared"
+        """Index of a prepared microbatch among those of this rank."""
+        assert batch.context.rng is not None, "the microbatch is not prepared"
         return batch.context.rng.microbatch // self.context.group("dp").size
 
     def prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
-        """Sets scales, RNG keys and metrics in the context of every microbatch."""
+        """Sets loss scale, RNG key and metrics of every microbatch."""
         group, cp = self.context.group("dp"), self.context.group("cp")
-        # Ranks with other parts of the sequence draw other numbers.
+        # Context-parallel ranks hold different tokens and need different random numbers.
         scope: Key = ("cp", cp.rank) if cp.size > 1 else ()
         prepared = []
         for index, batch in enumerate(batches):
             # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
             aux_loss_scale: Tensor | float = cp.size / len(batches)
-            if self.loop.per_token_loss:
+            if self.loop.calculate_per_token_loss:
                 aux_loss_scale = num_routed(batch.whole or batch)
             mb = replace(
                 batch.context,
@@ -329,10 +314,3 @@ class Trainer:
             )
             prepared.append(replace(batch, context=mb))
         return prepared
-
-
-def _spike_limits(config: ResilienceConfig, device: torch.device) -> tuple[SpikeLimit | None, SpikeLimit | None]:
-    """Of loss and gradient norm, where a spike is kept from the weights."""
-    wanted = (config.report_spiky_loss, config.report_large_grads)
-    loss, norm = (SpikeLimit(device) if want and config.on_spike != "report" else None for want in wanted)
-    return loss, norm

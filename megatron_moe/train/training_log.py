@@ -7,14 +7,15 @@ from typing import NoReturn
 from megatron_moe.config.exit_codes import NumericsProblem
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import TrainLoader
+from megatron_moe.logs.log_line import StepResult
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.resilience.numerics_guard import Spikes
 from megatron_moe.resilience.stragglers import Stragglers
 from megatron_moe.train.nan_diagnosis import RankReport, diagnose, diagnose_state, sentence, verdict, write_report
-from megatron_moe.train.step_results import StepResult, StepResultReader
+from megatron_moe.train.step_results import StepOutcome, StepResultReader
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome, Trainer
+from megatron_moe.train.trainer import Trainer
 
 
 class TrainingLog:
@@ -31,9 +32,9 @@ class TrainingLog:
         """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
         """Last step read whose update was applied."""
-        self._loss_spikes = Spikes("loss") if config.report_spiky_loss else None
-        self._norm_spikes = Spikes("gradient norm") if config.report_large_grads else None
-        self._new_timeout_s = config.timeout_after_start
+        self._loss_spikes = Spikes("loss") if config.check_for_spiky_loss else None
+        self._norm_spikes = Spikes("gradient norm") if config.check_for_large_grads else None
+        self._new_timeout_s = config.distributed_timeout_seconds_after_init
         """Timeout of collectives after the first step; None: unchanged."""
         self._stragglers = stragglers
         self._reader = StepResultReader(trainer.context.device)
@@ -49,7 +50,7 @@ class TrainingLog:
     def after(self, outcome: StepOutcome) -> None:
         """Takes the newest step and reports the previous one. Raises NumericsProblem if that one ends the run."""
         if self._new_timeout_s is not None:
-            self._trainer.context.limit_waiting(self._new_timeout_s)
+            self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
         if self._stragglers and self._loader is not None:
             self._stragglers.data_took(self._loader.last_seconds)
@@ -78,50 +79,53 @@ class TrainingLog:
         """Excludes the time since the last step from the step time."""
         self._reader.restart_clock()
 
-    def _handle(self, reading: StepResult | None) -> None:
-        if reading is None:
+    def _handle(self, result: StepResult | None) -> None:
+        if result is None:
             return
-        self._reporter.observe(reading)
+        self._reporter.observe(result)
         if self._stragglers:
-            self._stragglers.step_took(reading.seconds)
-        if self._reporter.due(reading.iteration) or not reading.proceed:
-            self._report(reading)
-        if not reading.sound:
+            self._stragglers.step_took(result.seconds)
+        if self._reporter.due(result.iteration) or not result.proceed:
+            self._report()
+        if not result.sound:
             self._raise_bad_state()
-        if reading.proceed:
-            self._applied, self._skipped = reading, 0
-            self._note_spikes(reading)
+        if result.proceed:
+            self._applied, self._skipped = result, 0
+            for spikes, value in ((self._loss_spikes, result.loss), (self._norm_spikes, result.norms["all"])):
+                line = spikes.check(value, result.iteration) if spikes else None
+                if line:
+                    self._reporter.note(line)
         else:
-            self._handle_rejected(reading)
+            self._handle_rejected(result)
 
-    def _handle_rejected(self, reading: StepResult) -> None:
+    def _handle_rejected(self, result: StepResult) -> None:
         """Reports why an update was rejected. Raises NumericsProblem unless the run continues without it."""
         assert self._loader is not None, "a step without data"
-        if reading.figures.get("overflow"):
+        if result.figures.get("overflow"):
             raise NumericsProblem(
-                f"iteration {reading.iteration}: a rank received more expert rows than its buffers hold, so the update "
-                f"was not applied and the weights are those of iteration {reading.iteration - 1}; raise "
+                f"iteration {result.iteration}: a rank received more expert rows than its buffers hold, so the update "
+                f"was not applied and the weights are those of iteration {result.iteration - 1}; raise "
                 f"--moe-expert-rank-capacity-factor"
             )
         self._skipped += 1
-        finite = math.isfinite(reading.loss) and math.isfinite(reading.norms["all"])
+        finite = math.isfinite(result.loss) and math.isfinite(result.norms["all"])
         stops = (self._config.on_spike if finite else self._config.on_nonfinite) == "stop"
-        reports = diagnose(self._trainer, reading, self._loader, repeat=stops)
+        reports = diagnose(self._trainer, result, self._loader, repeat=stops)
         kind = "a spike" if finite else "not finite"
-        what = f"iteration {reading.iteration}: loss {reading.loss}, gradient norm {reading.norms['all']}: {kind}"
-        details = self._details(reading, reports)
+        what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
+        details = self._details(result, reports)
         if stops:
-            judged = verdict(reading, reports) if self._config.rerun == "validate_results" else None
+            judged = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
             text = (
-                f"{what}, so the update was rejected and the weights are those of iteration {reading.iteration - 1}"
+                f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
                 f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for earlier "
                 f"iterations, and lower --lr or --clip-grad"
             )
             raise judged.problem(text) if judged else NumericsProblem(text)
-        if self._skipped >= self._config.most_skips:
+        if self._skipped >= self._config.max_skipped_iterations:
             raise NumericsProblem(
                 f"{what}, the {self._skipped}. iteration skipped in a row (--max-skipped-iterations "
-                f"{self._config.most_skips}){details}; lower --lr or --clip-grad, or find the cause with "
+                f"{self._config.max_skipped_iterations}){details}; lower --lr or --clip-grad, or find the cause with "
                 f"{'--on-spike' if finite else '--on-nonfinite'} stop"
             )
         self._reporter.note(f"{what}; the iteration is skipped, number {self._skipped} in a row{details}")
@@ -130,7 +134,7 @@ class TrainingLog:
         """Raises NumericsProblem about non-finite weights or moments stored by the last update."""
         assert self._applied is not None, "weights or moments are not finite, and no update was applied"
         reports = diagnose_state(self._trainer)
-        eps = self._trainer.optimizer.config.eps
+        eps = self._trainer.optimizer.config.adam_eps
         zero = "--adam-eps 0 gives 0 / 0 where a gradient has always been zero: " if eps == 0 else ""
         raise NumericsProblem(
             f"iteration {self._applied.iteration}: its update stored weights or moments that are not finite"
@@ -138,25 +142,16 @@ class TrainingLog:
             f"{zero}continue from the newest checkpoint with a larger --adam-eps (now {eps:g}) or a lower --lr"
         )
 
-    def _details(self, reading: StepResult, reports: Sequence[RankReport]) -> str:
+    def _details(self, result: StepResult, reports: Sequence[RankReport]) -> str:
         """Writes the report of a bad step; returns a clause with its path."""
         run_dir = self._trainer.logging.run_dir
-        path = write_report(run_dir, reading, reports) if run_dir and self._trainer.context.is_first else None
+        path = write_report(run_dir, result, reports) if run_dir and self._trainer.context.is_first else None
         return f"; details in {path}" if path else ""
 
-    def _note_spikes(self, reading: StepResult) -> None:
-        for spikes, value in ((self._loss_spikes, reading.loss), (self._norm_spikes, reading.norms["all"])):
-            line = spikes.check(value, reading.iteration) if spikes else None
-            if line:
-                self._reporter.note(line)
-
-    def _report(self, reading: StepResult) -> None:
-        metrics, self._recorded = self._recorded.take(self._trainer.context), MetricAccumulator()
-        zeros = reading.figures.get("num_zeros")
-        report = self._reporter.summary(
-            metrics, num_zeros=None if zeros is None else int(zeros), params_norm=reading.figures.get("params_norm")
-        )
-        self._reporter.step(report)
-        line = self._trainer.repeatability.line(self._trainer.context) if self._trainer.repeatability else None
+    def _report(self) -> None:
+        trainer = self._trainer
+        metrics, self._recorded = self._recorded.take(trainer.context), MetricAccumulator()
+        self._reporter.step(metrics)
+        line = trainer.repeatability.line(trainer.context) if trainer.repeatability else None
         for each in [*([line] if line else []), *(self._stragglers.report() if self._stragglers else [])]:
             self._reporter.note(each)

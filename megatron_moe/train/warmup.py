@@ -42,11 +42,11 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     watchdog.enter("compilation")
     begin = time.monotonic()
     folder = cache_folder(plan)
-    before = _num_compiled(folder)
+    before = len(list(folder.glob("*/*.cubin")))
     failure = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
     watchdog.enter("start")
-    seconds, compiled = time.monotonic() - begin, _num_compiled(folder) - before
-    done = f"kernels: {compiled} compiled into {folder}"
+    seconds = time.monotonic() - begin
+    done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder}"
     if failure:
         return f"{done}; the warm-up failed after {seconds:.1f} s, other kernels are compiled when needed: {failure}"
     return f"{done} and library plans created in {seconds:.1f} s before the rendezvous"
@@ -69,7 +69,7 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
 def cache_folder(plan: RunPlan) -> Path:
     """Creates the kernel cache folder of this node and sets it for Triton."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    ours = plan.kernels.cache_dir or Path(home) / "megatron_moe" / "kernels"
+    ours = plan.kernels.kernel_cache_dir or Path(home) / "megatron_moe" / "kernels"
     folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,24 +128,24 @@ def warmed_up(plan: RunPlan) -> RunPlan:
             parallel, world_size=parallel.world_size // parallel.pp, pp=1, virtual_stages=1, embedding_ranks=(0,)
         ),
         pipeline=PipelineConfig(),
-        batch=replace(plan.batch, global_size=_num_microbatches(plan) * plan.batch.micro * parallel.dp, rampup=None),
-        graphs=CudaGraphConfig(),
+        batch=replace(
+            plan.batch,
+            global_batch_size=_num_microbatches(plan) * plan.batch.micro_batch_size * parallel.dp,
+            rampup_batch_size=None,
+        ),
+        cuda_graphs=CudaGraphConfig(),
     )
 
 
 def _num_microbatches(plan: RunPlan) -> int:
     """Microbatches that cover storing and adding gradients, and incomplete groups of `--moe-expert-wgrad-interval`."""
-    together = plan.memory.expert_wgrad_interval
-    return 2 * together + plan.batch.global_size // (plan.batch.micro * plan.parallel.dp) % together
+    interval = plan.memory.moe_expert_wgrad_interval
+    return 2 * interval + plan.num_microbatches % interval
 
 
 def _fingerprint(plan: RunPlan) -> str:
     """Hash of the settings that determine the compiled kernels: sizes, formats, backends, versions."""
-    sizes = plan.batch.micro, plan.data.seq_length, _num_microbatches(plan)
+    sizes = plan.batch.micro_batch_size, plan.data.seq_length, _num_microbatches(plan)
     made_of = plan.model, plan.parallel, plan.precision, plan.kernels, sizes
     text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _num_compiled(folder: Path) -> int:
-    return sum(1 for _ in folder.glob("*/*.cubin"))

@@ -1,4 +1,4 @@
-"""Files that list data sets, in the place of the flags that they stand for."""
+"""Files that replace `--data-path` and the paths per split."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def write(folder: Path, content: str) -> Path:
 def test_a_file_with_words_stands_for_data_path(tmp_path):
     path = write(tmp_path, "0.3 one\n0.7 'a b'\n")
     plan = plan_of(f"--data-args-path {path}", "--data-path")
-    assert plan.data.blend == ("0.3", "one", "0.7", "a b")
+    assert plan.data.data_path == ("0.3", "one", "0.7", "a b")
     assert 'data-path: [0.3, one, 0.7, "a b"]' in plan.resolved_yaml
     assert str(path) in plan.resolved_yaml
 
@@ -26,7 +26,11 @@ def test_a_file_with_words_stands_for_data_path(tmp_path):
 def test_a_file_with_splits_stands_for_the_paths_of_each(tmp_path, train):
     path = write(tmp_path, json.dumps({"train": train, "valid": ["three"]}))
     data = plan_of(f"--per-split-data-args-path {path}", "--data-path --split").data
-    assert (data.train, data.valid, data.test) == (("0.3", "one", "0.7", "two"), ("three",), ())
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
+        ("0.3", "one", "0.7", "two"),
+        ("three",),
+        (),
+    )
 
 
 @pytest.mark.parametrize(

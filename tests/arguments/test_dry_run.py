@@ -327,5 +327,5 @@ def test_what_is_told_is_what_runs():
     told = facts(line)
     assert told["schedule"]["layout"] == str(plan.layout)
     assert told["ranks"]["world_size"] == plan.parallel.world_size
-    assert told["schedule"]["global_batch_size"] == plan.batch.global_size
+    assert told["schedule"]["global_batch_size"] == plan.batch.global_batch_size
     assert plan.blockers == ()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from arguments.checks import hints
-from tests.arguments.test_checks import ALL_CASES, HINT_CASES, notes_of
+from tests.arguments.test_checks import HINT_CASES, notes_of
+from tests.helpers.check_cases import CASES
 from tests.helpers.command_lines import texts_of
 
 CHECKS = Path(hints.__file__).parent
@@ -64,7 +65,7 @@ def declared() -> dict[str, str]:
 @cache
 def produced() -> tuple[str, ...]:
     """Every message that the cases produce."""
-    return tuple(text for case in ALL_CASES for text in texts_of(case.bad, case.without, case.environ))
+    return tuple(text for case in CASES for text in texts_of(case.bad, case.without, case.environ))
 
 
 def test_every_message_is_produced_by_a_case():

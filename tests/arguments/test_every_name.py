@@ -1,10 +1,8 @@
-"""Every flag of Megatron-LM's two branches and of the Model Zoo's recipes has a decision.
+"""Every flag of Megatron-LM's two branches and of the Model Zoo's recipes is implemented, translated or recognised.
 
-data_files/megatron_flags.tsv lists them: name, other spellings, priority (A and B must work or say what to use; C may
-be refused by a sentence; - is known from the development branch or from recipes alone), and where it was seen.
+data_files/megatron_flags.txt lists them by priority and source.
 """
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from arguments.recognised import find_recognised, recognised_flags
 from tests.helpers.command_lines import plan_of, texts_of
 
 REGISTRY = Registry.declared()
-TABLE = Path(__file__).parents[1] / "data_files" / "megatron_flags.tsv"
+TABLE = Path(__file__).parents[1] / "data_files" / "megatron_flags.txt"
 LIST = Path(recognised.__file__).with_name("recognised.txt")
 DOCUMENTED = (
     "--moe-token-capacity-factor", "--bias-activation-fusion", "--external-cuda-graph", "--cuda-graph-scope",
@@ -28,25 +26,25 @@ DOCUMENTED = (
 """Names from documentation and earlier Megatron versions."""
 
 
-def rows() -> list[dict[str, str]]:
-    with TABLE.open() as lines:
-        return list(csv.DictReader(lines, delimiter="\t"))
-
-
-def spellings(row: dict[str, str]) -> list[str]:
-    return [normal(name) for name in (row["flag"], *row["other names"].split())]
+def listed_names(*, common_only: bool = False) -> list[str]:
+    """Names of the list; common ones have priority A or B, or are used by a recipe of the Model Zoo."""
+    names, is_common = [], False
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            is_common = line.startswith(("[A", "[B")) or "zoo" in line
+        elif not line.startswith("#") and (is_common or not common_only):
+            names += map(normal, line.split())
+    return names
 
 
 def decided(name: str) -> bool:
     return REGISTRY.find(name) is not None or name in old_names() or find_recognised(name) is not None
 
 
-def test_the_table_is_complete():
-    assert (len(rows()), sum("zoo" in row["seen in"] for row in rows())) == (923, 337)
-
-
 def test_every_name_has_a_decision():
-    assert [name for row in rows() for name in spellings(row) if not decided(name)] == []
+    names = listed_names()
+    assert len(set(names)) == len(names) == 957
+    assert [name for name in names if not decided(name)] == []
 
 
 def refused(name: str) -> bool:
@@ -55,8 +53,7 @@ def refused(name: str) -> bool:
 
 
 def test_no_common_flag_is_rejected_permanently():
-    used = [row for row in rows() if row["priority"] in ("A", "B") or "zoo" in row["seen in"]]
-    assert [row["flag"] for row in used if refused(normal(row["flag"]))] == []
+    assert [name for name in listed_names(common_only=True) if refused(name)] == []
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -19,7 +19,7 @@ from arguments.parser import Setting, Settings, settle, split
 from arguments.read import read_plan
 from arguments.values import LayerPattern, is_optional, without_none
 from megatron_moe.config.run import RunPlan
-from tests.arguments.test_checks import ALL_CASES
+from tests.helpers.check_cases import CASES
 from tests.helpers.command_lines import SMALL, VOCAB_SIZE, plan_of, words
 
 REGISTRY = Registry.declared()
@@ -37,7 +37,7 @@ PRINTABLE = LEGIBLE.filter(lambda text: not unprintable(text))
 """Values that an environment variable may have."""
 FRAMED = ANY.map(lambda text: f"a{text}z")
 """Words that begin or end with blanks and the like may be what a shell or a clipboard has made of other words."""
-LEGAL = list({case.rule: case for case in ALL_CASES if not case.environ}.values())
+LEGAL = list({case.rule: case for case in CASES if not case.environ}.values())
 """One case per rule on one rank."""
 
 
@@ -88,7 +88,7 @@ def specs_of(plan: RunPlan) -> RunPlan:
 
 
 def shell_words(text: str) -> list[str]:
-    """As a shell reads lines that go on after a backslash."""
+    """Splits the command like a shell, with continuation lines."""
     return shlex.split(text.replace(" \\\n", " "))
 
 

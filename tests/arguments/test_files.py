@@ -133,7 +133,7 @@ MODEL_ARGS:
 
 
 def test_anchors_merge_keys_and_lists_in_quotes(tmp_path):
-    """As in YAML: a mapping's own names win, then the earlier of the merged mappings."""
+    """A mapping's own keys override merged ones, and earlier merged mappings override later ones, as in YAML."""
     file = read(tmp_path / "a.yaml", MERGED)
     assert values(file) == {
         "lr": 0.3,
@@ -258,7 +258,7 @@ def test_the_command_line_wins_over_files_and_later_files_over_earlier_ones(tmp_
     first.write_text("adam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n", encoding="utf-8")
     second.write_text("adam-beta2: 0.2\nadam-eps: 0.2\n", encoding="utf-8")
     optimizer = plan_of(f"--adam-eps 0.3 --config {first} {second}").optimizer
-    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.1, 0.2, 0.3)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.1, 0.2, 0.3)
 
 
 def test_a_key_given_twice_in_a_file_is_noted(tmp_path):
@@ -310,7 +310,7 @@ def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch)
     path.write_text("adam-beta2: 0.2\n", encoding="utf-8")
     monkeypatch.setattr(recipes, "recipe_folders", lambda: (tmp_path / "nowhere", folder))
     optimizer = plan_of(f"--config {path} --recipe tiny").optimizer
-    assert (optimizer.beta1, optimizer.beta2) == (0.1, 0.2)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.1, 0.2)
     assert "there is no recipe 'tinny'" in texts_of("--recipe tinny")[0]
 
 
@@ -322,7 +322,7 @@ def test_a_file_builds_on_others_that_stand_beside_it(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("base: [parts/b.yaml]\nadam-eps: 0.3\n")
     plan = plan_of(f"--config {path}")
-    assert (plan.optimizer.beta1, plan.optimizer.beta2, plan.optimizer.eps) == (0.1, 0.2, 0.3)
+    assert (plan.optimizer.adam_beta1, plan.optimizer.adam_beta2, plan.optimizer.adam_eps) == (0.1, 0.2, 0.3)
     assert plan.environment == (("A", "1"),)
     assert not [note for note in plan.notes if "twice" in note]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments.flag import REQUIRED, Flag, docstrings, flag, flags_of
-from arguments.flags import Registry, group_classes
+from arguments.flags import GROUPS, Registry
 from arguments.groups.moe import MoEFlags
 from arguments.parser import settle, split
 from arguments.values import describe
@@ -255,7 +255,7 @@ def test_two_flags_may_not_share_a_spelling():
 
 
 def test_every_flag_has_a_text_and_a_type_that_can_be_described():
-    for group, group_class in group_classes().items():
+    for group, group_class in GROUPS.items():
         texts = docstrings(group_class)
         for entry in flags_of(group, group_class):
             assert texts.get(entry.name, "").endswith("."), f"{entry.option} has no text"

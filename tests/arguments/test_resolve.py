@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from arguments import derive
 from arguments.errors import FlagErrors
 from arguments.read import read_plan
 from megatron_moe.config.attention import MLAConfig, NormConfig, RopeConfig
@@ -17,8 +16,7 @@ from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.parameters import count_parameters
-from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS
-from tests.helpers.check_cases_cuda_graphs import OVERLAP
+from tests.helpers.check_cases import EIGHT_RANKS, GRAPHS, OVERLAP
 from tests.helpers.command_lines import SMALL, plan_of, problems_of, texts_of, words
 from tests.helpers.zoo import command_line, zoo_rows
 
@@ -42,7 +40,6 @@ def test_the_dense_width_follows_megatrons_rule():
 
     assert width("") == 640  # int(4 * 256 * 2 / 3 / 64) * 64
     assert width("--no-swiglu") == 1024
-    assert derive.ffn_hidden_size(None, 2048, True) == 5440
 
 
 def test_experts_are_as_wide_as_dense_blocks_unless_told():
@@ -219,8 +216,8 @@ def test_two_levels_of_context_parallelism_are_there_where_a_layer_uses_them():
 
 def test_dynamic_context_parallelism_has_its_limit():
     limit = "--context-parallel-size 4 --global-batch-size 32 --max-seqlen-per-dp-cp-rank 64"
-    assert plan_of(f"{limit} --hybrid-context-parallel", environ=EIGHT_RANKS).parallel.max_seqlen_per_rank == 64
-    assert plan_of(limit, environ=EIGHT_RANKS).parallel.max_seqlen_per_rank is None
+    assert plan_of(f"{limit} --hybrid-context-parallel", environ=EIGHT_RANKS).parallel.max_seqlen_per_dp_cp_rank == 64
+    assert plan_of(limit, environ=EIGHT_RANKS).parallel.max_seqlen_per_dp_cp_rank is None
 
 
 def test_masking_between_documents_means_that_positions_begin_anew_too():
@@ -275,7 +272,7 @@ def test_the_tokenizer_is_asked_for_its_vocabulary():
         return 77
 
     assert read_plan(words(SMALL), {}, ask).data.vocab_size == 77
-    assert asked == [TokenizerConfig(kind="SentencePieceTokenizer", model=Path("x.model"))]
+    assert asked == [TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=Path("x.model"))]
     assert read_plan([*words(SMALL), "--vocab-size", "9"], {}).data.vocab_size == 9
     with pytest.raises(FlagErrors, match="the vocabulary size is not known"):
         read_plan(words(SMALL), {})
@@ -293,16 +290,16 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_and_a_larger_one_is
 
 @pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_names_of_sentencepiece_tokenizers_mean_the_same(kind):
-    assert plan_of(f"--tokenizer-type {kind}").data.tokenizer.kind == "SentencePieceTokenizer"
+    assert plan_of(f"--tokenizer-type {kind}").data.tokenizer.tokenizer_type == "SentencePieceTokenizer"
 
 
 def test_lengths_in_iterations_become_samples():
-    lr = plan_of("--lr-decay-iters 100").lr
+    lr = plan_of("--lr-decay-iters 100").lr_schedule
     assert (lr.warmup_samples, lr.decay_samples, lr.weight_decay_samples) == (320, 1600, 3200)
-    lr = plan_of("--lr-warmup-fraction 0.25 --lr-decay-iters 100", "--lr-warmup-iters").lr
-    assert lr.warmup_samples == 400
-    assert plan_of("--lr-warmup-fraction 0.001 --lr-decay-iters 100", "--lr-warmup-iters").lr.warmup_samples == 1.6
-    lr = plan_of("--lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-wsd-decay-style minus_sqrt").lr
+    for fraction, warmup in ((0.25, 400), (0.001, 1.6)):
+        lr = plan_of(f"--lr-warmup-fraction {fraction} --lr-decay-iters 100", "--lr-warmup-iters").lr_schedule
+        assert lr.warmup_samples == warmup
+    lr = plan_of("--lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-wsd-decay-style minus_sqrt").lr_schedule
     assert (lr.decay_samples, lr.wsd_decay_samples, lr.wsd_style) == (3200, 800, "minus_sqrt")
 
 
@@ -312,23 +309,23 @@ def test_lengths_in_samples_stay():
         "--lr-wsd-decay-samples 33",
         ITERS,
     )
-    assert (plan.lr.warmup_samples, plan.lr.decay_samples, plan.lr.wsd_decay_samples) == (17, 3000, 33)
-    assert plan.lr.weight_decay_samples == 3210
+    lr = plan.lr_schedule
+    assert (lr.warmup_samples, lr.decay_samples, lr.wsd_decay_samples, lr.weight_decay_samples) == (17, 3000, 33, 3210)
     assert (plan.loop.train_iters, plan.loop.train_samples) == (200, 3210)
-    assert plan_of("--train-samples 3210", ITERS).lr.decay_samples == 3210
+    assert plan_of("--train-samples 3210", ITERS).lr_schedule.decay_samples == 3210
 
 
 def test_weight_decay_is_constant_or_grows():
-    lr = plan_of("--weight-decay 0.1").lr
+    lr = plan_of("--weight-decay 0.1").lr_schedule
     assert (lr.start_weight_decay, lr.end_weight_decay, lr.weight_decay_style) == (0.1, 0.1, "constant")
-    lr = plan_of("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.2").lr
+    lr = plan_of("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.2").lr_schedule
     assert (lr.start_weight_decay, lr.end_weight_decay, lr.weight_decay_style) == (0.0, 0.2, "cosine")
 
 
 def test_the_batch_is_one_microbatch_per_rank_unless_told():
-    assert plan_of(without="--global-batch-size").batch == BatchConfig(micro=4, global_size=4)
+    assert plan_of(without="--global-batch-size").batch == BatchConfig(micro_batch_size=4, global_batch_size=4)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    assert plan_of(without="--global-batch-size", environ=environ).batch.global_size == 8
+    assert plan_of(without="--global-batch-size", environ=environ).batch.global_batch_size == 8
 
 
 def steps_one_by_one(batch: BatchConfig, samples: int) -> int:
@@ -341,13 +338,13 @@ def steps_one_by_one(batch: BatchConfig, samples: int) -> int:
 
 @pytest.mark.parametrize("rampup", [(1, 1, 0), (1, 1, 7), (3, 2, 59), (5, 1, 60), (7, 3, 500), (2, 5, 211), (17, 3, 9)])
 def test_steps_of_a_growing_batch_are_counted_as_they_are_trained(rampup):
-    batch = BatchConfig(micro=1, global_size=17, rampup=rampup)
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=17, rampup_batch_size=rampup)
     for samples in range(400):
         assert batch.steps_for(samples) == steps_one_by_one(batch, samples), samples
 
 
 def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
-    batch = BatchConfig(micro=4, global_size=16, rampup=(4, 4, 60))
+    batch = BatchConfig(micro_batch_size=4, global_batch_size=16, rampup_batch_size=(4, 4, 60))
     assert [batch.size_at(consumed) for consumed in (0, 16, 20, 40, 60, 61)] == [4, 4, 8, 12, 16, 16]
     steps = steps_one_by_one(batch, 1000)
     plan = plan_of("--train-samples 1000 --rampup-batch-size 4 4 60", ITERS)
@@ -356,19 +353,19 @@ def test_a_growing_batch_takes_more_iterations_for_the_same_samples():
 
 
 def test_a_growing_batch_goes_with_a_number_of_iterations():
-    """As in Megatron the schedule of the learning rate counts full batches."""
+    """The learning-rate schedule counts full batches, as in Megatron."""
     plan = plan_of("--rampup-batch-size 4 4 60")
-    assert (plan.batch.rampup, plan.loop.train_iters, plan.loop.train_samples) == ((4, 4, 60), 200, None)
-    assert plan.lr.decay_samples == 200 * 16
+    assert (plan.batch.rampup_batch_size, plan.loop.train_iters, plan.loop.train_samples) == ((4, 4, 60), 200, None)
+    assert plan.lr_schedule.decay_samples == 200 * 16
 
 
 def test_graphs_compute_at_least_one_step_first():
-    steps = [plan_of(f"--cuda-graph-warmup-steps {number}").graphs.warmup_steps for number in (0, 1, 2)]
+    steps = [plan_of(f"--cuda-graph-warmup-steps {number}").cuda_graphs.cuda_graph_warmup_steps for number in (0, 1, 2)]
     assert steps == [1, 1, 2]
 
 
 def test_layers_to_recompute_mean_nothing_without_a_granularity():
-    assert plan_of("--recompute-num-layers 2 --recompute-method block").memory.recompute.granularity == "none"
+    assert plan_of("--recompute-num-layers 2 --recompute-method block").memory.recompute.recompute_granularity == "none"
 
 
 @pytest.mark.parametrize(
@@ -378,7 +375,7 @@ def test_layers_to_recompute_mean_nothing_without_a_granularity():
         ("--bf16", PrecisionConfig(params="bf16")),
         (
             "--fp64 --deterministic-mode",
-            PrecisionConfig(params="fp64", grads="fp64", master="fp64", deterministic=True),
+            PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64", deterministic_mode=True),
         ),
     ],
 )
@@ -413,12 +410,12 @@ def test_evaluations_on_mock_data_are_no_longer_than_the_run_unless_told():
     short = "--mock-data --train-iters 3 --lr-warmup-iters 1"
     assert plan_of(short, without="--eval-iters").loop.eval_iters == 3
     assert plan_of(f"{short} --eval-iters 20").loop.eval_iters == 20
-    assert plan_of("--skip-train").checkpoint.weights_only and not plan_of().checkpoint.weights_only
+    assert plan_of("--skip-train").checkpoint.skip_train and not plan_of().checkpoint.skip_train
 
 
 def test_upcycling_loads_weights_only():
     checkpoint = plan_of("--moe-use-upcycling --moe-upcycling-granularity 4 --load dense").checkpoint
-    assert (checkpoint.upcycle, checkpoint.upcycle_granularity) == (True, 4)
+    assert (checkpoint.moe_use_upcycling, checkpoint.moe_upcycling_granularity) == (True, 4)
     assert not checkpoint.load_optim
 
 
@@ -430,11 +427,11 @@ def test_data_and_logging():
         "--split",
     )
     data, logging = plan.data, plan.logging
-    assert (data.blend, data.split, data.cache_dir) == (("0.3", "a", "0.7", "b"), "969, 30, 1", Path("c"))
-    assert (data.mmap, data.num_workers, data.dataloader, data.seed) == (False, 0, "cyclic", 7)
+    assert (data.data_path, data.split, data.data_cache_path) == (("0.3", "a", "0.7", "b"), "969, 30, 1", Path("c"))
+    assert (data.mmap_bin_files, data.num_workers, data.dataloader_type, data.seed) == (False, 0, "cyclic", 7)
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
-    assert (logging.style, logging.log_throughput, logging.tensorboard_dir) == ("short", True, Path("t"))
-    assert (logging.wandb_project, logging.wandb_exp_name, logging.timing_level) == ("p", "e", 2)
+    assert (logging.log_style, logging.log_throughput, logging.tensorboard_dir) == ("short", True, Path("t"))
+    assert (logging.wandb_project, logging.wandb_exp_name, logging.timing_log_level) == ("p", "e", 2)
     assert (logging.run_dir, logging.log_interval, logging.progress_bar) == (Path("runs/a"), 10, False)
     assert plan.loop.seed == 7
 
@@ -446,14 +443,15 @@ def test_optimizer_loop_and_kernels():
         "--no-check-for-nan-in-loss-and-grad --kernel-backend reference --kernel-per-op rms_norm=torch_native "
         "--device cpu --overlap-optimizer-step"
     )
-    assert plan.optimizer.in_forward and not plan_of().optimizer.in_forward
-    assert (plan.optimizer.beta2, plan.optimizer.clip_grad, plan.optimizer.decay_qk_norm) == (0.95, 0.5, True)
-    assert (plan.optimizer.decoupled_lr, plan.optimizer.decoupled_min_lr) == (1e-2, 1e-3)
-    assert (plan.loop.exit_interval, plan.loop.exit_duration_minutes) == (5, 30.0)
-    assert (plan.loop.per_token_loss, plan.loop.skip_train, plan.loop.check_nonfinite) == (True, True, False)
-    assert (plan.loop.eval_interval, plan.loop.eval_iters, plan.loop.manual_gc) == (50, 4, True)
-    assert plan.kernels.backend == "reference"
-    assert plan.kernels.per_op == (("rms_norm", "torch_native"),)
+    optimizer, loop = plan.optimizer, plan.loop
+    assert optimizer.overlap_optimizer_step and not plan_of().optimizer.overlap_optimizer_step
+    assert (optimizer.adam_beta2, optimizer.clip_grad, optimizer.apply_wd_to_qk_layernorm) == (0.95, 0.5, True)
+    assert (optimizer.decoupled_lr, optimizer.decoupled_min_lr) == (1e-2, 1e-3)
+    assert (loop.exit_interval, loop.exit_duration_in_mins) == (5, 30.0)
+    assert loop.calculate_per_token_loss and loop.skip_train and not loop.check_for_nan_in_loss_and_grad
+    assert (loop.eval_interval, loop.eval_iters, loop.manual_gc) == (50, 4, True)
+    assert plan.kernels.kernel_backend == "reference"
+    assert plan.kernels.kernel_per_op == (("rms_norm", "torch_native"),)
     assert plan.device == "cpu"
 
 
@@ -473,24 +471,24 @@ def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
     words += " --ddp-reduce-scatter-with-fp32-accumulation --global-batch-size 32"
     plan = plan_of(words, environ=EIGHT_RANKS)
     assert plan.data_parallel == DataParallelConfig(
-        sharded_optimizer=True,
+        use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
-        bucket_size=1000,
-        pad_buckets=True,
-        average_in_collective=True,
-        fp32_sums=True,
+        ddp_bucket_size=1000,
+        ddp_pad_buckets_for_high_nccl_busbw=True,
+        ddp_average_in_collective=True,
+        ddp_reduce_scatter_with_fp32_accumulation=True,
     )
     assert plan.precision.grads == "bf16"
-    assert plan_of("--ddp-num-buckets 3").data_parallel.num_buckets == 3
+    assert plan_of("--ddp-num-buckets 3").data_parallel.ddp_num_buckets == 3
 
 
 def test_nothing_is_overlapped_where_nothing_travels():
-    """So that steps are recorded whole, whatever a recipe for many ranks asks for."""
+    """Recipes for many ranks can then be captured as full iterations on one rank."""
     still = "--attention-dropout 0 --hidden-dropout 0"
     for impl in ("full_iteration", "local"):
         plan = plan_of(f"{still} --cuda-graph-impl {impl} {OVERLAP}")
-        assert plan.data_parallel == DataParallelConfig(sharded_optimizer=True)
+        assert plan.data_parallel == DataParallelConfig(use_distributed_optimizer=True)
     heads = "--no-group-query-attention --num-attention-heads 8"
     for ranks in (  # copies of everything, and of the experts alone
         "--context-parallel-size 8",
@@ -521,7 +519,7 @@ def test_microbatches_pair_up_when_rows_travel():
     words = f"{pairs} --expert-model-parallel-size 2 --ep-overlap-early-attn-memory-release --global-batch-size 8"
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     plan = plan_of(words, environ=environ)
-    assert plan.schedule(4).overlap and plan.pipeline.early_attention_backward
+    assert plan.schedule(4).overlap and plan.pipeline.ep_overlap_early_attn_memory_release
 
 
 def test_small_choices_of_data_model_and_loop():
@@ -530,25 +528,24 @@ def test_small_choices_of_data_model_and_loop():
         "--full-validation --mid-level-dataset-surplus 0.01 --iterations-to-skip 3 7 --init-method-xavier-uniform "
         "--apply-residual-connection-post-layernorm"
     )
-    assert (plan.data.tokenizer.eod, plan.data.tokenizer.pad) == (5, 6)
-    assert (plan.data.full_validation, plan.data.surplus) == (True, 0.01)
+    assert (plan.data.tokenizer.null_tokenizer_eod_id, plan.data.tokenizer.null_tokenizer_pad_id) == (5, 6)
+    assert (plan.data.full_validation, plan.data.mid_level_dataset_surplus) == (True, 0.01)
     assert plan.loop.iterations_to_skip == (3, 7)
     logging = plan_of("--log-memory-interval 5 --log-device-memory-used").logging
-    assert (logging.memory_interval, logging.log_device_memory) == (5, True)
+    assert (logging.log_memory_interval, logging.log_device_memory_used) == (5, True)
     assert plan.model.init.method == "xavier_uniform"
     assert all(layer.residual_from_norm for layer in plan.model.layers)
-    plain = plan_of()
-    assert (plain.data.tokenizer.eod, plain.data.tokenizer.pad, plain.data.full_validation) == (None, -1, False)
-    assert (plain.data.surplus, plain.loop.iterations_to_skip, plain.model.init.method) == (0.005, (), "normal")
-    assert not any(layer.residual_from_norm for layer in plain.model.layers)
 
 
 def test_the_two_files_of_gpt2():
     files = "--vocab-file v.json --merge-file m.txt"
     config = plan_of(f"--tokenizer-type GPT2BPETokenizer {files}").data.tokenizer
-    assert plan_of(files, without="--tokenizer-type --tokenizer-model").data.tokenizer == replace(config, model=None)
-    assert plan_of(files).data.tokenizer.kind == "SentencePieceTokenizer", "a type that is given counts"
-    assert (config.kind, str(config.vocab_file), str(config.merge_file)) == ("GPT2BPETokenizer", "v.json", "m.txt")
+    assert plan_of(files, without="--tokenizer-type --tokenizer-model").data.tokenizer == replace(
+        config, tokenizer_model=None
+    )
+    assert plan_of(files).data.tokenizer.tokenizer_type == "SentencePieceTokenizer", "a type that is given counts"
+    assert config.tokenizer_type == "GPT2BPETokenizer"
+    assert (str(config.vocab_file), str(config.merge_file)) == ("v.json", "m.txt")
 
 
 def test_numbers_that_a_machine_cannot_count_to_never_reach_it():
@@ -570,5 +567,5 @@ def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
     "more, experts", [("--bf16", "moe"), ("--bf16 --no-moe-grouped-gemm", "moe_router"), ("", "moe_router")]
 )
 def test_experts_are_recorded_where_no_product_reads_the_host(more, experts):
-    assert plan_of(f"{GRAPHS} {more}").graphs.modules == ("attn", "mlp", experts)
-    assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").graphs.modules == ("attn", experts)
+    assert plan_of(f"{GRAPHS} {more}").cuda_graphs.cuda_graph_modules == ("attn", "mlp", experts)
+    assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").cuda_graphs.cuda_graph_modules == ("attn", experts)

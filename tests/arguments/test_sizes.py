@@ -1,4 +1,4 @@
-"""Sizes that GPUs compute slowly are told before they run, with their remedy, and only where they matter."""
+"""Notes on GEMM sizes that are slow on GPUs, with their remedy, only where they apply."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The benchmark of CUDA graphs: what its modes mean."""
+"""Benchmark of CUDA graphs: flags of its modes."""
 
 import pytest
 
@@ -13,13 +13,13 @@ from tests.helpers.command_lines import plan_of
     ("mode", "graphs"),
     [
         ("none", CudaGraphConfig()),
-        ("attn,moe_router", CudaGraphConfig(modules=("attn", "moe_router"))),
+        ("attn,moe_router", CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"))),
         ("full_iteration", CudaGraphConfig(full_iteration=True)),
     ],
 )
 def test_modes_are_kinds_of_graphs(mode, graphs):
     still = "--attention-dropout 0 --hidden-dropout 0"
-    assert plan_of(" ".join([still, *bench_graphs.flags_of(mode)])).graphs == graphs
+    assert plan_of(" ".join([still, *bench_graphs.flags_of(mode)])).cuda_graphs == graphs
 
 
 @pytest.mark.parametrize("mode", ["none", "attn,moe_router,moe_preprocess", "attn,moe", "full_iteration"])
@@ -27,7 +27,7 @@ def test_modes_are_kinds_of_graphs(mode, graphs):
 def test_the_recipes_that_are_timed_take_every_mode(recipe, mode):
     words = ["--recipe", recipe, *bench_graphs.flags_of(mode)]
     plan = read_plan(words, {}, vocab_size_of=lambda config: config.vocab_size or 0)
-    assert plan.graphs.full_iteration or plan.graphs.modules or mode == "none"
+    assert plan.cuda_graphs.full_iteration or plan.cuda_graphs.cuda_graph_modules or mode == "none"
 
 
 def test_without_a_gpu_it_says_so(capsys):

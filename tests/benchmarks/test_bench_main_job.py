@@ -1,4 +1,4 @@
-"""The benchmark of the main job: which variants run, and what they are compared with."""
+"""Benchmark of whole runs: selected variants and reference of the comparison."""
 
 import shlex
 from pathlib import Path
@@ -6,18 +6,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import bench_main_job
-from benchmarks.harness.bench_main_job import Result, Variant, chosen_variants, main
+from benchmarks.harness.bench_main_job import Variant, VariantResult, chosen_variants, main
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the variants that ran; each begins with a loss of 2, and ends with the number of its turn."""
+    """Names of the variants that ran. Each starts with loss 2 and ends with its position as loss."""
     names: list[str] = []
 
-    def run_variant(variant: Variant, iterations: int, folder: Path, more: list[str]) -> Result:
+    def run_variant(variant: Variant, iterations: int, folder: Path, more: list[str]) -> VariantResult:
         names.append(variant.name)
-        return Result(variant, shlex.join(["command", *more]), {1: 2.0, iterations: float(len(names))}, 1.0, 10.0)
+        return VariantResult(
+            variant, shlex.join(["command", *more]), {1: 2.0, iterations: float(len(names))}, 1.0, 10.0
+        )
 
     monkeypatch.setattr(bench_main_job, "run_variant", run_variant)
     monkeypatch.setattr(bench_main_job, "draw", lambda results, path: None)

@@ -1,4 +1,4 @@
-"""The bench of answers without torch: a table with a row per question, on the screen and in a file."""
+"""Benchmark of answers without torch: a table with one row per command, printed and stored."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table of steps: what its cases ask for, and what it says when one of them fails or finds no time."""
+"""Table of step times: flags of its cases, and remarks of failed or omitted cases."""
 
 import re
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import torch
 
 from arguments.read import read_plan
 from benchmarks.harness import bench_step
-from benchmarks.harness.bench_step import COLUMNS, Outcome, outcomes, report, row
+from benchmarks.harness.bench_step import COLUMNS, CaseOutcome, outcomes, report, row
 from benchmarks.harness.profile_step import Profile
-from benchmarks.harness.step_cases import CASES, Case, words_of
-from benchmarks.harness.timed_run import Reading, Run, Share, graph_pool_bytes
+from benchmarks.harness.step_cases import CASES, StepCase, words_of
+from benchmarks.harness.timed_run import Reading, Share, TimedRun, graph_pool_bytes
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.logs.metrics import MetricAccumulator
@@ -26,10 +26,10 @@ BY_NAME = {case.name: case for case in CASES}
 SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280}
 
 
-def plan_of(case: Case) -> RunPlan:
+def plan_of(case: StepCase) -> RunPlan:
     words = words_of(case, Path("my/corpus"), Path("my/tokenizer.model"))
     return read_plan(
-        words, {}, vocab_size_of=lambda config: (config.kind == "NullTokenizer" and config.vocab_size) or 8000
+        words, {}, vocab_size_of=lambda config: (config.tokenizer_type == "NullTokenizer" and config.vocab_size) or 8000
     )
 
 
@@ -48,7 +48,7 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
-    """A tokenizer's own, smaller one would make another matrix of the head."""
+    """The tokenizer's own vocabulary is smaller and would change the output matrix."""
     plan = plan_of(case)
     assert plan.model.vocab_size == SHAPES[case.balanced] and plan.model.vocab_size % 128 == 0
     assert plan.parallel.world_size == 1 and plan.data.seq_length == 4096
@@ -57,8 +57,8 @@ def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
 
 def test_a_row_has_what_was_measured():
     board = Reading(watts=698.4, limit_watts=700.0, sm_mhz=1530.0)
-    balanced = Outcome(BY_NAME["q6"], (), 20.0, result(361.3, board=board))
-    skewed = Outcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
+    balanced = CaseOutcome(BY_NAME["q6"], (), 20.0, result(361.3, board=board))
+    skewed = CaseOutcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
     assert cells(row(balanced, [])) == [
         "Q6, micro batch 2", "3 + 10", "361.3 (360.3, 362.3)", "400.0", "400", "490", "", "85,129",
         "698 of 700", "1530", "12.500 to 10.250", "", "20",
@@ -72,7 +72,7 @@ def test_a_case_that_fails_or_finds_no_time_leaves_the_others(capsys):
     clock = count(0.0, 10.0)
     cases = [(BY_NAME[name], ("--recipe", name)) for name in ("q6", "m8", "q6-learned", "ds4")]
 
-    def measure(case: Case, words: Sequence[str]) -> Profile:
+    def measure(case: StepCase, words: Sequence[str]) -> Profile:
         if case.name == "q6":
             raise MemoryProblem("no room | at all\nhere")
         return result(500.0)
@@ -93,15 +93,15 @@ def test_a_case_that_fails_or_finds_no_time_leaves_the_others(capsys):
 def test_loads_are_of_the_steps_since_they_were_taken():
     metrics, context = MetricAccumulator(), ParallelContext.single()
     stand_in: Any = SimpleNamespace(trainer=SimpleNamespace(metrics=metrics), context=context)
-    assert Run.take_loads(stand_in) == ()
+    assert TimedRun.take_loads(stand_in) == ()
     for before, after in (([9, 1, 1, 1], [3, 1, 0, 0]), ([2, 2, 2, 2], [1, 1, 1, 1])):
         for layer, counts in enumerate((before, after)):
             record_load(metrics, layer, torch.tensor(counts), context.group("tp_cp"))
-    assert Run.take_loads(stand_in) == (2.0, 2.0)
-    assert Run.take_loads(stand_in) == ()
+    assert TimedRun.take_loads(stand_in) == (2.0, 2.0)
+    assert TimedRun.take_loads(stand_in) == ()
 
 
-def test_memory_of_replays_is_what_their_pools_hold_beside_allocations(monkeypatch):
+def test_graph_memory_is_the_part_of_the_pools_that_is_not_allocated(monkeypatch):
     def segment(pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
         return {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Breakdown of step time by kind of kernel."""
 
 import sys
 import time

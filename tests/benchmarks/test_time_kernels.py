@@ -1,17 +1,17 @@
-"""The table of kernels: a row for every op that we wrote a kernel for, and cells that fail alone."""
+"""Table of kernels: a row for every op with an own kernel; a failing cell does not affect others."""
 
 import pytest
 import torch
 
 from benchmarks.harness import time_kernels
-from benchmarks.harness.kernel_case import Case
+from benchmarks.harness.kernel_case import KernelCase
 from benchmarks.harness.kernel_cases import NOT_TIMED, cases
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS
 from megatron_moe.kernels.registry import BACKENDS, discover
 
 OURS = ("triton", "hopper")
-"""Backends that are our own kernels; under the interpreter of these tests Triton's run too."""
+"""Backends with own kernels; in these tests the Triton kernels are interpreted."""
 SMALL = (
     "--tokens 64 --seq 32 --hidden 32 --ffn 24 --experts 4 --topk 2 --vocab 128 --heads 4 --groups 2 --head-dim 16 "
     "--weights 1000"
@@ -20,29 +20,29 @@ CPU, FP32 = torch.device("cpu"), torch.float32
 
 
 @pytest.fixture(scope="module")
-def small_cases() -> dict[str, Case]:
+def small_cases() -> dict[str, KernelCase]:
     return {case.name: case for case in cases(time_kernels.parse(SMALL), CPU, FP32)}
 
 
 @pytest.fixture
 def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that moves 1 TB/s and computes 2 PFLOP/s."""
+    """Device with 1 TB/s and 2 PFLOP/s."""
     monkeypatch.setattr(time_kernels, "measure_ceilings", lambda device, dtype: time_kernels.Ceilings(1.0, 2.0, 1.5))
 
 
-def test_every_op_has_a_row_or_a_reason(small_cases: dict[str, Case]):
+def test_every_op_has_a_row_or_a_reason(small_cases: dict[str, KernelCase]):
     timed = {case.op for case in small_cases.values()}
     assert timed | set(NOT_TIMED) == set(OPS)
     assert not timed & set(NOT_TIMED)
 
 
-def test_no_op_with_a_kernel_of_our_own_is_left_out(small_cases: dict[str, Case]):
+def test_no_op_with_a_kernel_of_our_own_is_left_out(small_cases: dict[str, KernelCase]):
     ours = {op for backend in discover(BACKENDS) if backend.name in OURS for op in backend.provides}
     assert len(ours) > 20
     assert ours <= {case.op for case in small_cases.values()}
 
 
-def test_every_row_says_what_it_must_move(small_cases: dict[str, Case]):
+def test_every_row_says_what_it_must_move(small_cases: dict[str, KernelCase]):
     assert [name for name, case in small_cases.items() if case.gigabytes <= 0] == []
     products = ("linear", "grouped", "gate", "attention")
     wrong = [name for name, case in small_cases.items() if (case.teraflop > 0) is not name.startswith(products)]
@@ -50,9 +50,12 @@ def test_every_row_says_what_it_must_move(small_cases: dict[str, Case]):
 
 
 def test_all_rows_come_with_times(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ceilings: None, small_cases: dict[str, Case]
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ceilings: None,
+    small_cases: dict[str, KernelCase],
 ):
-    """One run each: under the interpreter our kernels take long."""
+    """One run each, because interpreted kernels are slow."""
     monkeypatch.setattr(time_kernels, "milliseconds", lambda work, device: time_kernels.host_milliseconds(work, int))
     assert time_kernels.main(SMALL) == 0
     head, _, columns, _, *rows = capsys.readouterr().out.splitlines()
@@ -68,7 +71,7 @@ def test_all_rows_come_with_times(
 
 def times_of(run, inputs=()) -> tuple[dict[str, float | str], time_kernels.Meter]:
     meter = time_kernels.Meter(CPU, FP32, 0.0)
-    return meter.measure(Case("rms_norm", run, inputs, 1.0), "torch_native"), meter
+    return meter.measure(KernelCase("rms_norm", run, inputs, 1.0), "torch_native"), meter
 
 
 @pytest.mark.parametrize(
@@ -89,8 +92,8 @@ def test_a_cell_fails_alone(capsys: pytest.CaptureFixture[str], problem: Excepti
 
 def test_the_longer_of_moving_and_computing_is_the_ceiling():
     ceilings = time_kernels.Ceilings(4.0, 0.8, 0.7)
-    moves = Case("x", lambda k: None, gigabytes=4.0, teraflop=0.4)
-    computes = Case("x", lambda k: None, gigabytes=1.0, teraflop=0.8)
+    moves = KernelCase("x", lambda k: None, gigabytes=4.0, teraflop=0.4)
+    computes = KernelCase("x", lambda k: None, gigabytes=1.0, teraflop=0.8)
     assert time_kernels.achieved(moves, 2.0, ceilings) == "2.00 TB/s | 50%"
     assert time_kernels.achieved(computes, 4.0, ceilings) == "200 TFLOP/s | 25%"
     assert time_kernels.achieved(moves, "failed", ceilings) == " | "
@@ -101,8 +104,8 @@ def test_compiling_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "compile", lambda run, dynamic: compiled.append(run) or run)
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(len(compiled)))
     meter = time_kernels.Meter(CPU, FP32, 1e-9)
-    case = Case("rms_norm", lambda kernels: None, (), 1.0)
+    case = KernelCase("rms_norm", lambda kernels: None, (), 1.0)
     assert float(meter.measure(case, "torch_native")["compiled"]) > 0
     assert meter.measure(case, "torch_native")["compiled"] == "no time"
     assert len(compiled) == 1
-    assert resets == [0]  # else torch.compile gives up after some rows, and times plain torch
+    assert resets == [0]  # otherwise torch.compile falls back to eager after a few sizes

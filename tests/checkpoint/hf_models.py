@@ -1,13 +1,11 @@
 """Tiny random models of every family we read, made with transformers from config classes alone (no download).
 
 Weights have unit gain (std 1 / sqrt(fan-in)), norms, biases and router biases are random: with the usual 0.02 the MoE
-output is so small that mistakes in it stay below single precision.
+output is so small that mistakes in it are below fp32 rounding.
 
-How transformers is asked to compute, so that it can be an oracle in fp32:
-- attention "eager", which GPT-OSS needs for its sinks; experts "eager", the plain loop. The other implementations give
-  the same logits to 6e-7 (measured), so nothing depends on this choice;
-- `output_router_logits` off, or the loss would contain the family's auxiliary loss;
-- no cache, no dropout, `eval()`.
+Options of transformers as an fp32 oracle: attention "eager", which GPT-OSS needs for its sinks; experts "eager", the
+plain loop (other implementations give the same logits to 6e-7); `output_router_logits` off, since the loss would
+contain the auxiliary loss; no cache, no dropout, `eval()`.
 """
 
 from collections.abc import Mapping
@@ -34,6 +32,7 @@ _COMMON: Mapping[str, Any] = {
     "eos_token_id": None,
 }
 _MLA: Mapping[str, Any] = {
+    **_COMMON,
     "num_key_value_heads": 4,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 8,
@@ -45,18 +44,30 @@ _MLA: Mapping[str, Any] = {
     "n_shared_experts": 2,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
-    # Other than 1e-6, which transformers uses for the norms of compressed q and kv whatever this says.
+    # Differs from 1e-6, which transformers uses for the latent norms regardless.
     "rms_norm_eps": 1e-4,
 }
-# The base is small for these few pairs of dims to turn between beta_slow and beta_fast times in the original context.
-_YARN: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
+_MIXTRAL: Mapping[str, Any] = {
+    **_COMMON,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "intermediate_size": 24,
 }
+_QWEN: Mapping[str, Any] = {**_COMMON, "num_experts": 8, "intermediate_size": 40, "moe_intermediate_size": 12}
+_OLMOE: Mapping[str, Any] = {**_COMMON, "num_experts": 8, "intermediate_size": 12}
+_GLM: Mapping[str, Any] = {**_COMMON, "intermediate_size": 40, "moe_intermediate_size": 12, "n_routed_experts": 8}
+
+
+def _rope(kind: str, base: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": base, **more}
+
+
+# The base is small so that some of the few dims rotate between beta_slow and beta_fast times in the original context.
+_YARN = _rope("yarn", 100.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=0.5)
+_LLAMA3 = _rope(
+    "llama3", 500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
 
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
@@ -67,68 +78,29 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 def _softmax_routers() -> dict[str, transformers.PretrainedConfig]:
     """Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
     return {
-        "mixtral": transformers.MixtralConfig(
-            **{**_COMMON, "num_experts_per_tok": 2},
-            num_key_value_heads=2,
-            num_local_experts=4,
-            intermediate_size=24,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        ),
-        "mixtral with a window": transformers.MixtralConfig(
-            **{**_COMMON, "num_experts_per_tok": 2},
-            num_key_value_heads=2,
-            head_dim=12,
-            num_local_experts=4,
-            intermediate_size=24,
-            sliding_window=5,
-        ),
+        "mixtral": transformers.MixtralConfig(**_MIXTRAL, rope_parameters=_rope("default", 1e6)),
+        "mixtral with a window": transformers.MixtralConfig(**_MIXTRAL, head_dim=12, sliding_window=5),
         "qwen2_moe": transformers.Qwen2MoeConfig(
-            **{**_COMMON, "num_hidden_layers": 3},
+            **{**_QWEN, "num_hidden_layers": 3},
             num_key_value_heads=2,
-            num_experts=8,
-            intermediate_size=40,
-            moe_intermediate_size=12,
             shared_expert_intermediate_size=20,
             norm_topk_prob=False,
             mlp_only_layers=[1],
         ),
         "qwen3_moe": transformers.Qwen3MoeConfig(
-            **_COMMON,
-            num_key_value_heads=1,
-            head_dim=16,
-            num_experts=8,
-            intermediate_size=40,
-            moe_intermediate_size=12,
-            norm_topk_prob=True,
-            decoder_sparse_step=2,
+            **_QWEN, num_key_value_heads=1, head_dim=16, norm_topk_prob=True, decoder_sparse_step=2
         ),
         "qwen3_moe tied, linear rope": transformers.Qwen3MoeConfig(
-            **{**_COMMON, "tie_word_embeddings": True},
+            **{**_QWEN, "tie_word_embeddings": True},
             num_key_value_heads=2,
             head_dim=8,
-            num_experts=8,
-            moe_intermediate_size=12,
             norm_topk_prob=False,
             attention_bias=True,
-            rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+            rope_parameters=_rope("linear", 5000.0, factor=3.0),
         ),
-        "olmoe": transformers.OlmoeConfig(
-            **_COMMON, num_key_value_heads=2, num_experts=8, intermediate_size=12, norm_topk_prob=False
-        ),
+        "olmoe": transformers.OlmoeConfig(**_OLMOE, num_key_value_heads=2, norm_topk_prob=False),
         "olmoe, llama3 rope": transformers.OlmoeConfig(
-            **_COMMON,
-            num_key_value_heads=4,
-            num_experts=8,
-            intermediate_size=12,
-            norm_topk_prob=True,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
+            **_OLMOE, num_key_value_heads=4, norm_topk_prob=True, rope_parameters=_LLAMA3
         ),
     }
 
@@ -139,24 +111,22 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
         # With both mscales their ratio multiplies cos and sin, not 0.1 ln(factor) + 1; and mscale_all_dim enters the
         # softmax scale, which older versions of transformers omitted for V2 only.
         "deepseek_v2 lite, yarn": transformers.DeepseekV2Config(
-            **{**_COMMON, **_MLA},
+            **_MLA,
             q_lora_rank=None,
             topk_method="greedy",
             rope_parameters={**_YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
         ),
-        "deepseek_v2 with q latent": transformers.DeepseekV2Config(
-            **{**_COMMON, **_MLA}, q_lora_rank=16, routed_scaling_factor=4.0
-        ),
-        # Only when group_topk equals topk does the best expert alone score a group in our (Megatron's) rule as well.
+        "deepseek_v2 with q latent": transformers.DeepseekV2Config(**_MLA, q_lora_rank=16, routed_scaling_factor=4.0),
+        # Only with group_topk equal to topk does Megatron's rule also score a group by its best expert alone.
         "deepseek_v2, groups": transformers.DeepseekV2Config(
-            **{**_COMMON, **_MLA, "num_experts_per_tok": 2},
+            **{**_MLA, "num_experts_per_tok": 2},
             q_lora_rank=16,
             topk_method="group_limited_greedy",
             n_group=4,
             topk_group=2,
         ),
         "deepseek_v3, yarn": transformers.DeepseekV3Config(
-            **{**_COMMON, **_MLA, "num_experts_per_tok": 4},
+            **{**_MLA, "num_experts_per_tok": 4},
             q_lora_rank=16,
             n_group=4,
             topk_group=2,
@@ -165,7 +135,7 @@ def _deepseek() -> dict[str, transformers.PretrainedConfig]:
         ),
         # mscale alone is ignored by transformers: the concentration is 0.1 ln(factor) + 1.
         "deepseek_v3, no groups, half-split rope": transformers.DeepseekV3Config(
-            **{**_COMMON, **_MLA},
+            **_MLA,
             q_lora_rank=None,
             n_group=1,
             topk_group=1,
@@ -185,17 +155,13 @@ def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
             num_local_experts=8,
             intermediate_size=12,
             sliding_window=5,
-            # So that the clamp bites at all.
-            swiglu_limit=1.5,
+            swiglu_limit=1.5,  # small enough to clamp some values
             rope_parameters={**_YARN, "truncate": False},
         ),
         "glm4_moe": transformers.Glm4MoeConfig(
-            **{**_COMMON, "num_hidden_layers": 3},
+            **{**_GLM, "num_hidden_layers": 3},
             num_key_value_heads=2,
             head_dim=16,
-            intermediate_size=40,
-            moe_intermediate_size=12,
-            n_routed_experts=8,
             n_shared_experts=1,
             n_group=1,
             topk_group=1,
@@ -203,18 +169,15 @@ def _gpt_oss_and_glm() -> dict[str, transformers.PretrainedConfig]:
             routed_scaling_factor=1.5,
             use_qk_norm=True,
             attention_bias=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            rope_parameters=_rope("default", 1e6, partial_rotary_factor=0.5),
         ),
         "glm4_moe air": transformers.Glm4MoeConfig(
-            **_COMMON,
+            **_GLM,
             num_key_value_heads=4,
             head_dim=8,
-            intermediate_size=40,
-            moe_intermediate_size=12,
-            n_routed_experts=8,
             n_shared_experts=2,
             use_qk_norm=False,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            rope_parameters=_rope("default", 1e4, partial_rotary_factor=0.5),
         ),
     }
 

@@ -1,4 +1,4 @@
-"""Saving in the background: the bits of a plain save, from the moment of the call, and never half a checkpoint."""
+"""Asynchronous saves: the bytes of a synchronous save, taken at the call, and never an incomplete checkpoint."""
 
 import errno
 import threading
@@ -20,7 +20,6 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import (
     FaultyStorage,
-    Killed,
     disk_full,
     load_some,
     save_some,
@@ -68,7 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_every_file_is_that_of_a_plain_save_although_training_went_on(tmp_path: Path) -> None:
+def test_files_equal_those_of_a_synchronous_save_although_tensors_change(tmp_path: Path) -> None:
     plain, background = CheckpointSaver(tmp_path / "a", ONE), CheckpointSaver(tmp_path / "b", ONE, keep_last=1)
     for iteration in (10, 20):
         save_some(plain, iteration)
@@ -82,7 +81,7 @@ def test_every_file_is_that_of_a_plain_save_although_training_went_on(tmp_path: 
     assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == "20"
 
 
-def test_the_caller_is_not_held_up_by_slow_storage(tmp_path: Path) -> None:
+def test_slow_storage_does_not_block_the_caller(tmp_path: Path) -> None:
     """Fault 8."""
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Gated()))
     start_some(saver, 10)
@@ -118,7 +117,7 @@ def test_no_checkpoint_is_visible_until_the_last_rank_has_written(tmp_path: Path
     assert verify(tmp_path / "iter_0000001") == []
 
 
-def test_what_fails_in_the_thread_is_told_counted_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_in_the_thread_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     """Fault 6, fault 7: `--on-save-failure` as for a plain save."""
 
     def fail(number: int, operation: str, path: Path) -> OSError | None:
@@ -144,19 +143,7 @@ def test_what_fails_in_the_thread_is_told_counted_and_leaves_nothing(tmp_path: P
     assert not list(tmp_path.glob("iter_*")) and not list(tmp_path.glob(".tmp*"))
 
 
-def test_too_little_space_is_told_before_anything_is_copied(tmp_path: Path) -> None:
-    class Small(Storage):
-        def free_bytes(self, path: Path) -> int:
-            return 100
-
-    said: list[str] = []
-    saver = CheckpointSaver(tmp_path, ONE, storage=Small(), say=said.append)
-    ended = saver.start(1, whole(some_tensors(1)), {})
-    assert ended is not None and ended.path is None and saver.pending is None
-    assert "100 are free" in said[0]
-
-
-def test_closing_gives_up_what_is_not_written_and_the_next_start_sweeps_it(
+def test_close_cancels_an_unwritten_save_and_the_next_start_removes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault 2, from within: the end of a process in the middle of a save."""
@@ -197,7 +184,7 @@ class Slow(Storage):
             time.sleep(0.2)
 
 
-def test_no_thread_writes_any_more_behind_the_end(tmp_path: Path, patient: None) -> None:
+def test_close_waits_for_the_writer_thread(tmp_path: Path, patient: None) -> None:
     """Fault 2: one that computes with tensors while the interpreter ends aborts the process."""
     before = writers()
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Slow()))
@@ -213,7 +200,7 @@ def test_no_thread_writes_any_more_behind_the_end(tmp_path: Path, patient: None)
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_closing_completes_what_is_being_committed_and_tells_the_first_rank(tmp_path: Path, patient: None) -> None:
+def test_close_completes_a_commit_and_returns_its_iteration(tmp_path: Path, patient: None) -> None:
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := GatedCommit()))
     start_some(saver, 20)
     while not storage.reached.is_set():
@@ -240,30 +227,7 @@ def save_some_after(saver: CheckpointSaver, storage: Gated, iteration: int) -> N
     assert save_some(saver, iteration) is not None
 
 
-def test_a_kill_at_any_moment_of_the_thread_loses_no_committed_checkpoint(tmp_path: Path) -> None:
-    def run(folder: Path, storage: FaultyStorage) -> int:
-        saver = CheckpointSaver(folder, ONE, keep_last=1, storage=storage, say=silent)
-        save_some(saver, 10)
-        before = len(storage.moments)
-        start_some(saver, 20)
-        try:
-            saver.wait()
-        finally:
-            saver.close()
-        return before
-
-    before = run(tmp_path / "counted", counting := FaultyStorage())
-    assert len(counting.moments) - before >= 25
-    for moment in range(before, len(counting.moments)):
-        folder = tmp_path / f"killed-{moment}"
-        with pytest.raises(Killed):
-            run(folder, FaultyStorage(kill_at=moment))
-        assert all(verify(path) == [] for path in folder.glob("iter_*"))
-        loaded, tensors = load_some(folder)
-        EXACT.check_all(tensors, some_tensors(loaded.iteration), counting.moments[moment])
-
-
-def test_the_copy_takes_any_view_of_any_type_and_its_memory_is_used_again() -> None:
+def test_the_host_buffer_copies_any_view_and_dtype_and_is_reused() -> None:
     base = torch.arange(24.0).view(4, 6)
     tensors = {
         "a": SavedTensor((6, 4), (TensorBox((0, 0), base.T),)),
@@ -287,10 +251,10 @@ def test_the_copy_takes_any_view_of_any_type_and_its_memory_is_used_again() -> N
     assert places[0] == places[1] and len(set(places[0])) == len(places[0])
 
 
-def test_what_a_thread_raises_its_caller_gets() -> None:
+def test_the_caller_receives_an_exception_of_the_thread() -> None:
     def fail() -> None:
-        raise OSError(errno.EIO, "as told")
+        raise OSError(errno.EIO, "injected")
 
     for in_thread in (False, True):
-        with pytest.raises(OSError, match="as told"):
+        with pytest.raises(OSError, match="injected"):
             submit(fail, in_thread=in_thread).result()

@@ -43,13 +43,15 @@ def skeleton(config: ModelConfig) -> GPT:
     return GPT(config, ParallelContext.single(dtype=torch.bfloat16, device="meta"), bundle())
 
 
-def taken_in(folder: Path, save: Path, config: ModelConfig | None = None) -> tuple[ConversionReport, ModelConfig]:
+def import_folder(folder: Path, save: Path, config: ModelConfig | None = None) -> tuple[ConversionReport, ModelConfig]:
     """Converts the folder to a checkpoint."""
     config = config or model_config_from_hf(read_config(folder))
     return from_hf(folder, save, skeleton(config), config, STATE, {}, say=lambda line: None), config
 
 
-def given_out(checkpoint: Path, output: Path, config: ModelConfig, template: Path, **options) -> dict[str, Tensor]:
+def export_checkpoint(
+    checkpoint: Path, output: Path, config: ModelConfig, template: Path, **options
+) -> dict[str, Tensor]:
     """Converts the checkpoint to a folder and returns its tensors."""
     to_hf(checkpoint, output, skeleton(config), config, template, **options)
     return tensors_in(output)
@@ -67,7 +69,7 @@ def source(name: str, folder: Path) -> Path:
 def routed(tmp_path_factory) -> tuple[Path, Path, ModelConfig]:
     """A folder, the checkpoint converted from it, and its config."""
     folder = source(ROUTED, tmp_path_factory.mktemp("routed") / "hf")
-    report, config = taken_in(folder, folder.parent / "ours")
+    report, config = import_folder(folder, folder.parent / "ours")
     return folder, report.target, config
 
 
@@ -78,11 +80,11 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_folder_comes_back_bit_for_bit(name: str, shard_bytes: int, tmp_path: Path):
+def test_a_folder_round_trips_exactly(name: str, shard_bytes: int, tmp_path: Path):
     folder = source(name, tmp_path / "hf")
-    report, config = taken_in(folder, tmp_path / "ours")
+    report, config = import_folder(folder, tmp_path / "ours")
     assert verify(report.target) == [] and report.notes == []
-    found = given_out(report.target, tmp_path / "back", config, folder, shard_bytes=shard_bytes)
+    found = export_checkpoint(report.target, tmp_path / "back", config, folder, shard_bytes=shard_bytes)
     equal(found, tensors_in(folder))
     assert sorted(row.hf_name for row in report.rows) == sorted(found)
     hf_config = read_config(folder) | {"dtype": "bfloat16"}
@@ -91,9 +93,9 @@ def test_a_folder_comes_back_bit_for_bit(name: str, shard_bytes: int, tmp_path: 
     assert read_config(tmp_path / "back") == hf_config
 
 
-def test_shards_are_as_large_as_asked_and_their_index_finds_every_tensor(routed, tmp_path: Path):
+def test_shards_respect_the_size_limit_and_the_index_lists_every_tensor(routed, tmp_path: Path):
     folder, checkpoint, config = routed
-    given_out(checkpoint, tmp_path / "back", config, folder, shard_bytes=9_000)
+    export_checkpoint(checkpoint, tmp_path / "back", config, folder, shard_bytes=9_000)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "back").glob("*.safetensors")}
     assert {name: path for path, held in files.items() for name in held} == index["weight_map"]
@@ -102,17 +104,17 @@ def test_shards_are_as_large_as_asked_and_their_index_finds_every_tensor(routed,
     assert sorted(files) == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
 
 
-def test_a_tensor_larger_than_a_shard_stands_alone(routed):
+def test_a_tensor_larger_than_a_shard_gets_its_own_file(routed):
     folder, _, config = routed
     tensors = Export(weight_tensors(skeleton(config)), config, read_config(folder)).tensors()
     assert all(len(held) == 1 for held in shards(tensors, 1))
 
 
-def test_layers_of_multi_token_prediction_come_back_with_the_copies_they_repeat(tmp_path: Path):
+def test_mtp_layers_round_trip_with_copies_of_shared_weights(tmp_path: Path):
     published_with_mtp(CONFIGS[ROUTED], tmp_path / "hf")
     config = with_mtp(tmp_path / "hf")
-    report, _ = taken_in(tmp_path / "hf", tmp_path / "ours", config)
-    equal(given_out(report.target, tmp_path / "back", config, tmp_path / "hf"), tensors_in(tmp_path / "hf"))
+    report, _ = import_folder(tmp_path / "hf", tmp_path / "ours", config)
+    equal(export_checkpoint(report.target, tmp_path / "back", config, tmp_path / "hf"), tensors_in(tmp_path / "hf"))
     assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 1
 
 
@@ -123,32 +125,32 @@ def with_mtp(folder: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("copy", ["embed_tokens.weight", "shared_head.head.weight"])
-def test_a_copy_that_differs_from_what_it_repeats_is_refused(copy: str, tmp_path: Path):
+def test_a_copy_that_differs_from_its_original_is_rejected(copy: str, tmp_path: Path):
     published_with_mtp(CONFIGS[ROUTED], tmp_path)
     held = tensors_in(tmp_path)
     held[f"model.layers.3.{copy}"][0, 0] += 1
     save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointProblem, match=f"model.layers.3.{copy} is not equal to"):
-        taken_in(tmp_path, tmp_path / "ours", with_mtp(tmp_path))
+        import_folder(tmp_path, tmp_path / "ours", with_mtp(tmp_path))
 
 
-def test_layers_that_the_model_leaves_out_are_refused(tmp_path: Path):
+def test_layers_missing_in_the_model_are_rejected(tmp_path: Path):
     """Training may ignore them; a conversion would lose them."""
     published_with_mtp(CONFIGS[ROUTED], tmp_path)
     with pytest.raises(CheckpointProblem, match="left over: model.layers.3.enorm.weight"):
-        taken_in(tmp_path, tmp_path / "ours")
+        import_folder(tmp_path, tmp_path / "ours")
 
 
-def test_fp8_blocks_go_out_as_bf16(tmp_path: Path):
+def test_fp8_blocks_are_exported_as_bf16(tmp_path: Path):
     config, read = published_in_fp8(tmp_path / "hf")
-    report, _ = taken_in(tmp_path / "hf", tmp_path / "ours", config)
-    equal(given_out(report.target, tmp_path / "back", config, tmp_path / "hf"), read)
+    report, _ = import_folder(tmp_path / "hf", tmp_path / "ours", config)
+    equal(export_checkpoint(report.target, tmp_path / "back", config, tmp_path / "hf"), read)
     hf_config = read_config(tmp_path / "back")
     assert "quantization_config" not in hf_config and hf_config["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "etp": 2, "sequence_parallel": True}, {"ep": 2}], ids=["tp", "ep"])
-def test_a_checkpoint_of_any_layout_goes_out_whole(layout: dict, routed, tmp_path: Path):
+def test_a_checkpoint_of_any_layout_is_exported(layout: dict, routed, tmp_path: Path):
     folder, _, config = routed
     config = over_ranks(config)
 
@@ -160,13 +162,13 @@ def test_a_checkpoint_of_any_layout_goes_out_whole(layout: dict, routed, tmp_pat
         saver.close()
 
     on_threads(ParallelConfig(world_size=2, **layout), save, dtype=torch.float32)
-    found = given_out(tmp_path / "ours" / "iter_0000007", tmp_path / "back", config, folder)
+    found = export_checkpoint(tmp_path / "ours" / "iter_0000007", tmp_path / "back", config, folder)
     EXACT.check_all(found, {name: value.float() for name, value in tensors_in(folder).items()}, "tensors")
 
 
-def test_another_element_type_leaves_the_biases_of_the_router(routed, tmp_path: Path):
+def test_a_given_dtype_does_not_apply_to_router_biases(routed, tmp_path: Path):
     folder, checkpoint, config = routed
-    found = given_out(checkpoint, tmp_path / "back", config, folder, dtype=torch.float64)
+    found = export_checkpoint(checkpoint, tmp_path / "back", config, folder, dtype=torch.float64)
     biases = {name for name, value in found.items() if value.dtype == torch.float32}
     assert biases == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
     assert {value.dtype for name, value in found.items() if name not in biases} == {torch.float64}
@@ -196,26 +198,29 @@ def test_memory_holds_one_parameter_or_expert_at_a_time(routed, tmp_path: Path, 
     folder, checkpoint, config = routed
     taken = Watched(HFFolder.tensor)
     monkeypatch.setattr(HFFolder, "tensor", lambda self, name: taken(self, name))
-    taken_in(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     given = Watched(convert._read)
     monkeypatch.setattr(convert, "_read", given)
-    given_out(checkpoint, tmp_path / "back", config, folder)
+    export_checkpoint(checkpoint, tmp_path / "back", config, folder)
     for watched in (taken, given):
         assert watched.most <= 2 * watched.largest < watched.total / 5
 
 
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(routed, tmp_path: Path):
+def test_a_damaged_checkpoint_is_rejected_without_output(routed, tmp_path: Path):
     folder, _, config = routed
-    report, _ = taken_in(folder, tmp_path / "ours")
+    report, _ = import_folder(folder, tmp_path / "ours")
     flip_bit(next(report.target.glob("*.safetensors")), -1, 3)
     with pytest.raises(CheckpointProblem, match=r"is damaged and not used.*\n.*crc32"):
-        given_out(report.target, tmp_path / "back", config, folder)
+        export_checkpoint(report.target, tmp_path / "back", config, folder)
     assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("missing", "missing in the checkpoint: model.decoder.final_layernorm.weight"), ("more", "unknown to the model")],
+    [
+        ("missing", "missing in the checkpoint: model.decoder.final_layernorm.weight"),
+        ("more", "unknown to this run: model.odd"),
+    ],
 )
 def test_a_checkpoint_of_another_model_is_refused(change: str, said: str, routed, tmp_path: Path):
     folder, _, config = routed
@@ -229,50 +234,50 @@ def test_a_checkpoint_of_another_model_is_refused(change: str, said: str, routed
         held[tensor_key("model", "odd")] = SavedTensor.whole(torch.zeros(1))
     CheckpointSaver(tmp_path, ParallelContext.single(), say=lambda line: None).save(1, held, STATE)
     with pytest.raises(CheckpointProblem, match=said):
-        given_out(tmp_path / "iter_0000001", tmp_path / "back", config, folder)
+        export_checkpoint(tmp_path / "iter_0000001", tmp_path / "back", config, folder)
 
 
 def test_a_config_of_another_model_is_refused(routed, tmp_path: Path):
     folder, checkpoint, config = routed
     (tmp_path / "config.json").write_text(json.dumps({**read_config(folder), "routed_scaling_factor": 1.5}))
     with pytest.raises(CheckpointProblem, match=r"scaling_factor: 2.5, published 1.5 \(config.json\)"):
-        given_out(checkpoint, tmp_path / "back", config, tmp_path)
+        export_checkpoint(checkpoint, tmp_path / "back", config, tmp_path)
 
 
-def test_a_missing_tensor_of_the_folder_is_refused_before_anything_is_written(routed, tmp_path: Path):
+def test_a_missing_tensor_is_rejected_before_anything_is_written(routed, tmp_path: Path):
     folder, _, config = routed
     held = tensors_in(folder)
     del held["model.norm.weight"]
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointProblem, match="missing: model.norm.weight"):
-        taken_in(tmp_path, tmp_path / "ours", config)
+        import_folder(tmp_path, tmp_path / "ours", config)
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_is_there_is_not_overwritten(routed, tmp_path: Path):
+def test_existing_output_is_not_overwritten(routed, tmp_path: Path):
     folder, checkpoint, config = routed
     with pytest.raises(EnvironmentProblem, match="exists"):
         to_hf(checkpoint, tmp_path, skeleton(config), config, folder)
     with pytest.raises(EnvironmentProblem, match="holds checkpoints already"):
-        taken_in(folder, checkpoint.parent)
+        import_folder(folder, checkpoint.parent)
 
 
-def test_tokenizer_files_and_generation_config_go_along(routed, tmp_path: Path):
+def test_tokenizer_files_and_generation_config_are_copied(routed, tmp_path: Path):
     folder, checkpoint, config = routed
     template = tmp_path / "template"
     template.mkdir()
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "notes.txt"):
         (template / name).write_text(name)
     (template / "config.json").write_text((folder / "config.json").read_text())
-    given_out(checkpoint, tmp_path / "back", config, template)
+    export_checkpoint(checkpoint, tmp_path / "back", config, template)
     copied = {path.name: path.read_text() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
     del copied["config.json"]
     expected = {path.name for path in template.iterdir()} - {"notes.txt", "config.json"}
     assert copied == {name: name for name in expected}
 
 
-def test_a_full_disk_leaves_nothing(routed, tmp_path: Path):
+def test_a_full_disk_leaves_no_files(routed, tmp_path: Path):
     folder, _, config = routed
     export = Export(weight_tensors(skeleton(config)), config, read_config(folder))
     storage = FaultyStorage()

@@ -37,7 +37,7 @@ def test_a_published_config_gives_the_published_number_of_parameters(name: str):
     assert f"{count_parameters(config, active=True).total / 1e9:.2f}" == row.cells["computed-active-B"]
 
 
-def test_mtp_layers_come_along_when_asked_for():
+def test_mtp_layers_are_included_on_request():
     assert model_config_from_hf(PUBLISHED["DeepSeek-V3"], mtp=True).mtp.num_layers == 1
     assert model_config_from_hf(PUBLISHED["Mixtral-8x7B"], mtp=True).mtp is None
 
@@ -118,7 +118,7 @@ def test_yarn_without_a_factor_stretches_to_the_longest_position():
         ),
     ],
 )
-def test_what_would_be_computed_differently_is_refused(name: str, change: dict[str, Any], said: str):
+def test_unsupported_options_are_rejected(name: str, change: dict[str, Any], said: str):
     with pytest.raises(CheckpointProblem, match="config.json") as caught:
         model_config_from_hf({**PUBLISHED[name], **change})
     assert said in str(caught.value)
@@ -176,7 +176,7 @@ def test_layers_that_differ_alike_share_a_line():
     assert differences(unwindowed, published) == [f"layers {windows} mixer core window: None, published (127, 0)"]
 
 
-def test_training_choices_are_no_differences():
+def test_training_options_are_not_differences():
     published = model_config_from_hf(PUBLISHED["DeepSeek-V3"])
     layer = published.layers[-1]
     moe = layer.feed_forward

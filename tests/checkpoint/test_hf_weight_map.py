@@ -4,16 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.huggingface.config_map import FAMILIES, model_config_from_hf
+from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
+from megatron_moe.checkpoint.huggingface.families import FAMILIES
 from megatron_moe.checkpoint.huggingface.weight_map import (
-    CopyRule,
-    GateUp,
-    InterleavedGateUp,
-    PaddedRows,
-    QueryKeyValue,
+    COPY,
+    GATE_UP,
+    INTERLEAVED_GATE_UP,
+    TRANSPOSED,
     Transform,
-    Transposed,
     map_names,
+    padded_rows,
+    query_key_value,
 )
 from megatron_moe.config.model import ModelConfig
 from tests.checkpoint.hf_models import configs
@@ -30,17 +31,17 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "transform, shapes",
     [
-        (CopyRule(), [(5, 3)]),
-        (GateUp(), [(4, 3), (4, 3)]),
-        (QueryKeyValue(2, 3), [(24, 5), (8, 5), (8, 5)]),
-        (QueryKeyValue(2, 3), [(24,), (8,), (8,)]),
-        (QueryKeyValue(4, 1), [(8, 5), (8, 5), (8, 5)]),
-        (QueryKeyValue(1, 4), [(8, 5), (2, 5), (2, 5)]),
-        (Transposed(), [(3, 4, 5)]),
-        (InterleavedGateUp(), [(3, 4, 10)]),
-        (InterleavedGateUp(), [(3, 10)]),
-        (PaddedRows(5, 8), [(5, 3)]),
-        (PaddedRows(5, 5), [(5, 3)]),
+        (COPY, [(5, 3)]),
+        (GATE_UP, [(4, 3), (4, 3)]),
+        (query_key_value(2, 3), [(24, 5), (8, 5), (8, 5)]),
+        (query_key_value(2, 3), [(24,), (8,), (8,)]),
+        (query_key_value(4, 1), [(8, 5), (8, 5), (8, 5)]),
+        (query_key_value(1, 4), [(8, 5), (2, 5), (2, 5)]),
+        (TRANSPOSED, [(3, 4, 5)]),
+        (INTERLEAVED_GATE_UP, [(3, 4, 10)]),
+        (INTERLEAVED_GATE_UP, [(3, 10)]),
+        (padded_rows(5, 8), [(5, 3)]),
+        (padded_rows(5, 5), [(5, 3)]),
     ],
 )
 def test_every_transform_is_undone_exactly(transform: Transform, shapes: list[tuple[int, ...]]):
@@ -54,21 +55,21 @@ def test_every_transform_is_undone_exactly(transform: Transform, shapes: list[tu
 def test_rows_of_q_k_and_v_stand_together_per_query_group():
     """Four q heads of width 1 in two groups: q0 q1 k0 v0 | q2 q3 k1 v1."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
-    EXACT.check(QueryKeyValue(2, 2).from_hf([q, k, v]), [0.0, 1, 10, 20, 2, 3, 11, 21])
+    EXACT.check(query_key_value(2, 2).from_hf([q, k, v]), [0.0, 1, 10, 20, 2, 3, 11, 21])
 
 
 def test_gate_rows_come_before_up_rows():
-    EXACT.check(GateUp().from_hf([torch.zeros(2, 1), torch.ones(2, 1)]), [[0.0], [0.0], [1.0], [1.0]])
+    EXACT.check(GATE_UP.from_hf([torch.zeros(2, 1), torch.ones(2, 1)]), [[0.0], [0.0], [1.0], [1.0]])
 
 
 def test_alternating_columns_become_halves_of_rows():
     """One expert, one input, columns g0 u0 g1 u1."""
-    EXACT.check(InterleavedGateUp().from_hf([torch.tensor([[[0.0, 10, 1, 11]]])]), [[[0.0], [1], [10], [11]]])
-    EXACT.check(InterleavedGateUp().from_hf([torch.tensor([[0.0, 10, 1, 11]])]), [[0.0, 1, 10, 11]])
+    EXACT.check(INTERLEAVED_GATE_UP.from_hf([torch.tensor([[[0.0, 10, 1, 11]]])]), [[[0.0], [1], [10], [11]]])
+    EXACT.check(INTERLEAVED_GATE_UP.from_hf([torch.tensor([[0.0, 10, 1, 11]])]), [[0.0, 1, 10, 11]])
 
 
 def test_padding_rows_are_zero():
-    EXACT.check(PaddedRows(1, 3).from_hf([torch.ones(1, 2)]), [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    EXACT.check(padded_rows(1, 3).from_hf([torch.ones(1, 2)]), [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
 
 
 def spec_and_names(name: str) -> tuple[ModelConfig, list[str]]:
@@ -79,7 +80,7 @@ def spec_and_names(name: str) -> tuple[ModelConfig, list[str]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_name_has_counterparts_that_no_other_name_has(name: str):
+def test_names_map_to_disjoint_hf_names(name: str):
     config, ours = spec_and_names(name)
     mappings, unknown = map_names(CONFIGS[name].model_type, ours, config, config)
     theirs = [each for mapping in mappings for each in mapping.hf_names]
@@ -90,7 +91,8 @@ def test_every_name_has_counterparts_that_no_other_name_has(name: str):
 
 def test_names_of_kimi_k2_are_those_of_deepseek_v3():
     config, ours = spec_and_names("deepseek_v3, yarn")
-    assert map_names("kimi_k2", ours, config, config) == map_names("deepseek_v3", ours, config, config)
+    kimi, deepseek = (map_names(family, ours, config, config)[0] for family in ("kimi_k2", "deepseek_v3"))
+    assert [each.hf_names for each in kimi] == [each.hf_names for each in deepseek]
 
 
 def test_a_name_that_the_family_does_not_have_is_reported():
@@ -128,5 +130,5 @@ def test_mtp_depth_d_is_the_layer_after_the_last_plus_d():
 
 def test_every_family_has_names():
     config, _ = spec_and_names("mixtral")
-    for model_type, _ in FAMILIES:
+    for model_type in FAMILIES:
         assert map_names(model_type, ["decoder.final_layernorm.weight"], config, config)[1] == []

@@ -1,8 +1,6 @@
-"""Our multi-token prediction against the drafting layer of transformers, with weights in the published form: the layer
-after the last of the model, with enorm, hnorm, eh_proj and shared_head.norm beside it.
+"""Parity of multi-token prediction with the MTP layer of transformers, with weights in the published format.
 
-The transformers layer is meant for drafting one token at a time. It gives the hidden state of all positions when it is
-called directly with a causal mask.
+The transformers layer drafts one token at a time; called directly with a causal mask it returns all positions.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""Our model against the transformers model with the same weights: fp32 logits at all positions, and the gradient of the
-mean cross-entropy for every parameter.
+"""Parity with transformers for the same weights: fp32 logits and gradients of the mean cross-entropy.
 
-The bar is relative to the largest value of each tensor. What transformers does in its own way, and what follows for
-our specs, is told beside the configurations in hf_models.py and in specs/families.
+Tolerances are relative to the largest value of each tensor.
 """
 
 from dataclasses import replace
@@ -46,8 +44,10 @@ def mean_loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 
-def spec_of(hf_config: transformers.PretrainedConfig, folder: Path) -> tuple[transformers.PreTrainedModel, ModelConfig]:
-    """The transformers model, written to the folder, and the spec read from there."""
+def model_of(
+    hf_config: transformers.PretrainedConfig, folder: Path
+) -> tuple[transformers.PreTrainedModel, ModelConfig]:
+    """The transformers model, written to the folder, and the config read from it."""
     published = hf_model(hf_config)
     saved(published, folder)
     return published, model_config_from_hf(read_config(folder))
@@ -55,7 +55,7 @@ def spec_of(hf_config: transformers.PretrainedConfig, folder: Path) -> tuple[tra
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path):
-    published, config = spec_of(CONFIGS[name], tmp_path / "weights")
+    published, config = model_of(CONFIGS[name], tmp_path / "weights")
     model = ours(config, tmp_path / "weights")
     tokens_BS = tokens()
 
@@ -73,8 +73,8 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3, yarn", "gpt_oss, yarn"])
-def test_every_expert_and_every_parameter_takes_part_in_the_comparison(name: str, tmp_path: Path):
-    _, config = spec_of(CONFIGS[name], tmp_path)
+def test_every_expert_and_parameter_has_a_gradient(name: str, tmp_path: Path):
+    _, config = model_of(CONFIGS[name], tmp_path)
     model, tokens_BS = ours(config, tmp_path), tokens()
     mean_loss(our_logits(model, tokens_BS), tokens_BS).backward()
     for parameter, value in model.named_parameters():
@@ -111,11 +111,9 @@ def deep_replace(config: Any, path: str, value: Any) -> Any:
         ("glm4_moe", "mixer.rope.dim", 16),
     ],
 )
-def test_a_spec_that_is_wrong_in_one_field_of_one_layer_does_not_agree(
-    name: str, field: str, value: Any, tmp_path: Path
-):
-    """The comparison can fail: each of these mistakes moves the logits past the bar."""
-    published, config = spec_of(CONFIGS[name], tmp_path)
+def test_one_wrong_config_field_in_one_layer_is_detected(name: str, field: str, value: Any, tmp_path: Path):
+    """Each of these mistakes moves the logits beyond the tolerance."""
+    published, config = model_of(CONFIGS[name], tmp_path)
     wrong = replace(config, layers=(*config.layers[:-1], deep_replace(config.layers[-1], field, value)))
     model = GPT(wrong, ParallelContext.single(dtype=torch.float32), bundle())
     right = dict(ours(config, tmp_path).state_dict())
@@ -124,8 +122,8 @@ def test_a_spec_that_is_wrong_in_one_field_of_one_layer_does_not_agree(
     assert FP32_PARITY.problem(our_logits(model, tokens()), expected, "logits") is not None
 
 
-def test_padding_the_vocabulary_leaves_the_logits_of_true_words_as_they_are(tmp_path: Path):
-    published, config = spec_of(CONFIGS["mixtral"], tmp_path)
+def test_vocabulary_padding_does_not_change_logits(tmp_path: Path):
+    published, config = model_of(CONFIGS["mixtral"], tmp_path)
     padded = our_logits(ours(replace(config, vocab_size=96), tmp_path), tokens())
     FP32_PARITY.check(padded[..., :VOCAB], published(tokens()).logits, "logits")
     EXACT.check(padded[..., VOCAB:], torch.zeros(2, 24, 96 - VOCAB), "logits of padding rows")

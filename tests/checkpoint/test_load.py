@@ -1,4 +1,4 @@
-"""Loading: every damage is noticed, the newest whole checkpoint is used, and what does not fit is listed in full."""
+"""Loading: all damage is detected, the newest intact checkpoint is used, and all mismatches are listed."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ import torch
 
 from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import LoadedCheckpoint, find, load
-from megatron_moe.checkpoint.manifest import TensorEntry, TensorPiece, checksum, decode, encode
+from megatron_moe.checkpoint.manifest import Manifest, TensorEntry, TensorPiece, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.checkpoint.verify import verify
@@ -40,13 +40,16 @@ def silent(line: str) -> None:
     pass
 
 
+def read_manifest(path: Path) -> Manifest:
+    return decode((path / "manifest.json").read_bytes())
+
+
 def rewrite_manifest(path: Path, **changes: object) -> None:
-    """Replaces fields of a manifest and seals it anew."""
-    manifest = decode((path / "manifest.json").read_bytes())
-    (path / "manifest.json").write_bytes(encode(replace(manifest, **changes)))
+    """Replaces fields of a manifest and updates its checksum."""
+    (path / "manifest.json").write_bytes(encode(replace(read_manifest(path), **changes)))
 
 
-def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_round_trips_exactly(tmp_path: Path) -> None:
     loaded, tensors = load_some(saved_folder(tmp_path, 20))
     expected = some_tensors(20)
     EXACT.check_all(tensors, expected)
@@ -54,9 +57,7 @@ def test_everything_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert loaded == LoadedCheckpoint(tmp_path / "iter_0000020", 20, some_state(20))
 
 
-def test_a_large_state_is_read_by_several_threads_and_every_bit_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_state_is_read_and_verified_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_shards, "_MIN_BYTES_PER_THREAD", 60)
     folder = saved_folder(tmp_path, 20)
     assert len(tensor_shards.in_parts(whole(some_tensors(20)))) == 3
@@ -64,16 +65,13 @@ def test_a_large_state_is_read_by_several_threads_and_every_bit_is_verified(
     assert loaded.iteration == 20
     EXACT.check_all(tensors, some_tensors(20))
     for path in (folder / "iter_0000020").glob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip_bit(path, -1, 0)
         with pytest.raises(CheckpointProblem, match=rf"{path.name}: .*crc32"):
             load_some(folder)
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip_bit(path, -1, 0)
 
 
-def test_nan_infinity_and_signed_zero_come_back_bit_by_bit(tmp_path: Path) -> None:
+def test_nan_infinity_and_signed_zero_round_trip_exactly(tmp_path: Path) -> None:
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
     CheckpointSaver(tmp_path, ONE, say=silent).save(1, {"model.odd": SavedTensor.whole(odd)}, {})
     target = torch.zeros(5)
@@ -81,27 +79,27 @@ def test_nan_infinity_and_signed_zero_come_back_bit_by_bit(tmp_path: Path) -> No
     EXACT.check(target.view(torch.int32), odd.view(torch.int32), "bits")
 
 
-def test_every_float_of_the_train_state_comes_back_exactly(tmp_path: Path) -> None:
+def test_the_train_state_round_trips_exactly(tmp_path: Path) -> None:
     state = {"flops": 1.2345678901234567e21, "third": 1 / 3, "consumed": 1 << 62, "list": [1, None, True, "ä"]}
     CheckpointSaver(tmp_path, ONE, say=silent).save(1, whole(some_tensors(1)), state)
     assert load_some(tmp_path)[0].train_state == state
 
 
-def test_two_hundred_flipped_bits_anywhere_are_all_noticed(tmp_path: Path) -> None:
+def test_flipped_bits_are_detected(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 20) / "iter_0000020"
     files = sorted(path.iterdir())
     chance = random.Random(20)
     for file in files * 40:
         position, bit = chance.randrange(file.stat().st_size), chance.randrange(8)
         flip_bit(file, position, bit)
-        assert verify(path), f"bit {bit} of byte {position} of {file.name} was not noticed"
+        assert verify(path), f"bit {bit} of byte {position} of {file.name} was not detected"
         with pytest.raises(CheckpointProblem, match="none of the 1 checkpoints .* --fresh to start over"):
             load_some(tmp_path)
         flip_bit(file, position, bit)
     assert verify(path) == []
 
 
-def test_a_file_cut_short_or_gone_or_longer_is_noticed(tmp_path: Path) -> None:
+def test_truncated_missing_and_longer_files_are_detected(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 20) / "iter_0000020"
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
@@ -109,14 +107,14 @@ def test_a_file_cut_short_or_gone_or_longer_is_noticed(tmp_path: Path) -> None:
             file.unlink()
             if torn is not None:
                 file.write_bytes(torn)
-            assert verify(path), f"{file.name} with {torn and len(torn)} of {len(data)} bytes was not noticed"
+            assert verify(path), f"{file.name} with {torn and len(torn)} of {len(data)} bytes was not detected"
             with pytest.raises(CheckpointProblem, match="iter_0000020: rank 0: "):
                 load_some(tmp_path)
             file.write_bytes(data)
     assert verify(path) == []
 
 
-def test_damage_is_told_with_file_tensor_and_both_checksums(tmp_path: Path) -> None:
+def test_damage_is_reported_with_file_tensor_and_both_checksums(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 20) / "iter_0000020"
     flip_bit(path / "model-00000-of-00001.safetensors", -1, 3)
     assert len(verify(path)) == 1
@@ -133,7 +131,7 @@ def test_files_that_are_not_in_the_manifest_are_ignored(tmp_path: Path) -> None:
     assert load_some(tmp_path)[0].iteration == 20
 
 
-def test_the_newest_whole_checkpoint_is_used_with_one_line_per_damaged_one(tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_is_used_with_one_line_per_damaged_one(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20, 30)
     flip_bit(tmp_path / "iter_0000030" / "train_state.json", 0, 0)
     (tmp_path / "iter_0000020" / "manifest.json").unlink()
@@ -156,7 +154,7 @@ def test_a_folder_with_only_damaged_checkpoints_ends_the_run_with_every_reason(t
     assert "iter_0000010" in str(problem.value) and "iter_0000020" in str(problem.value)
 
 
-def test_an_iteration_asked_for_is_never_replaced_by_another(tmp_path: Path) -> None:
+def test_ckpt_step_never_falls_back_to_another_iteration(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     flip_bit(tmp_path / "iter_0000020" / "train_state.json", 0, 0)
     with pytest.raises(CheckpointProblem, match="--ckpt-step is damaged; no other iteration is tried"):
@@ -166,13 +164,13 @@ def test_an_iteration_asked_for_is_never_replaced_by_another(tmp_path: Path) -> 
         load_some(tmp_path, ckpt_step=15)
 
 
-def test_a_checkpoint_under_another_iterations_name_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_named_after_another_iteration_is_not_used(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     shutil.copytree(tmp_path / "iter_0000010", tmp_path / "iter_0000099")
     assert load_some(tmp_path)[0].iteration == 10
 
 
-def test_damage_that_one_rank_sees_drops_the_checkpoint_on_all(tmp_path: Path) -> None:
+def test_damage_on_one_rank_rejects_the_checkpoint_on_all(tmp_path: Path) -> None:
     saved_folder(tmp_path / "0", 10, 20)
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     flip_bit(tmp_path / "1" / "iter_0000020" / "optim-00000-of-00001.safetensors", -1, 0)
@@ -191,7 +189,7 @@ def test_damage_that_one_rank_sees_drops_the_checkpoint_on_all(tmp_path: Path) -
     assert len(said) == 1 and "is damaged and not used: rank 1: optim-" in said[0] and silence == []
 
 
-def test_what_does_not_fit_is_listed_in_full_and_no_older_checkpoint_is_tried(tmp_path: Path) -> None:
+def test_all_mismatches_are_listed_and_no_older_checkpoint_is_tried(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     wanted = whole(blank())
     wanted["model.extra"] = SavedTensor.whole(torch.zeros(2))
@@ -208,7 +206,7 @@ def test_what_does_not_fit_is_listed_in_full_and_no_older_checkpoint_is_tried(tm
     ]
 
 
-def test_of_many_differences_twenty_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+def test_twenty_mismatches_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     wanted = {f"model.{i}": SavedTensor.whole(torch.zeros(1)) for i in range(30)} | whole(blank())
     with pytest.raises(CheckpointProblem) as problem:
@@ -216,7 +214,7 @@ def test_of_many_differences_twenty_are_listed_and_the_rest_counted(tmp_path: Pa
     assert len(str(problem.value).splitlines()) == 22 and str(problem.value).endswith("and 10 more")
 
 
-def test_weights_alone_are_cast_and_leave_the_optimizer_alone(tmp_path: Path) -> None:
+def test_loading_weights_only_casts_and_skips_the_optimizer(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     for flags in ({"finetune": True}, {"load_optim": False}):
         tensors = {key: tensor.double() for key, tensor in blank().items()}
@@ -227,7 +225,7 @@ def test_weights_alone_are_cast_and_leave_the_optimizer_alone(tmp_path: Path) ->
         assert source.train_state == ("finetune" not in flags)
 
 
-def test_weights_alone_do_not_need_whole_optimizer_files(tmp_path: Path) -> None:
+def test_loading_weights_only_ignores_damaged_optimizer_files(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     flip_bit(tmp_path / "iter_0000010" / "optim-00000-of-00001.safetensors", -1, 0)
     load(find(CheckpointConfig(load=str(tmp_path), finetune=True), ONE), whole(blank()), ONE)
@@ -235,7 +233,7 @@ def test_weights_alone_do_not_need_whole_optimizer_files(tmp_path: Path) -> None
         load(find(CheckpointConfig(load=str(tmp_path)), ONE), whole(blank()), ONE)
 
 
-def test_any_partition_into_boxes_loads_into_any_other(tmp_path: Path) -> None:
+def test_any_partition_loads_into_any_other(tmp_path: Path) -> None:
     stack = torch.arange(4.0 * 6 * 3).view(4, 6, 3)
     by_expert = tuple(TensorBox((e, 0, 0), stack[e : e + 1]) for e in (2, 0, 3, 1))
     by_rows = tuple(TensorBox((0, r, 0), stack[:, r : r + n]) for r, n in ((0, 1), (1, 4), (5, 1)))
@@ -250,7 +248,7 @@ def test_any_partition_into_boxes_loads_into_any_other(tmp_path: Path) -> None:
                 EXACT.check(target.data, box.data, f"box at {box.offset} from partition {number}")
 
 
-def test_loading_executes_no_pickle_that_lies_in_the_folder(tmp_path: Path) -> None:
+def test_pickles_in_the_folder_are_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
     class Bomb:
@@ -270,9 +268,9 @@ def test_loading_executes_no_pickle_that_lies_in_the_folder(tmp_path: Path) -> N
     assert not marker.exists()
 
 
-def test_a_manifest_that_claims_a_terabyte_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_a_manifest_with_a_huge_tensor_is_rejected_before_allocation(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 10) / "iter_0000010"
-    manifest = decode((path / "manifest.json").read_bytes())
+    manifest = read_manifest(path)
     name, huge = "model-00000-of-00001.safetensors", 1 << 40
     entry = TensorEntry("U8", (huge,), (TensorPiece(name, manifest.files[name].size, (0,), (huge,), "00000000"),))
     files = {**manifest.files, name: replace(manifest.files[name], size=manifest.files[name].size + huge)}
@@ -306,13 +304,19 @@ def test_a_fifo_as_tracker_is_ignored(tmp_path: Path) -> None:
     assert load_some(tmp_path)[0].iteration == 10
 
 
+def test_a_train_state_that_is_not_an_object_is_damage(tmp_path: Path) -> None:
+    rewrite_text(saved_folder(tmp_path, 10) / "iter_0000010", "train_state.json", b"[1]")
+    with pytest.raises(CheckpointProblem, match="train_state.json: holds list, not an object"):
+        load_some(tmp_path)
+
+
 def test_a_manifest_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_moe.checkpoint.load.MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("megatron_moe.checkpoint.manifest.MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointProblem, match=r"manifest.json: \d+ bytes, at most 100 are read"):
         load_some(saved_folder(tmp_path, 10))
 
 
-def test_a_later_format_version_is_refused_and_no_older_checkpoint_is_used_instead(tmp_path: Path) -> None:
+def test_a_later_format_version_is_rejected_without_fallback(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     text = (tmp_path / "iter_0000020" / "manifest.json").read_bytes()
     text = text[: -len(',"crc32":"01234567"}\n')].replace(b'"version":1', b'"version":9')
@@ -323,7 +327,7 @@ def test_a_later_format_version_is_refused_and_no_older_checkpoint_is_used_inste
 
 def test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown(tmp_path: Path) -> None:
     path = saved_folder(tmp_path, 10) / "iter_0000010"
-    tensors = dict(decode((path / "manifest.json").read_bytes()).tensors)
+    tensors = dict(read_manifest(path).tensors)
     tensors["model.other"] = tensors.pop("model.embedding.weight")
     rewrite_manifest(path, tensors=tensors)
     with pytest.raises(CheckpointProblem, match="in 2 tensors") as problem:
@@ -332,10 +336,10 @@ def test_a_renamed_tensor_in_a_consistent_manifest_is_missing_and_unknown(tmp_pa
     assert "unknown to this run: model.other" in str(problem.value)
 
 
-def test_a_manifest_that_lies_about_an_element_type_is_damage(tmp_path: Path) -> None:
-    """Fault 22: as wide as the true one, with a valid seal, in a load that would cast it."""
+def test_a_wrong_dtype_in_the_manifest_is_damage(tmp_path: Path) -> None:
+    """Fault 22: a dtype of the same size, with a valid checksum, in a load that casts."""
     path = saved_folder(tmp_path, 10) / "iter_0000010"
-    tensors = dict(decode((path / "manifest.json").read_bytes()).tensors)
+    tensors = dict(read_manifest(path).tensors)
     tensors["model.embedding.weight"] = replace(tensors["model.embedding.weight"], dtype="F16")
     rewrite_manifest(path, tensors=tensors)
     source = find(CheckpointConfig(load=str(tmp_path), finetune=True), ONE)
@@ -343,14 +347,7 @@ def test_a_manifest_that_lies_about_an_element_type_is_damage(tmp_path: Path) ->
         load(source, whole(blank()), ONE)
 
 
-def test_a_train_state_that_is_no_object_is_damage(tmp_path: Path) -> None:
-    path = saved_folder(tmp_path, 10) / "iter_0000010"
-    rewrite_text(path, "train_state.json", b"[1]")
-    with pytest.raises(CheckpointProblem, match="train_state.json: holds list, not an object"):
-        load_some(tmp_path)
-
-
-def test_a_checkpoint_of_a_stored_version_one_file_still_loads(tmp_path: Path) -> None:
+def test_a_stored_version_1_checkpoint_loads(tmp_path: Path) -> None:
     golden = Path(__file__).parent.parent / "goldens" / "checkpoint_v1"
     assert verify(golden / "iter_0000003") == []
     source = find(CheckpointConfig(load=str(golden)), ONE, say=silent)

@@ -1,4 +1,4 @@
-"""Which folder a run is loaded from, and what of it."""
+"""Selection of the folder and of the parts of a checkpoint that a run loads."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def choose(said: list[str] | None = None, **config: Any) -> CheckpointSource | N
     return find(CheckpointConfig(**config), ONE, say=(said if said is not None else []).append)
 
 
-def test_nothing_asked_and_nothing_there_starts_from_random_weights(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_starts_from_random_weights(tmp_path: Path) -> None:
     assert choose() is None
     assert choose(save=tmp_path / "none") is None
 
@@ -41,17 +41,17 @@ def test_a_given_step_comes_before_everything(tmp_path: Path) -> None:
 
 def test_load_comes_before_pretrained(tmp_path: Path) -> None:
     load_, pretrained = saved_folder(tmp_path / "load", 10), saved_folder(tmp_path / "pretrained", 90)
-    source = choose(save=tmp_path / "new", load=str(load_), pretrained=str(pretrained))
+    source = choose(save=tmp_path / "new", load=str(load_), pretrained_checkpoint=str(pretrained))
     assert source.origin == "--load" and source.optimizer and source.train_state
     said: list[str] = []
-    source = choose(said, save=tmp_path / "new", load=str(tmp_path / "empty"), pretrained=str(pretrained))
+    source = choose(said, save=tmp_path / "new", load=str(tmp_path / "empty"), pretrained_checkpoint=str(pretrained))
     assert source.origin == "--pretrained-checkpoint" and not source.optimizer and not source.train_state
     assert len(said) == 1
     assert said[0].startswith(f"--load {tmp_path / 'empty'}, which does not exist, holds no checkpoint")
     assert said[0].endswith(": --pretrained-checkpoint is used")
 
 
-def test_finetune_speaks_of_load_and_a_restart_resumes_its_own_run_in_full(tmp_path: Path) -> None:
+def test_finetune_applies_to_load_and_a_restart_resumes_in_full(tmp_path: Path) -> None:
     own, other = tmp_path / "own", saved_folder(tmp_path / "other", 90)
     flags = {"save": own, "load": str(other), "finetune": True, "load_optim": False}
     first = choose(**flags)
@@ -61,13 +61,13 @@ def test_finetune_speaks_of_load_and_a_restart_resumes_its_own_run_in_full(tmp_p
     assert (again.origin, again.optimizer, again.train_state) == ("--save", True, True)
 
 
-def test_finetune_into_the_folder_it_loads_from_is_refused(tmp_path: Path) -> None:
+def test_finetune_into_the_folder_it_loads_from_is_rejected(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     with pytest.raises(CheckpointProblem, match="--finetune starts at iteration 0, .* give another --save folder"):
         choose(save=tmp_path, load=str(tmp_path), finetune=True)
 
 
-def test_flags_speak_of_the_own_folder_when_it_is_given_as_load(tmp_path: Path) -> None:
+def test_flags_apply_to_the_save_folder_if_it_is_also_the_load_folder(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     source = choose(save=tmp_path, load=str(tmp_path), load_optim=False)
     assert (source.origin, source.optimizer, source.train_state) == ("--save", False, True)
@@ -94,7 +94,7 @@ def test_load_may_name_one_checkpoint_itself(tmp_path: Path) -> None:
     assert [c.iteration for c in source.candidates] == [10]
 
 
-def test_a_plain_load_of_nothing_says_that_weights_are_random(tmp_path: Path) -> None:
+def test_loading_an_empty_folder_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
     assert choose(said, load=str(tmp_path)) is None
     looked = f"(looked for iter_NNNNNNN in {tmp_path} or {tmp_path / 'checkpoints'})"
@@ -104,50 +104,50 @@ def test_a_plain_load_of_nothing_says_that_weights_are_random(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flag", "config"),
     [
-        ("--exit-on-missing-checkpoint", {"exit_on_missing": True}),
+        ("--exit-on-missing-checkpoint", {"exit_on_missing_checkpoint": True}),
         ("--finetune", {"finetune": True}),
-        ("--skip-train", {"weights_only": True}),
+        ("--skip-train", {"skip_train": True}),
         ("--no-load-optim", {"load_optim": False}),
-        ("--moe-use-upcycling", {"upcycle": True, "load_optim": False}),
+        ("--moe-use-upcycling", {"moe_use_upcycling": True, "load_optim": False}),
     ],
 )
-def test_a_load_of_nothing_ends_a_run_that_is_meaningless_without(flag: str, config: dict, tmp_path: Path) -> None:
+def test_flags_that_require_a_checkpoint_reject_an_empty_folder(flag: str, config: dict, tmp_path: Path) -> None:
     with pytest.raises(CheckpointProblem, match=f"{tmp_path} holds no checkpoint .* required by .*{flag}"):
         choose(load=str(tmp_path), **config)
 
 
-def test_a_run_folder_stands_for_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_folder_selects_its_checkpoints(tmp_path: Path) -> None:
     run = str(saved_folder(tmp_path / "run" / "checkpoints", 10, 20).parent)
     assert [c.iteration for c in choose(load=run).candidates] == [20, 10]
     assert [c.iteration for c in choose(load=run, ckpt_step=10).candidates] == [10]
-    assert [c.iteration for c in choose(pretrained=run).candidates] == [20, 10]
+    assert [c.iteration for c in choose(pretrained_checkpoint=run).candidates] == [20, 10]
     with pytest.raises(CheckpointProblem, match="is the folder it loads from"):
         choose(load=run, save=Path(run) / "checkpoints", finetune=True)
 
 
-def test_an_evaluation_wants_weights_alone_from_wherever_they_come(tmp_path: Path) -> None:
+def test_an_evaluation_loads_weights_only(tmp_path: Path) -> None:
     own, other = saved_folder(tmp_path / "own", 10), saved_folder(tmp_path / "other", 90)
     for config in ({"save": own}, {"load": str(other)}, {"load": str(other), "ckpt_step": 90}):
-        source = choose(weights_only=True, **config)
+        source = choose(skip_train=True, **config)
         assert not source.optimizer and source.train_state
 
 
-def test_what_must_be_there_and_is_not_ends_the_run(tmp_path: Path) -> None:
+def test_missing_pretrained_checkpoint_and_step_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointProblem, match="--pretrained-checkpoint .* holds no checkpoint"):
-        choose(pretrained=str(tmp_path))
+        choose(pretrained_checkpoint=str(tmp_path))
     with pytest.raises(CheckpointProblem, match="--ckpt-step 5 needs --load or --save"):
         choose(ckpt_step=5)
 
 
-def test_hugging_face_folders_are_named_and_left_to_their_reader(tmp_path: Path) -> None:
+def test_hugging_face_folders_are_selected_by_prefix(tmp_path: Path) -> None:
     source = choose(load="hf:/models/tiny", save=tmp_path / "new")
     assert source.is_hugging_face and source.location == "hf:/models/tiny" and source.candidates == ()
-    assert choose(pretrained="hf:/models/tiny").is_hugging_face
+    assert choose(pretrained_checkpoint="hf:/models/tiny").is_hugging_face
     own = saved_folder(tmp_path / "own", 10)
     assert choose(load="hf:/models/tiny", save=own).origin == "--save"
 
 
-def test_a_torn_tracker_in_a_folder_to_load_is_ignored_with_one_line(tmp_path: Path) -> None:
+def test_a_stale_tracker_is_ignored_with_one_line(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("99")
     said: list[str] = []
@@ -155,13 +155,13 @@ def test_a_torn_tracker_in_a_folder_to_load_is_ignored_with_one_line(tmp_path: P
     assert len(said) == 1 and said[0].startswith("ignored ") and "says '99'" in said[0]
 
 
-def test_all_ranks_get_the_same_answer_and_the_same_refusal(tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_source_or_error(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
 
     def answers(context: ParallelContext) -> tuple:
         source = find(CheckpointConfig(save=tmp_path), context)
         with pytest.raises(CheckpointProblem) as problem:
-            find(CheckpointConfig(pretrained=str(tmp_path / "none")), context)
+            find(CheckpointConfig(pretrained_checkpoint=str(tmp_path / "none")), context)
         return source, str(problem.value)
 
     first, second = on_threads(ParallelConfig(world_size=2), answers)

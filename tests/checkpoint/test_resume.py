@@ -1,4 +1,4 @@
-"""Stopping and going on from a checkpoint gives the very bits of never having stopped."""
+"""Resuming from a checkpoint is bitwise identical to an uninterrupted run."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import finish_grads
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.optim_parameters import BF16, FP32, give, make_buffers, make_gradients, make_parameters
+from tests.helpers.optim_parameters import BF16, FP32, make_buffers, make_gradients, make_parameters, set_grads
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
@@ -34,7 +34,7 @@ class Run:
 
     def train(self, first: int, last: int) -> None:
         for iteration in range(first, last):
-            give(self.buffers, make_gradients(100 * iteration + self.context.rank))
+            set_grads(self.buffers, make_gradients(100 * iteration + self.context.rank))
             finish_grads(self.buffers, self.context)
             scale = clip_coefficient(gradient_norms(self.buffers, self.context)["all"], 0.5)
             self.optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale, proceed=torch.tensor(True))

@@ -1,4 +1,4 @@
-"""Saving: what is written, who may write, what is kept, and what happens when the disk says no."""
+"""Saving: files, folder lock, retention, and failures of the file system."""
 
 import errno
 import json
@@ -27,6 +27,7 @@ from tests.helpers.checkpoint_files import (
     saved_folder,
     some_state,
     some_tensors,
+    whole,
 )
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
@@ -36,6 +37,13 @@ ONE = ParallelContext.single()
 
 def iterations(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
+
+
+def opened(folder: Path) -> list[str]:
+    """Log lines of opening a folder for saving."""
+    said: list[str] = []
+    CheckpointSaver(folder, ONE, say=said.append).close()
+    return said
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -57,7 +65,7 @@ def test_a_checkpoint_holds_json_and_safetensors_and_nothing_else(tmp_path: Path
     assert leftovers(folder) == []
 
 
-def test_any_reader_of_safetensors_finds_the_weights_by_their_global_names(tmp_path: Path) -> None:
+def test_weights_have_their_global_names_in_the_safetensors_file(tmp_path: Path) -> None:
     folder = saved_folder(tmp_path, 20)
     weights = load_file(folder / "iter_0000020" / "model-00000-of-00001.safetensors")
     expected = {key.removeprefix("model."): t for key, t in some_tensors(20).items() if key.startswith("model.")}
@@ -65,17 +73,15 @@ def test_any_reader_of_safetensors_finds_the_weights_by_their_global_names(tmp_p
     assert {name: t.dtype for name, t in weights.items()} == {name: t.dtype for name, t in expected.items()}
 
 
-def test_views_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) -> None:
-    whole_tensor = torch.arange(24.0).view(4, 6)
+def test_noncontiguous_views_are_saved_with_their_values(tmp_path: Path) -> None:
+    tensor = torch.arange(24.0).view(4, 6)
     saver = CheckpointSaver(tmp_path, ONE)
-    saver.save(
-        1, {"model.a": SavedTensor.whole(whole_tensor.T), "model.b": SavedTensor.whole(whole_tensor[:, 1::2])}, {}
-    )
+    saver.save(1, {"model.a": SavedTensor.whole(tensor.T), "model.b": SavedTensor.whole(tensor[:, 1::2])}, {})
     weights = load_file(tmp_path / "iter_0000001" / "model-00000-of-00001.safetensors")
-    EXACT.check_all(weights, {"a": whole_tensor.T, "b": whole_tensor[:, 1::2]})
+    EXACT.check_all(weights, {"a": tensor.T, "b": tensor[:, 1::2]})
 
 
-def test_a_tensor_in_boxes_is_stored_box_by_box(tmp_path: Path) -> None:
+def test_every_box_of_a_tensor_is_stored_separately(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     boxes = (TensorBox((0, 0), matrix[:1]), TensorBox((1, 0), matrix[1:, :3]), TensorBox((1, 3), matrix[1:, 3:]))
     CheckpointSaver(tmp_path, ONE).save(1, {"model.a": SavedTensor((3, 4), boxes)}, {})
@@ -84,23 +90,21 @@ def test_a_tensor_in_boxes_is_stored_box_by_box(tmp_path: Path) -> None:
     assert verify(tmp_path / "iter_0000001") == []
 
 
-def test_the_last_checkpoints_are_kept_and_older_ones_go(tmp_path: Path) -> None:
-    assert iterations(saved_folder(tmp_path, 10, 20, 30, 40, keep_last=2)) == [30, 40]
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        ({}, [10, 20, 30, 40, 50]),
+        ({"keep_last": 2}, [40, 50]),
+        ({"retain_interval": 20}, [20, 40, 50]),
+        ({"retain_interval": 40, "keep_last": 2}, [40, 50]),
+    ],
+)
+def test_retention_keeps_the_newest_and_multiples_of_the_interval(tmp_path: Path, retention: dict, kept: list) -> None:
+    assert iterations(saved_folder(tmp_path, 10, 20, 30, 40, 50, **retention)) == kept
     assert leftovers(tmp_path) == []
 
 
-def test_without_retention_all_checkpoints_stay(tmp_path: Path) -> None:
-    assert iterations(saved_folder(tmp_path, 10, 20, 30)) == [10, 20, 30]
-
-
-def test_every_mth_checkpoint_and_the_last_one_stay(tmp_path: Path) -> None:
-    """Retention of `--save-retain-interval`, alone and together with the last two."""
-    assert iterations(saved_folder(tmp_path / "a", 10, 20, 30, 40, 50, retain_interval=20)) == [20, 40, 50]
-    assert iterations(saved_folder(tmp_path / "b", 10, 20, 30, 40, 50, retain_interval=40, keep_last=2)) == [40, 50]
-    assert leftovers(tmp_path / "a") == []
-
-
-def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+def test_retention_keeps_the_checkpoint_with_the_lowest_validation_loss(tmp_path: Path) -> None:
     """Retention by validation loss: unknown losses and torn files do not count, the newest of equals stays."""
     saver = CheckpointSaver(tmp_path, ONE, keep_last=1, keep_best=True, say=lambda line: None)
     for iteration, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 9.0)):
@@ -111,7 +115,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     assert iterations(tmp_path) == [60, 70]
 
 
-def test_retention_spares_what_the_run_was_loaded_from_and_what_it_just_saved(tmp_path: Path) -> None:
+def test_retention_keeps_the_loaded_and_the_latest_checkpoint(tmp_path: Path) -> None:
     saver = CheckpointSaver(saved_folder(tmp_path, 10, 20, 500), ONE, keep_last=1, say=lambda line: None)
     saver.loaded_from = tmp_path / "iter_0000020"
     save_some(saver, 30)
@@ -140,7 +144,7 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def test_too_little_space_is_known_before_anything_is_written(tmp_path: Path) -> None:
+def test_insufficient_space_fails_the_save_before_anything_is_written(tmp_path: Path) -> None:
     class Small(FaultyStorage):
         def free_bytes(self, path: Path) -> int:
             return 100
@@ -148,13 +152,15 @@ def test_too_little_space_is_known_before_anything_is_written(tmp_path: Path) ->
     said: list[str] = []
     saver = CheckpointSaver(tmp_path, ONE, storage=(storage := Small()), say=said.append)
     assert save_some(saver, 10) is None
+    ended = saver.start(20, whole(some_tensors(20)), {})
+    assert ended is not None and ended.path is None and saver.pending is None, "asynchronous"
     assert not any(moment.startswith("write") for moment in storage.moments), storage.moments
     space = "the checkpoint needs 589 bytes with 10 % to spare, 100 are free"
     assert f"No space left on device (errno 28); {space}" in said[0]
     assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_a_folder_without_space_for_one_checkpoint_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_folder_without_space_for_one_checkpoint_is_rejected_at_start(tmp_path: Path) -> None:
     class Small(FaultyStorage):
         def free_bytes(self, path: Path) -> int:
             return 11 * 10**8
@@ -165,7 +171,7 @@ def test_a_folder_without_space_for_one_checkpoint_is_refused_at_the_start(tmp_p
     CheckpointSaver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
 
 
-def test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row(tmp_path: Path) -> None:
+def test_the_third_consecutive_failed_save_ends_the_run(tmp_path: Path) -> None:
     broken = True
 
     def fail(number: int, operation: str, path: Path) -> OSError | None:
@@ -195,7 +201,7 @@ def test_a_failing_tracker_is_a_warning_after_the_commit(tmp_path: Path) -> None
     assert "tracker" in said[0]
 
 
-def test_a_mount_that_disappears_fails_the_save_and_may_come_back(tmp_path: Path) -> None:
+def test_saving_recovers_after_a_mount_disappeared(tmp_path: Path) -> None:
     folder = tmp_path / "save"
     saver = CheckpointSaver(folder, ONE, say=lambda line: None)
     folder.rename(tmp_path / "away")
@@ -204,7 +210,7 @@ def test_a_mount_that_disappears_fails_the_save_and_may_come_back(tmp_path: Path
     assert save_some(saver, 20) == folder / "iter_0000020"
 
 
-def test_a_second_job_is_refused_with_the_holder_of_the_folder(tmp_path: Path) -> None:
+def test_a_second_job_is_rejected_with_the_owner_of_the_lock(tmp_path: Path) -> None:
     first = CheckpointSaver(tmp_path, ONE)
     with pytest.raises(EnvironmentProblem, match=f"another job saves .* process {os.getpid()} on .*, started 20"):
         CheckpointSaver(tmp_path, ONE)
@@ -212,41 +218,30 @@ def test_a_second_job_is_refused_with_the_holder_of_the_folder(tmp_path: Path) -
     CheckpointSaver(tmp_path, ONE).close()
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(EnvironmentProblem, match="cannot write to the --save folder"):
-            CheckpointSaver(folder, ONE)
-
-
-def test_what_crashes_left_is_swept_at_start_and_nothing_else(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_and_nothing_else_are_removed_at_start(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
     for name in (".tmp-iter_0000020-abc", ".old-iter_0000005-abc", ".replaced-iter_0000010-abc", "notes", "iter_abc"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    said: list[str] = []
-    CheckpointSaver(tmp_path, ONE, say=said.append).close()
+    said = opened(tmp_path)
     assert leftovers(tmp_path) == []
     assert (tmp_path / "notes" / "file").exists() and (tmp_path / "iter_abc" / "file").exists()
     assert len(said) == 3 and all(line.startswith("removed stale .") for line in said), said
 
 
-def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_replacement_crashed_is_restored(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     (tmp_path / "iter_0000020").rename(tmp_path / ".replaced-iter_0000020-abc")
-    said: list[str] = []
-    CheckpointSaver(tmp_path, ONE, say=said.append).close()
-    assert said == [f"restored iter_0000020 in {tmp_path}: a crash interrupted its replacement"]
+    assert opened(tmp_path) == [f"restored iter_0000020 in {tmp_path}: a crash interrupted its replacement"]
     assert load_some(tmp_path)[0].iteration == 20
 
 
 @pytest.mark.parametrize("text", ["", "abc", "999999", "release", "10\x00\xff"])
-def test_a_torn_tracker_is_mended_at_start(tmp_path: Path, text: str) -> None:
+def test_a_damaged_tracker_is_corrected_at_start(tmp_path: Path, text: str) -> None:
     saved_folder(tmp_path, 10)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text(text)
-    said: list[str] = []
-    CheckpointSaver(tmp_path, ONE, say=said.append).close()
+    said = opened(tmp_path)
     assert tracker.read_text() == "10"
     assert len(said) == 1 and "corrected the file" in said[0]
 
@@ -263,7 +258,7 @@ def test_fresh_moves_earlier_checkpoints_aside_and_deletes_none(tmp_path: Path) 
         assert all(verify(path) == [] for path in aside.glob("iter_*"))
 
 
-def test_the_first_rank_writes_and_all_ranks_know_the_outcome(tmp_path: Path) -> None:
+def test_the_first_rank_writes_and_all_ranks_return_the_result(tmp_path: Path) -> None:
     def full_on_write(number: int, operation: str, path: Path) -> OSError | None:
         return disk_full(number, operation, path) if operation == "write" else None
 
@@ -281,19 +276,18 @@ def test_the_first_rank_writes_and_all_ranks_know_the_outcome(tmp_path: Path) ->
     assert iterations(tmp_path / "full") == [] and leftovers(tmp_path / "full") == []
 
 
-def test_a_refused_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_unwritable_folder_is_rejected_on_every_rank(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("in the way")
 
-    def refused(context: ParallelContext) -> str:
-        with pytest.raises(EnvironmentProblem) as problem:
-            CheckpointSaver(tmp_path / "file", context)
-        return str(problem.value)
+    def refused(context: ParallelContext) -> None:
+        with pytest.raises(EnvironmentProblem, match="cannot write to the --save folder"):
+            CheckpointSaver(tmp_path / name, context)
 
-    first, second = on_threads(ParallelConfig(world_size=2), refused)
-    assert first == second and "cannot write" in first
+    on_threads(ParallelConfig(world_size=2), refused)
 
 
-def test_the_duration_of_the_last_save_is_known(tmp_path: Path) -> None:
+def test_durations_of_the_last_save_are_recorded(tmp_path: Path) -> None:
     saver = CheckpointSaver(tmp_path, ONE)
     assert saver.last is None
     save_some(saver, 10)
@@ -301,13 +295,13 @@ def test_the_duration_of_the_last_save_is_known(tmp_path: Path) -> None:
     assert 0.0 < saver.last.write_seconds < saver.last.seconds == saver.last.blocked_seconds < 60.0
 
 
-def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path) -> None:
-    whole = torch.arange(24.0).view(4, 6)
+def test_every_rank_writes_the_boxes_that_no_lower_rank_holds(tmp_path: Path) -> None:
+    matrix = torch.arange(24.0).view(4, 6)
 
     def main(context: ParallelContext) -> None:
         # ranks 0 and 1 hold the upper half, 2 and 3 the lower one; all hold the step
         top = 2 * (context.rank // 2)
-        half = SavedTensor((4, 6), (TensorBox((top, 0), whole[top : top + 2]),))
+        half = SavedTensor((4, 6), (TensorBox((top, 0), matrix[top : top + 2]),))
         step = SavedTensor.whole(torch.tensor(7))
         saver = CheckpointSaver(tmp_path, context, say=lambda line: None)
         assert saver.save(1, {"model.a": half, "optimizer.step": step}, {"iteration": 1}) is not None
@@ -325,7 +319,7 @@ def test_every_rank_writes_its_boxes_once_into_a_file_of_its_own(tmp_path: Path)
     source = find(CheckpointConfig(save=tmp_path), ONE)
     assert source is not None
     load(source, {"model.a": SavedTensor.whole(loaded), "optimizer.step": SavedTensor.whole(torch.tensor(0))}, ONE)
-    EXACT.check(loaded, whole, "both halves")
+    EXACT.check(loaded, matrix, "both halves")
 
 
 @pytest.fixture
@@ -335,7 +329,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_a_large_state_is_written_to_several_files_at_the_same_time(tmp_path: Path) -> None:
+def test_a_large_state_is_written_to_several_files(tmp_path: Path) -> None:
     def save(context: ParallelContext) -> None:
         first = {"model.a": SavedTensor.whole(torch.arange(100.0)), "model.b": SavedTensor.whole(torch.ones(99))}
         second = {f"master.{name}": SavedTensor.whole(torch.full((40,), 2.0)) for name in "abcd"}
@@ -363,7 +357,7 @@ def test_an_error_in_one_of_several_files_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("large")
-def test_threads_get_about_the_same_and_none_gets_what_is_yet_to_be_made() -> None:
+def test_partitions_are_balanced_and_pending_boxes_stay_in_one() -> None:
     state = {f"model.{size}": SavedTensor.whole(torch.zeros(size)) for size in range(10, 30)}
     parts = in_parts(state)
     assert sorted(key for part in parts for key in part) == sorted(state)
@@ -374,7 +368,7 @@ def test_threads_get_about_the_same_and_none_gets_what_is_yet_to_be_made() -> No
     assert in_parts({}) == []
 
 
-def test_boxes_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
+def test_boxes_that_do_not_cover_a_tensor_fail_the_save(tmp_path: Path) -> None:
     said: list[str] = []
     saver = CheckpointSaver(tmp_path, ONE, say=said.append)
     upper_half = SavedTensor((4, 6), (TensorBox((0, 0), torch.zeros(2, 6)),))
@@ -383,12 +377,12 @@ def test_boxes_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) ->
     assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_any_range_of_a_part_of_a_tensor_becomes_boxes(tmp_path: Path) -> None:
+def test_any_flat_range_of_a_shard_is_split_into_boxes(tmp_path: Path) -> None:
     whole = torch.arange(3.0 * 8 * 5).view(3, 8, 5)
     held = (
         param_meta.ParamBox((1, 2, 0), (2, 2, 5)),
         param_meta.ParamBox((1, 6, 0), (2, 2, 5)),
-    )  # as a gate and its up half are cut
+    )  # as tensor parallelism shards gate and up
     local = torch.cat([whole[1:3, 2:4], whole[1:3, 6:8]], dim=1)
     for start, end in ((0, 40), (0, 1), (3, 4), (7, 33), (19, 21), (20, 40), (39, 40), (5, 5)):
         flat = local.flatten()[start:end].clone()
@@ -402,6 +396,6 @@ def test_any_range_of_a_part_of_a_tensor_becomes_boxes(tmp_path: Path) -> None:
         assert torch.equal(found[found >= 0], whole[found >= 0])
 
 
-def test_a_part_without_dims_is_its_value() -> None:
+def test_a_shard_of_a_scalar_is_its_value() -> None:
     part = SavedTensor.part((), (param_meta.ParamBox((), ()),), 0, torch.tensor([4.0]))
     assert part.boxes[0].offset == () and part.boxes[0].data.item() == 4.0

@@ -1,6 +1,6 @@
-"""The list of saved tensors is that of the model: what autograd keeps of a forward pass, byte for byte.
+"""Saved tensors of the cost model equal those that autograd saves in a forward pass.
 
-The model runs in fp32 on the CPU. What plain torch keeps there beyond a fused kernel is subtracted by name.
+The model runs in fp32 on the CPU. Tensors that plain torch saves in addition to our fused kernels are subtracted.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,10 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, expert_rows, layer_tensors, stage_tensors
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.model.gpt import GPT, LossOutput, whole_model
+from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.rng import RNGKey
+from megatron_moe.pipeline.layout import even_layout
 from tests.helpers.tiny_models import attention_config, layer_config, microbatch, mla_config, mlp_config, model_config
 from tests.helpers.tolerances import SAVED_BYTES
 
@@ -94,7 +95,7 @@ MODELS = {
 def saved_bytes(config: ModelConfig) -> int:
     """Bytes of all storages that autograd keeps of one forward pass, apart from parameters and buffers."""
     context = ParallelContext.single(dtype=torch.float32)
-    kernels: KernelSet = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+    kernels: KernelSet = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels)
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -113,14 +114,14 @@ def saved_bytes(config: ModelConfig) -> int:
 
 
 def listed(config: ModelConfig) -> list[SavedTensor]:
-    (stage,) = whole_model(config)
+    (stage,) = even_layout(len(config.layers), num_mtp=config.num_mtp).stages
     layers = [each for one in config.layers for each in layer_tensors(one, ALONE, SIZES)]
     return layers + stage_tensors(config, stage, ALONE, SIZES)
 
 
 def beyond_fused_kernels(config: ModelConfig) -> Iterator[int]:
-    """What plain torch keeps on the CPU: the product of a norm before it meets the weight; of attention with values of
-    another width the probabilities instead of the log-sum-exp; of norms of heads their inputs and statistics."""
+    """Bytes that only plain torch saves: the normalised input of a norm, the probabilities of MLA attention instead of
+    the log-sum-exp, inputs and statistics of per-head norms."""
     blocks = [*config.layers, *([config.layers[-1]] * (config.mtp.num_layers if config.mtp else 0))]
     norms = 2 * len(blocks) + 1 + (3 * config.mtp.num_layers if config.mtp else 0)
     yield norms * TOKENS * HIDDEN * FP32
@@ -137,13 +138,13 @@ def beyond_fused_kernels(config: ModelConfig) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_list_has_every_byte_that_autograd_keeps(name):
+def test_saved_bytes_equal_those_of_autograd(name):
     config = MODELS[name]
     expected = saved_bytes(config) - sum(beyond_fused_kernels(config))
     SAVED_BYTES.check(float(sum(each.bytes for each in listed(config))), float(expected), name)
 
 
-def test_a_tensor_parallel_rank_keeps_its_heads_channels_and_positions():
+def test_tensor_parallelism_divides_saved_bytes():
     """With sequence parallelism everything but the router's constants and kv's shared rotated part is halved."""
     both = ParallelConfig(tp=2, world_size=2, sequence_parallel=True)
     sizes = replace(SIZES, residual=TOKENS // 2)
@@ -153,7 +154,7 @@ def test_a_tensor_parallel_rank_keeps_its_heads_channels_and_positions():
     assert {name: 2 * size for name, size in half.items()} == whole
 
 
-def test_rows_are_counted_by_what_the_dispatcher_holds():
+def test_expert_rows_by_dispatcher():
     config, tokens = moe(), 100
     over_four = ParallelConfig(ep=4, world_size=4)
     assert expert_rows(config, ALONE, tokens) == 300

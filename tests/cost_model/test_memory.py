@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer are those of the tensors that are really made; the rest is arithmetic."""
+"""Memory of the cost model: state against built tensors, activations against hand counts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
-from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.model import ModelConfig, MTPConfig, with_experts
 from megatron_moe.config.optimizer import OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -31,14 +31,9 @@ KERNELS = reference.bundle()
 
 
 def zoo_model(name: str) -> ModelConfig:
-    """A published architecture whose experts take rows by all-to-all."""
+    """A published architecture with all-to-all dispatch."""
     (row,) = (row for row in zoo.zoo_rows() if str(row) == name)
-    config = zoo.model_config(row)
-    layers = (
-        replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
-        for layer in config.layers
-    )
-    return replace(config, layers=tuple(layers))
+    return with_experts(zoo.model_config(row), lambda moe: replace(moe, dispatcher="alltoall"))
 
 
 def plan(model: ModelConfig, parallel: ParallelConfig, layout: PipelineLayout, **changes) -> RunPlan:
@@ -49,12 +44,18 @@ def plan(model: ModelConfig, parallel: ParallelConfig, layout: PipelineLayout, *
         pipeline=PipelineConfig(layout=layout),
         **{
             "precision": BF16,
-            "batch": BatchConfig(micro=1, global_size=128 * parallel.dp),
+            "batch": BatchConfig(micro_batch_size=1, global_batch_size=128 * parallel.dp),
             "data": replace(tiny.plan().data, seq_length=4096),
-            "data_parallel": DataParallelConfig(sharded_optimizer=True),
+            "data_parallel": DataParallelConfig(use_distributed_optimizer=True),
             **changes,
         },
     )
+
+
+def with_standard_permutation(plan: RunPlan) -> RunPlan:
+    """The plan with --no-moe-memory-efficient-permutation."""
+    model = with_experts(plan.model, lambda moe: replace(moe, experts=replace(moe.experts, probs_on_output=True)))
+    return replace(plan, model=model)
 
 
 DEEPSEEK = plan(
@@ -117,9 +118,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_weights_gradients_and_optimizer_are_those_of_the_tensors_that_are_made(name, sharded):
+def test_state_bytes_equal_those_of_the_built_tensors(name, sharded):
     model, parallel, layout, ranks = LAYOUTS[name]
-    data_parallel = DataParallelConfig(sharded_optimizer=sharded)
+    data_parallel = DataParallelConfig(use_distributed_optimizer=sharded)
     changed = plan(model, parallel, layout, data_parallel=data_parallel)
     for rank in ranks:
         context = ParallelContext.fake(
@@ -148,25 +149,23 @@ def test_weights_gradients_and_optimizer_are_those_of_the_tensors_that_are_made(
             CLOSED_FORM.check(getattr(expected, kind), float(size), f"{kind} of rank {rank}")
 
 
-def test_a_parameter_takes_six_bytes_and_twelve_among_its_copies():
-    held, parallel = HeldElements(attention=1000), replace(DEEPSEEK.parallel, pp=1, ep=1)
-    d = parallel.dp
-    state = state_bytes(replace(DEEPSEEK, parallel=parallel), held, HeldElements())
-    assert state.total == 1000 * (6 + 12 / d)
-    lean = PrecisionConfig(params="bf16", exp_avg="bf16", exp_avg_sq="bf16")
-    assert state_bytes(replace(DEEPSEEK, parallel=parallel, precision=lean), held, HeldElements()).total == 1000 * (
-        6 + 8 / d
-    )
-    tiny_moments = replace(lean, exp_avg="fp8", exp_avg_sq="fp8", grads="bf16")
-    changed = replace(DEEPSEEK, parallel=parallel, precision=tiny_moments)
-    assert state_bytes(changed, held, HeldElements()).total == 1000 * (4 + 6 / d)
-    plain = PrecisionConfig(params="fp32")
-    assert state_bytes(replace(DEEPSEEK, parallel=parallel, precision=plain), held, HeldElements()).total == 1000 * (
-        8 + 8 / d
-    )
+@pytest.mark.parametrize(
+    ("precision", "replicated", "sharded"),
+    [
+        (BF16, 6, 12),
+        (replace(BF16, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), 6, 8),
+        (replace(BF16, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", grads="bf16"), 4, 6),
+        (PrecisionConfig(params="fp32"), 8, 8),
+    ],
+)
+def test_state_bytes_per_parameter(precision, replicated, sharded):
+    parallel = replace(DEEPSEEK.parallel, pp=1, ep=1)
+    changed = replace(DEEPSEEK, parallel=parallel, precision=precision)
+    state = state_bytes(changed, HeldElements(attention=1000), HeldElements())
+    assert state.total == 1000 * (replicated + sharded / parallel.dp)
 
 
-def test_low_weights_leave_out_norms_and_router():
+def test_norms_and_router_are_not_stored_in_low_precision():
     layer = DEEPSEEK.model.layers[30]
     low = low_elements(layer, DEEPSEEK.parallel)
     whole = held_by_rank(DEEPSEEK.model, DEEPSEEK.layout, 1, DEEPSEEK.parallel)
@@ -176,7 +175,7 @@ def test_low_weights_leave_out_norms_and_router():
 
 
 def with_recompute(*modules: str) -> RunPlan:
-    config = RecomputeConfig(granularity="selective", modules=modules)
+    config = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
     return replace(DEEPSEEK, memory=MemoryConfig(recompute=config))
 
 
@@ -195,54 +194,65 @@ def test_selective_recompute_frees_its_tensors_of_every_layer_in_flight(module, 
     assert saved == 68 * mebibytes * (1 << 20)
 
 
-def test_recomputing_the_moe_keeps_its_input_alone():
+def test_moe_recompute_keeps_only_its_input():
     modules = dict(of_rank(with_recompute("moe")).activations)
     assert modules["experts"] == modules["shared"] == modules["router"] == 0
     assert modules["mlp_norm"] == dict(of_rank(DEEPSEEK).activations)["mlp_norm"]
 
 
-def test_full_recompute_keeps_inputs_of_layers_and_works_on_one_of_them():
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+def test_full_recompute_keeps_layer_inputs_and_one_whole_layer():
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     rank = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     rotations = 17 * 2 * 4096 * 64 * 4
     assert rank.kept == 68 * 4096 * 7168 * 2 + rotations
     assert rank.working > of_rank(DEEPSEEK).kept / 68
-    every_second = replace(config, num_layers=2)
+    every_second = replace(config, recompute_num_layers=2)
     half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=every_second)))
     assert half.kept - rotations == (rank.kept - rotations) / 2
-    first_of_stage = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, method="block"))))
+    first_of_stage = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_method="block")))
+    )
     assert rank.kept < first_of_stage.kept < of_rank(DEEPSEEK).kept
 
 
-def test_a_run_of_recomputed_layers_has_no_more_layers_than_a_chunk():
-    config = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
+def test_recomputed_groups_have_at_most_the_layers_of_a_chunk():
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
     whole = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=config)))
     assert max(len(chunk.layers) for chunk in DEEPSEEK.layout.chunks(1)) == 4
-    more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, num_layers=100))))
+    more = of_rank(replace(DEEPSEEK, memory=MemoryConfig(recompute=replace(config, recompute_num_layers=100))))
     assert more == whole
 
 
-def test_offloaded_tensors_are_on_the_host_but_for_the_layer_at_work():
-    config = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"))
+def test_offloaded_tensors_are_on_the_host_except_for_the_current_layer():
+    config = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))
     before, after = of_rank(DEEPSEEK), of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     moved = 68 * (448 + 256) * (1 << 20)
     assert after.on_host == before.kept - after.kept == moved
     assert after.working - before.working == moved / 68
-    half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, fraction=0.5))))
+    half = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, activation_offload_fraction=0.5))))
     assert half.on_host == moved / 2
-    assert of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, min_elements=1 << 40)))).on_host == 0
+    assert (
+        of_rank(
+            replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, min_offloaded_tensor_size=1 << 40)))
+        ).on_host
+        == 0
+    )
 
 
-def test_later_stages_keep_more_of_what_would_move():
-    config = ActivationOffloadConfig(modules=("expert_fc1",), stay_bytes_per_stage=1 << 20)
-    moved = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=0))))
+def test_later_stages_offload_less():
+    config = ActivationOffloadConfig(offload_modules=("expert_fc1",), delta_offload_bytes_across_pp_ranks=1 << 20)
+    moved = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=0)))
+    )
     some = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=config)))
     assert some.kept - moved.kept == moved.on_host - some.on_host == 17 * (1 << 20)
-    everything = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, stay_bytes_per_stage=1 << 40))))
+    everything = of_rank(
+        replace(DEEPSEEK, memory=MemoryConfig(offload=replace(config, delta_offload_bytes_across_pp_ranks=1 << 40)))
+    )
     assert everything.on_host == 0
 
 
-def test_uneven_experts_have_more_rows_and_nothing_else():
+def test_imbalance_affects_expert_rows_only():
     even, uneven = (RankMemory(DEEPSEEK, imbalance).of_rank(1, 128) for imbalance in (1.0, 1.5))
     before, after = dict(even.activations), dict(uneven.activations)
     assert after.pop("experts") == 1.5 * before.pop("experts")
@@ -250,12 +260,12 @@ def test_uneven_experts_have_more_rows_and_nothing_else():
 
 
 def test_remainders_are_two_bytes_of_a_master_weight():
-    narrow = of_rank(replace(DEEPSEEK, precision=replace(BF16, remainders=True))).state
+    narrow = of_rank(replace(DEEPSEEK, precision=replace(BF16, store_param_remainders=True))).state
     whole = of_rank(DEEPSEEK).state
     assert narrow.master == whole.master / 2 and narrow.moments == whole.moments
 
 
-def test_parked_state_comes_for_the_update_when_activations_are_gone():
+def test_offloaded_state_is_on_the_device_during_the_update():
     offload = MemoryConfig(offload=ActivationOffloadConfig(optimizer_fraction=1.0))
     optimizer = replace(DEEPSEEK.optimizer, offload=OptimizerOffloadConfig(fraction=1.0))
     parked, whole = of_rank(replace(DEEPSEEK, memory=offload, optimizer=optimizer)), of_rank(DEEPSEEK)
@@ -265,16 +275,16 @@ def test_parked_state_comes_for_the_update_when_activations_are_gone():
     assert of_rank(replace(DEEPSEEK, memory=offload, optimizer=chunked)).visiting == 2 * (1 << 30)
 
 
-def test_an_offloaded_optimizer_takes_its_states_along():
+def test_optimizer_offload_removes_state_from_the_device():
     offload = ActivationOffloadConfig(optimizer_fraction=1.0)
     state = of_rank(replace(DEEPSEEK, memory=MemoryConfig(offload=offload))).state
     assert state.master == state.moments == 0
     assert state.weights == of_rank(DEEPSEEK).state.weights
 
 
-def test_fp8_halves_the_inputs_of_matrices():
+def test_fp8_halves_the_inputs_of_expert_gemms():
     """About 16 GB of DeepSeek-V3's expert inputs, says the paper, for the 60 layers in flight on pipeline rank 2."""
-    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low="tensorwise")), 2)
+    low = of_rank(replace(DEEPSEEK, precision=replace(BF16, low_precision="tensorwise")), 2)
     saved = dict(of_rank(DEEPSEEK, 2).activations)["experts"] - dict(low.activations)["experts"]
     assert saved == 60 * (448 + 128) / 2 * (1 << 20)
 

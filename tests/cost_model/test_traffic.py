@@ -1,4 +1,4 @@
-"""What ranks send: rows by a simulation of random routing, collectives by those that the real model launches."""
+"""Communication volume: dispatched rows against simulated routing, collectives against those of the real model."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_destinations_and_rows_are_those_of_random_routing(name):
     SIMULATED_ROUTING.check(taken.std, 10 * float(rows.std()), "their deviation")
 
 
-def test_the_fullest_of_many_ranks_is_as_full_as_estimated():
+def test_estimated_load_of_the_fullest_rank():
     choice, num_parts, tokens = LoadChoice(256, 8), 64, 2048
     counts = simulated(choice, num_parts, tokens * 24).reshape(24, tokens, num_parts).sum(axis=1)
     estimated = fullest(choice.rows(num_parts, tokens), num_parts)
@@ -96,15 +96,6 @@ def test_a_row_carries_its_scales_in_fp8():
     assert expert_traffic(config, 4, 1, sizes, block=32).low_row_bytes == 256 + 8 + 4
 
 
-def test_one_copy_per_rank_is_less_than_one_row_per_choice():
-    """8 experts on 4 ranks, 2 of them chosen: with 1/7 they are on one rank."""
-    sizes = Communication(plan(layer_config(), ParallelConfig()), {}, 1)._sizes
-    traffic = expert_traffic(moe_config(), 4, 1, sizes)
-    tokens = BATCH * SEQ
-    FP64_REF.check(traffic.rows_sent, tokens * 2 * 3 / 4)
-    FP64_REF.check(traffic.copies_sent, tokens * (2 - 1 / 7) * 3 / 4)
-
-
 def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
     """Two layers of a kind, fp32, one microbatch."""
     layout = even_layout(2, pp=parallel.pp)
@@ -114,7 +105,7 @@ def plan(layer: LayerConfig, parallel: ParallelConfig, **changes) -> RunPlan:
         pipeline=PipelineConfig(layout=layout),
         **{
             "precision": PrecisionConfig(),
-            "batch": BatchConfig(micro=BATCH, global_size=BATCH * parallel.dp),
+            "batch": BatchConfig(micro_batch_size=BATCH, global_batch_size=BATCH * parallel.dp),
             "data": replace(tiny.plan().data, seq_length=SEQ),
             **changes,
         },
@@ -135,7 +126,7 @@ class _Done:
 
 
 class Counting:
-    """Stands in for torch's collectives and adds up what a rank would send, by group."""
+    """Replaces collectives of torch.distributed and counts the bytes that a rank would send, by group."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, names: dict[Any, str]) -> None:
         self.sent: Counter[str] = Counter()
@@ -182,7 +173,7 @@ EVEN_HEADS = attention_config(num_heads=4)
 
 
 def padded_moe(dispatcher: str) -> MoEConfig:
-    """Whose rows are known to the host: K = 2 of 8 experts, capacity for an even load."""
+    """MoE layer with K = 2 of 8 experts whose number of rows does not depend on routing."""
     config = replace(moe_config(), shared=None, dispatcher=dispatcher)
     return replace(config, capacity=CapacityConfig(factor=1.0, pad=True) if dispatcher == "alltoall" else None)
 
@@ -208,7 +199,6 @@ def test_tensor_parallel_ranks_send_what_is_predicted(name, monkeypatch):
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
 @pytest.mark.parametrize("latent", [False, True])
 def test_context_parallel_ranks_send_what_is_predicted(exchange, latent, monkeypatch):
-    """Around the ring, gathered, or heads against places."""
     core = {"context_exchange": exchange}
     mixer = (
         mla_config(num_heads=4, core=core) if latent else attention_config(num_heads=8, num_query_groups=4, core=core)
@@ -227,10 +217,10 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
     assert 0.95 < sent(changed, monkeypatch).total() / total < 1.05
 
 
-def test_gradients_and_weights_travel_once_per_step():
+def test_gradients_and_weights_are_exchanged_once_per_step():
     """A parameter of n elements with d copies: n (d - 1) / d elements there and back."""
     parallel = ParallelConfig(ep=2, world_size=8)
-    config = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True)
+    config = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
     precision = PrecisionConfig(params="bf16")
     changed = plan(layer_config(feed_forward=moe_config()), parallel, data_parallel=config, precision=precision)
     found = {each.what: each for each in predicted(changed) if each.group in ("dp_cp", "edp")}
@@ -253,7 +243,7 @@ def test_pipeline_ranks_send_states_forward_and_gradients_back():
 
 
 def test_a_ring_over_nodes_shares_the_ports_of_its_neighbours():
-    """Of 32 data-parallel ranks on 4 nodes each node's 8 ports carry what one ring sends out once."""
+    """32 data-parallel ranks on 4 nodes: the ring leaves each node once, over its 8 ports."""
     parallel = ParallelConfig(world_size=32)
     changed = plan(layer_config(), parallel)
     (traffic,) = predicted(changed)

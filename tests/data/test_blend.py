@@ -10,7 +10,6 @@ from megatron_moe.data.blend import (
     Blend,
     BlendedSamples,
     blend_order,
-    exhaustive_order,
     normalize,
     parse_blend,
     parse_split,
@@ -128,6 +127,10 @@ def test_blend_follows_its_weights_at_every_point() -> None:
         assert np.abs(taken - np.array(weights) * size).max() <= 2
 
 
+def exhaustive_order(sizes: list[int], size: int) -> dict[str, np.ndarray]:
+    return blend_order(normalize(sizes), size, limits=np.array(sizes))
+
+
 def test_exhaustive_order_takes_every_sample_exactly_once() -> None:
     rng = np.random.default_rng(1)
     for _ in range(40):
@@ -193,7 +196,7 @@ def test_fingerprint_changes_with_weights_and_parts(tmp_path: Path) -> None:
     assert len({base, *digests}) == 4
 
 
-def test_blend_that_takes_more_than_a_part_has_is_refused(tmp_path: Path) -> None:
+def test_a_blend_that_exceeds_a_data_set_is_rejected(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, [40, 80])
     with pytest.raises(DataProblem, match="set0, which has"):
         BlendedSamples(parts, [100, 1], 5 * len(parts[0]), None)

@@ -1,4 +1,4 @@
-"""Cached index arrays: there whole, or made again."""
+"""Cached index arrays: complete, or rebuilt."""
 
 import json
 from pathlib import Path
@@ -49,20 +49,20 @@ def test_second_load_reads_what_the_first_built(tmp_path: Path) -> None:
     ]
 
 
-def test_description_says_what_the_arrays_were_made_from(tmp_path: Path) -> None:
+def test_the_description_holds_the_inputs(tmp_path: Path) -> None:
     load(tmp_path, Builder())
     text = (tmp_path / f"{digest_of(INPUTS)}-Kind-train-description.txt").read_text()
     assert json.loads(text)["inputs"] == INPUTS
 
 
-def test_other_inputs_have_another_name(tmp_path: Path) -> None:
+def test_other_inputs_have_another_entry(tmp_path: Path) -> None:
     load(tmp_path, Builder())
     other = Builder(shift=1)
     load(tmp_path, other, {**INPUTS, "seed": 4})
     assert other.count == 1
 
 
-def test_without_a_folder_nothing_is_kept() -> None:
+def test_without_a_folder_nothing_is_cached() -> None:
     builder = Builder()
     load(None, builder)
     load(None, builder)
@@ -71,7 +71,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("suffix", ["description.txt", "order.npy", "starts.npy"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "flipped", "foreign"])
-def test_a_damaged_set_is_made_again(tmp_path: Path, suffix: str, damage: str) -> None:
+def test_a_damaged_entry_is_rebuilt(tmp_path: Path, suffix: str, damage: str) -> None:
     load(tmp_path, Builder())
     path = tmp_path / f"{digest_of(INPUTS)}-Kind-train-{suffix}"
     content = path.read_bytes()
@@ -87,7 +87,7 @@ def test_a_damaged_set_is_made_again(tmp_path: Path, suffix: str, damage: str) -
     assert again.count == 1
 
 
-def test_a_job_that_dies_while_writing_leaves_nothing_that_is_used(tmp_path: Path) -> None:
+def test_an_incomplete_entry_is_not_used(tmp_path: Path) -> None:
     def build() -> dict[str, np.ndarray]:
         # The second array cannot be stored: the first file is there, the description is not.
         return {**Builder()(), "starts": np.array([None], dtype=object)}
@@ -107,7 +107,7 @@ def test_unwritable_folder_names_the_flag(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # numpy's, of headers that look like those of old versions
-def test_bytes_of_any_kind_are_no_set(tmp_path: Path) -> None:
+def test_arbitrary_bytes_are_not_an_entry(tmp_path: Path) -> None:
     load(tmp_path, Builder())
     whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for path, content in whole.items():

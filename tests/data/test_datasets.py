@@ -42,7 +42,7 @@ def direct(prefix: str, split: str, documents: range, num_samples: int | None) -
 
 
 def test_sizes_count_an_evaluation_per_interval_and_one_at_the_end() -> None:
-    sizes = split_sizes(batch_config(global_size=8), loop_config(train_iters=25, eval_interval=10, eval_iters=3))
+    sizes = split_sizes(batch_config(global_batch_size=8), loop_config(train_iters=25, eval_interval=10, eval_iters=3))
     assert (sizes.train, sizes.valid, sizes.test) == (25 * 8, 3 * 3 * 8, 3 * 8)
     assert split_sizes(batch_config(), loop_config(eval_interval=None, eval_iters=3)).valid == 3 * 4
     assert split_sizes(batch_config(), loop_config(train_samples=77)).train == 77
@@ -51,33 +51,35 @@ def test_sizes_count_an_evaluation_per_interval_and_one_at_the_end() -> None:
 
 def test_one_prefix_is_cut_by_the_split(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
-    built = build(blend=(prefix,))
+    built = build(data_path=(prefix,))
     assert rows(built.train) == direct(prefix, "train", range(0, 32), 40)
-    assert [each.name for each in built.valid] == ["validation"]
-    assert rows(built.valid[0].samples) == direct(prefix, "valid", range(32, 36), 4)
+    assert [*built.valid] == ["validation"]
+    assert rows(built.valid["validation"]) == direct(prefix, "valid", range(32, 36), 4)
     assert rows(built.test) == direct(prefix, "test", range(36, 40), 4)
     assert built.masks.vocab_size == VOCAB and built.masks.eod == EOD and built.masks.pad == -1
     assert built.notes[-1].startswith("samples of 8 tokens: train ")
 
 
-def test_plain_reads_give_what_mapped_reads_give(tmp_path: Path) -> None:
+def test_unmapped_reads_equal_mapped_reads(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
-    assert rows(build(blend=(prefix,), mmap=False).train) == rows(build(blend=(prefix,), mmap=True).train)
+    assert rows(build(data_path=(prefix,), mmap_bin_files=False).train) == rows(
+        build(data_path=(prefix,), mmap_bin_files=True).train
+    )
 
 
 def test_every_split_has_its_own_paths(tmp_path: Path) -> None:
     train, valid, test = (corpus(tmp_path, name=name, seed=seed) for seed, name in enumerate(("a", "b", "c")))
-    built = build(train=(train,), valid=(valid,), test=(test,), split="1,0,0")
+    built = build(train_data_path=(train,), valid_data_path=(valid,), test_data_path=(test,), split="1,0,0")
     assert rows(built.train) == direct(train, "train", range(40), 40)
-    assert rows(built.valid[0].samples) == direct(valid, "valid", range(40), 4)
+    assert rows(built.valid["validation"]) == direct(valid, "valid", range(40), 4)
     assert rows(built.test) == direct(test, "test", range(40), 4)
-    assert build(train=(train,)).valid == ()
+    assert build(train=(train,)).valid == {}
     assert build(train=(train,)).test is None
 
 
 def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
-    built = build(blend=("0.25", first, "0.75", second), split="1")
+    built = build(data_path=("0.25", first, "0.75", second), split="1")
     assert built.train is not None
     assert len(built.train) == 10 + 30
     from_first = {tuple(row) for row in direct(first, "train", range(40), 11)}
@@ -85,25 +87,26 @@ def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
     assert taken == 10
 
 
-def test_parts_of_a_weighted_blend_are_built_with_a_surplus(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "epochs"), [({}, 2), ({"surplus": 0.0}, 1)])
+def test_parts_of_a_weighted_blend_are_built_with_a_surplus(options: dict, epochs: int, tmp_path: Path) -> None:
     # 72 tokens give 8 samples in one epoch; half of 16 samples and the surplus need a second one.
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_config(train_iters=4), train=("1", first, "1", second))
+    built = build(loop_config(train_iters=4), train=("1", first, "1", second), **options)
     assert isinstance(built.train, BlendedSamples)
     assert len(built.train) == 16
-    assert [part.inputs["epochs"] for part in built.train.parts] == [2, 2]
+    assert [part.inputs["epochs"] for part in built.train.parts] == [epochs, epochs]
 
 
 def test_the_seed_of_the_data_sets_the_order(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
-    one, other = build(blend=(prefix,), seed=1), build(blend=(prefix,), seed=2)
+    one, other = build(data_path=(prefix,), seed=1), build(data_path=(prefix,), seed=2)
     assert rows(one.train) != rows(other.train)
     assert one.fingerprint != other.fingerprint
 
 
 def test_blend_without_weights_is_one_epoch_of_everything_at_most(tmp_path: Path) -> None:
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
-    built = build(loop_config(train_iters=10_000), blend=(first, second), split="1")
+    built = build(loop_config(train_iters=10_000), data_path=(first, second), split="1")
     expected = direct(first, "train", range(40), None) + direct(second, "train", range(40), None)
     assert sorted(rows(built.train)) == sorted(expected)
 
@@ -113,70 +116,70 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
     third = corpus(tmp_path / "x", name="a", seed=5)
     built = build(train=(first,), valid=(second, first, third), multiple_validation_sets=True)
-    assert [each.name for each in built.valid] == ["b", first, third]
-    assert rows(built.valid[0].samples) == direct(second, "valid", range(40), 4)
+    assert [*built.valid] == ["b", first, third]
+    assert rows(built.valid["b"]) == direct(second, "valid", range(40), 4)
     with pytest.raises(DataProblem, match="without weights"):
-        build(train=(first,), valid=("1", second, "2", third), multiple_validation_sets=True)
+        build(train_data_path=(first,), valid_data_path=("1", second, "2", third), multiple_validation_sets=True)
 
 
 def test_incomplete_last_validation_sample_is_kept_on_request(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1] * 12])
     loop = loop_config(eval_iters=1)
-    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid[0].samples
-    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid[0].samples
+    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid["validation"]
+    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid["validation"]
     assert (len(cut), len(kept)) == (2, 4)
 
 
 def test_mock_data_needs_no_files_and_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    built = build(mock=True, split="969,30,1", seq_length=1024)
+    built = build(mock_data=True, split="969,30,1", seq_length=1024)
     assert built.train is not None and built.test is not None
     assert len(built.valid) == 1
     assert built.train.tokens(0).max() < VOCAB
     assert list(tmp_path.iterdir()) == []
 
 
-def test_indices_are_cached_beside_the_data_or_where_told(tmp_path: Path) -> None:
+def test_indices_are_cached_next_to_the_data_or_in_cache_dir(tmp_path: Path) -> None:
     prefix = corpus(tmp_path)
-    build(blend=(prefix,))
+    build(data_path=(prefix,))
     assert len(list((Path(prefix) / "cache" / "GPTDataset_indices").iterdir())) == 12
-    build(blend=(prefix,), cache_dir=tmp_path / "elsewhere")
+    build(data_path=(prefix,), data_cache_path=tmp_path / "elsewhere")
     assert len(list((tmp_path / "elsewhere").iterdir())) == 12
 
 
 @pytest.mark.parametrize("weights", [("3", "7"), None])
-def test_the_order_of_a_blend_is_cached_beside_its_first_data(
+def test_the_order_of_a_blend_is_cached_next_to_its_first_data_set(
     weights: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefixes = (corpus(tmp_path, name="one", seed=0), corpus(tmp_path, name="two", seed=1))
     words = prefixes if weights is None else (weights[0], prefixes[0], weights[1], prefixes[1])
-    before = build(blend=words)
+    before = build(data_path=words)
     monkeypatch.setattr(BlendedSamples, "_build_order", None)
-    assert rows(build(blend=words).train) == rows(before.train)
+    assert rows(build(data_path=words).train) == rows(before.train)
 
 
 def test_data_replaced_at_the_same_place_is_indexed_again(tmp_path: Path) -> None:
     prefix = corpus(tmp_path, seed=0)
-    before = build(blend=(prefix,))
+    before = build(data_path=(prefix,))
     corpus(tmp_path, seed=1)
-    after = build(blend=(prefix,))
+    after = build(data_path=(prefix,))
     assert before.fingerprint != after.fingerprint
     assert rows(after.train) == direct(prefix, "train", range(0, 32), 40)
 
 
 def test_without_training_there_are_no_training_samples(tmp_path: Path) -> None:
-    built = build(loop_config(skip_train=True), blend=(corpus(tmp_path),))
+    built = build(loop_config(skip_train=True), data_path=(corpus(tmp_path),))
     assert built.train is None
     assert built.fingerprint == "none"
     assert built.valid
 
 
 def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
-    built = build(blend=(corpus(tmp_path),), split="969,30,1")
+    built = build(data_path=(corpus(tmp_path),), split="969,30,1")
     assert built.test is None
     assert built.notes[0] == 'no test data: --split "969,30,1" gives it none of 40 documents'
     built = build(blend=(corpus(tmp_path),), split="50,1,49")
-    assert built.valid == ()
+    assert built.valid == {}
     assert built.notes[0] == 'no valid data: --split "50,1,49" gives it none of 40 documents'
 
 
@@ -184,13 +187,13 @@ def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({}, "there is no training data"),
-        ({"blend": ("{folder}/absent",)}, "absent.idx does not exist"),
-        ({"blend": ("{folder}/corpus",), "split": "0,1,0"}, "the train split is empty"),
-        ({"blend": ("{folder}/empty",)}, "train split of .*empty has none of its 0 documents"),
-        ({"valid": ("{folder}/corpus",)}, "the train split is empty"),
+        ({"data_path": ("{folder}/absent",)}, "absent.idx does not exist"),
+        ({"data_path": ("{folder}/corpus",), "split": "0,1,0"}, "the train split is empty"),
+        ({"data_path": ("{folder}/empty",)}, "train split of .*empty has none of its 0 documents"),
+        ({"valid_data_path": ("{folder}/corpus",)}, "the train split is empty"),
     ],
 )
-def test_missing_training_data_is_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
+def test_missing_training_data_is_rejected(tmp_path: Path, changes: dict, sentence: str) -> None:
     corpus(tmp_path)
     write_tokens(tmp_path / "empty", [])
     named = {
@@ -202,44 +205,39 @@ def test_missing_training_data_is_refused(tmp_path: Path, changes: dict, sentenc
 
 
 @pytest.mark.parametrize("iterations", [10**13, 10**23])
-def test_more_samples_than_any_host_keeps_in_order_are_refused_with_their_numbers(
-    tmp_path: Path, iterations: int
-) -> None:
+def test_more_samples_than_fit_host_memory_are_rejected_with_their_numbers(tmp_path: Path, iterations: int) -> None:
     corpus(tmp_path)
     loop = loop_config(train_iters=iterations, eval_interval=None)
     size = split_sizes(batch_config(), loop).train
     with pytest.raises(MemoryProblem, match=f"too little memory for the order of {size:,} training, .* --train-iters"):
-        build(loop, blend=(str(tmp_path / "corpus"),))
+        build(loop, data_path=(str(tmp_path / "corpus"),))
 
 
-def test_id_beyond_the_vocabulary_stops_the_step_that_reads_it(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, 100, 7, 8, 9]] * 4)
-    config = data_config(train=(prefix,))
-    context = ParallelContext.single()
-    built = build_datasets(config, batch_config(), loop_config(), load_tokenizer(config.tokenizer), context)
-    with pytest.raises(
-        DataProblem, match=r"token id 100 in .*/a, document \d, token 5 .* not in the vocabulary of 100"
-    ):
-        train_loader(built, config, batch_config(), context).next_step()
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
-@pytest.mark.parametrize("token", [-1, -2])
-def test_a_negative_id_is_not_padding(token: int, dtype: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("token", "dtype", "problem"),
+    [
+        (100, np.uint16, "not in the vocabulary of 100"),
+        *((token, dtype, "is negative; check") for token in (-1, -2) for dtype in ("i1", "i2", "i4", "i8")),
+    ],
+)
+def test_an_invalid_id_is_rejected_in_the_step_that_reads_it(
+    token: int, dtype: str, problem: str, tmp_path: Path
+) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, token, 7, 8, 9]] * 4, dtype)
     config = data_config(train=(prefix,))
-    context = ParallelContext.single()
-    built = build_datasets(config, batch_config(), loop_config(), load_tokenizer(config.tokenizer), context)
-    with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* is negative; check"):
-        train_loader(built, config, batch_config(), context).next_step()
+    loader = train_loader(build(train=(prefix,)), config, batch_config(), ParallelContext.single())
+    with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* {problem}"):
+        loader.next_step()
 
 
 def test_ranks_read_the_steps_of_one_rank(tmp_path: Path) -> None:
-    config = data_config(blend=(corpus(tmp_path),), dataloader="cyclic")
+    config = data_config(data_path=(corpus(tmp_path),), dataloader_type="cyclic")
 
     def steps(context: ParallelContext) -> list[torch.Tensor]:
-        built = build_datasets(config, batch_config(micro=1), loop_config(), load_tokenizer(config.tokenizer), context)
-        loader = train_loader(built, config, batch_config(micro=1), context)
+        built = build_datasets(
+            config, batch_config(micro_batch_size=1), loop_config(), load_tokenizer(config.tokenizer), context
+        )
+        loader = train_loader(built, config, batch_config(micro_batch_size=1), context)
         return [torch.stack([batch.tokens_BS for batch in loader.next_step()]) for _ in range(4)]
 
     alone = steps(ParallelContext.single())
@@ -255,7 +253,7 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
 
     def attempt(context: ParallelContext) -> str:
         with pytest.raises(DataProblem) as problem:
-            build(context=context, blend=(prefix,))
+            build(context=context, data_path=(prefix,))
         return str(problem.value)
 
     sentences = on_threads(ParallelConfig(world_size=2), attempt)
@@ -263,15 +261,15 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
     assert "corpus.bin does not exist" in sentences[0]
 
 
-def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
+def test_ranks_communicate_while_the_first_builds_for_a_long_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix, met, order = corpus(tmp_path), [], blend.blend_order
 
-    def slow_order(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+    def slow_order(weights: Sequence[float], size: int, limits: np.ndarray | None = None) -> dict[str, np.ndarray]:
         while len(met) < 6:
             time.sleep(0.001)
-        return order(weights, size)
+        return order(weights, size, limits)
 
     def gather_objects(value: object, group: ProcessGroup) -> list[object]:
         met.append(value)
@@ -282,30 +280,30 @@ def test_ranks_meet_while_the_first_builds_longer_than_a_collective_may_wait(
     monkeypatch.setattr(blend, "blend_order", slow_order)
     first, second = on_threads(
         ParallelConfig(world_size=2),
-        lambda context: build(context=context, blend=("1", prefix, "2", prefix), cache_dir=tmp_path / "cache"),
+        lambda context: build(
+            context=context, data_path=("1", prefix, "2", prefix), data_cache_path=tmp_path / "cache"
+        ),
     )
-    assert len(met) > 6 and met.count((False, None)) == len(met) - 1, "one rank tells, once, that it is done"
+    assert len(met) > 6 and met.count((False, None)) == len(met) - 1, "one message says that it is done"
     np.testing.assert_array_equal(first.train.tokens(3), second.train.tokens(3))
 
 
 def test_a_full_validation_set_is_one_epoch_of_it(tmp_path: Path) -> None:
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * count) for name, count in (("a", 8), ("b", 4)))
-    short = build(loop_config(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second))
-    whole = build(
-        loop_config(eval_iters=1, eval_interval=None), train=(first,), valid=(first, second), full_validation=True
+    short = build(
+        loop_config(eval_iters=1, eval_interval=None), train_data_path=(first,), valid_data_path=(first, second)
     )
-    assert [len(each.samples) for each in short.valid] == [4]
-    assert [len(each.samples) for each in whole.valid] == [8 + 4]
+    whole = build(
+        loop_config(eval_iters=1, eval_interval=None),
+        train_data_path=(first,),
+        valid_data_path=(first, second),
+        full_validation=True,
+    )
+    assert [len(each) for each in short.valid.values()] == [4]
+    assert [len(each) for each in whole.valid.values()] == [8 + 4]
 
 
-def test_the_surplus_of_a_weighted_blend_can_be_chosen(tmp_path: Path) -> None:
-    first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_config(train_iters=4), train=("1", first, "1", second), surplus=0.0)
-    assert isinstance(built.train, BlendedSamples)
-    assert [part.inputs["epochs"] for part in built.train.parts] == [1, 1]
-
-
-def test_lengths_are_the_fixed_draw() -> None:
+def test_lengths_of_mock_documents_are_fixed() -> None:
     lengths = MockTokens(vocab_size=100, eod=99, num_documents=100_000).sequence_lengths
     expected = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
     np.testing.assert_array_equal(lengths, expected)
@@ -315,7 +313,7 @@ def test_lengths_are_the_fixed_draw() -> None:
     assert len(few) == 300 and few.identity["mock"] == 300
 
 
-def test_a_document_counts_modulo_the_vocabulary_and_ends() -> None:
+def test_a_mock_document_counts_modulo_the_vocabulary_and_ends_with_eod() -> None:
     tokens = MockTokens(vocab_size=100, eod=99, num_documents=100)
     for number in (0, 5, 77):
         length = int(tokens.sequence_lengths[number])

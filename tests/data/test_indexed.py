@@ -1,4 +1,4 @@
-"""The `.bin/.idx` format: its bytes, reading, writing, and every way in which it can be broken."""
+"""The `.bin/.idx` format: bytes, reading, writing, and damaged files."""
 
 import os
 import struct
@@ -53,7 +53,7 @@ def test_documents_of_several_sequences_have_their_bounds(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_what_was_written_is_read_whole_and_in_pieces(tmp_path: Path, mmap: bool) -> None:
+def test_sequences_are_read_in_full_and_in_part(tmp_path: Path, mmap: bool) -> None:
     documents = random_documents(3, [5, 0, 1, 17, 64])
     tokens = IndexedTokens(write_tokens(tmp_path / "a", documents), mmap=mmap)
     assert len(tokens) == 5
@@ -68,7 +68,7 @@ def test_what_was_written_is_read_whole_and_in_pieces(tmp_path: Path, mmap: bool
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_reading_past_the_end_of_a_sequence_is_a_bug(tmp_path: Path, mmap: bool) -> None:
+def test_reading_past_the_end_of_a_sequence_asserts(tmp_path: Path, mmap: bool) -> None:
     tokens = IndexedTokens(write_tokens(tmp_path / "a", [[1, 2, 3], [4]]), mmap=mmap)
     with pytest.raises(AssertionError, match="length=4"):
         tokens.get(0, 0, 4)
@@ -117,7 +117,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_index_is_refused_with_file_offset_and_remedy(tmp_path: Path, name: str, mmap: bool) -> None:
+def test_a_damaged_index_is_rejected_with_file_offset_and_remedy(tmp_path: Path, name: str, mmap: bool) -> None:
     offset, content, sentence = BROKEN[name]
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     patched(tmp_path / "a.idx", offset, content)
@@ -132,7 +132,7 @@ def test_index_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "a.idx").read_bytes()
     for size in range(len(whole)):
         (tmp_path / "a.idx").write_bytes(whole[:size])
-        with pytest.raises(DataProblem, match=f"a.idx has {size} bytes"):
+        with pytest.raises(DataProblem, match=f"a.idx: {size} bytes"):
             IndexedTokens(prefix)
 
 
@@ -152,7 +152,7 @@ def test_index_with_bytes_after_its_end_is_refused(tmp_path: Path) -> None:
 def test_bin_of_another_size_is_refused_at_open(tmp_path: Path, size: int) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4], [5, 6]])
     os.truncate(tmp_path / "a.bin", size)
-    with pytest.raises(DataProblem, match=f"a.bin has {size} bytes, but a.idx describes 12"):
+    with pytest.raises(DataProblem, match=f"a.bin: {size} bytes, but a.idx describes 12"):
         IndexedTokens(prefix)
 
 
@@ -171,7 +171,7 @@ def test_bin_that_shrinks_while_it_is_read_is_reported(tmp_path: Path) -> None:
         tokens.get(0)
 
 
-def test_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files_and_keeps_existing_ones(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2]])
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="stop"), IndexedWriter(prefix, np.uint16) as writer:
@@ -181,7 +181,7 @@ def test_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) ->
     assert IndexedTokens(prefix).get(0).tolist() == [1, 2]
 
 
-def test_a_writer_killed_between_its_files_leaves_no_old_index_beside_new_tokens(
+def test_a_writer_killed_between_its_files_leaves_no_stale_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2]])
@@ -201,7 +201,7 @@ def test_a_writer_killed_between_its_files_leaves_no_old_index_beside_new_tokens
         IndexedTokens(prefix)
 
 
-def test_nothing_is_visible_before_the_writer_is_done(tmp_path: Path) -> None:
+def test_files_are_visible_only_after_the_writer_exits(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_sequence([7])
         writer.end_document()
@@ -221,7 +221,7 @@ def test_id_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritable_place_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_prefix_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataProblem, match="cannot write .*file/a.bin"):
         IndexedWriter(tmp_path / "file" / "a", np.uint16)

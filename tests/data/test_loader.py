@@ -1,4 +1,4 @@
-"""Loaders: the same samples in the same order, however the run is cut into ranks, microbatches and restarts."""
+"""Loaders: the same sample order for any layout, microbatch size and number of restarts."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def loader(
 ) -> TrainLoader:
     samples = Numbered()
     order = SampleOrder(kind=kind, num_samples=len(samples), seed=5)
-    schedule = BatchSchedule(BatchConfig(micro=micro, global_size=size, **batch), dp)
+    schedule = BatchSchedule(BatchConfig(micro_batch_size=micro, global_batch_size=size, **batch), dp)
     return TrainLoader(samples, order, schedule, MASKS, rank_context(rank, dp), prefetch=prefetch)
 
 
@@ -103,7 +103,7 @@ def test_all_ranks_together_take_the_samples_of_one_rank(micro: int, dp: int, ki
 
 
 def test_ramp_up_takes_every_sample_once_and_resumes_inside() -> None:
-    ramp = {"size": 8, "micro": 1, "dp": 2, "rampup": (2, 2, 18)}
+    ramp = {"size": 8, "micro": 1, "dp": 2, "rampup_batch_size": (2, 2, 18)}
     one = loader(**ramp)
     sizes, seen, marks = [], [], []
     while not one.exhausted:
@@ -128,7 +128,7 @@ def test_prefetching_changes_nothing() -> None:
     ahead.close()
 
 
-def test_restore_discards_what_was_prefetched() -> None:
+def test_restore_discards_prefetched_batches() -> None:
     ahead = loader(prefetch=True)
     first = ids(ahead.next_step())
     ahead.restore(0)
@@ -138,7 +138,7 @@ def test_restore_discards_what_was_prefetched() -> None:
 
 def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
     samples = Numbered(60)
-    schedule = BatchSchedule(BatchConfig(micro=6, global_size=6), 1)
+    schedule = BatchSchedule(BatchConfig(micro_batch_size=6, global_batch_size=6), 1)
     order = SampleOrder(kind="single", num_samples=60, seed=1)
     masks = MaskConfig(vocab_size=10, eod=9, pad=-1)
     ahead = TrainLoader(samples, order, schedule, masks, rank_context(), prefetch=True)
@@ -148,7 +148,7 @@ def test_problem_in_prefetched_data_is_raised_in_its_step() -> None:
     ahead.close()
 
 
-def test_exhausted_data_is_announced_and_then_refused() -> None:
+def test_exhausted_data_is_reported_and_then_rejected() -> None:
     one = loader(size=24, micro=24)
     one.next_step()
     assert not one.exhausted
@@ -161,24 +161,24 @@ def test_exhausted_data_is_announced_and_then_refused() -> None:
 
 def test_loss_mask_has_at_least_single_precision() -> None:
     samples, order = Numbered(), SampleOrder(kind="single", num_samples=60, seed=1)
-    schedule = BatchSchedule(BatchConfig(micro=1, global_size=1), 1)
+    schedule = BatchSchedule(BatchConfig(micro_batch_size=1, global_batch_size=1), 1)
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         one = TrainLoader(samples, order, schedule, MASKS, rank_context(dtype=dtype))
         assert one.next_step()[0].loss_mask_BS.dtype == expected
 
 
 def eval_ids(dp: int, rank: int, evaluation: int, count: int = 60) -> list[int]:
-    batch = BatchConfig(micro=2, global_size=8, rampup=(4, 4, 100))
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=(4, 4, 100))
     one = EvalLoader(Numbered(count), batch, MASKS, rank_context(rank, dp), eval_iters=3)
     return ids(list(one.batches(evaluation)))
 
 
-def test_evaluations_take_consecutive_stretches_whatever_was_trained() -> None:
+def test_evaluations_use_consecutive_batches() -> None:
     assert eval_ids(1, 0, 0) == list(range(24))
     assert eval_ids(1, 0, 1) == list(range(24, 48))
 
 
-def test_evaluation_starts_over_at_the_end_of_the_data() -> None:
+def test_evaluation_wraps_around_at_the_end_of_the_data() -> None:
     assert eval_ids(1, 0, 2) == [*range(48, 60), *range(12)]
     assert eval_ids(1, 0, 0, count=5) == [number % 5 for number in range(24)]
 
@@ -188,7 +188,7 @@ def test_ranks_share_an_evaluation() -> None:
     assert sorted(both) == list(range(24, 48))
 
 
-def test_passing_over_a_step_leaves_out_its_samples_and_no_others() -> None:
+def test_pass_over_skips_exactly_one_step() -> None:
     for prefetch in (False, True):
         one = loader(prefetch=prefetch)
         first = ids(one.next_step())
@@ -198,7 +198,9 @@ def test_passing_over_a_step_leaves_out_its_samples_and_no_others() -> None:
 
 
 def whole_set(count: int, size: int = 8) -> EvalLoader:
-    return EvalLoader(Numbered(count), BatchConfig(micro=2, global_size=size), MASKS, rank_context(), eval_iters=None)
+    return EvalLoader(
+        Numbered(count), BatchConfig(micro_batch_size=2, global_batch_size=size), MASKS, rank_context(), eval_iters=None
+    )
 
 
 def test_a_full_validation_reads_every_full_batch_each_time() -> None:
@@ -211,6 +213,6 @@ def test_a_full_validation_without_a_full_batch_is_refused() -> None:
         whole_set(7)
 
 
-def test_its_state_tells_one_order_from_another() -> None:
+def test_the_state_distinguishes_sample_orders() -> None:
     assert loader(kind="single").state()["fingerprint"] != loader(kind="cyclic").state()["fingerprint"]
     assert loader(kind="cyclic", micro=4).state() == loader(kind="cyclic", size=24).state()

@@ -1,4 +1,4 @@
-"""Which rank takes which sample in which step."""
+"""Batch size schedule and assignment of samples to ranks and steps."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 
 
 def schedule(micro: int, size: int, dp: int, rampup: tuple[int, int, int] | None = None) -> BatchSchedule:
-    return BatchSchedule(BatchConfig(micro=micro, global_size=size, rampup=rampup), dp)
+    return BatchSchedule(BatchConfig(micro_batch_size=micro, global_batch_size=size, rampup_batch_size=rampup), dp)
 
 
 def test_constant_batch_has_its_number_of_microbatches() -> None:
@@ -20,7 +20,7 @@ def test_constant_batch_has_its_number_of_microbatches() -> None:
     assert constant.num_microbatches(0) == 4
 
 
-def test_ramp_grows_at_equal_distances_of_consumed_samples() -> None:
+def test_ramp_grows_at_equal_intervals_of_consumed_samples() -> None:
     ramp = schedule(1, 8, 2, (2, 2, 300))
     # Three increments over 300 samples: one per 100.
     expected = [(0, 2), (99, 2), (100, 4), (199, 4), (200, 6), (299, 6), (300, 8), (301, 8), (10**9, 8)]
@@ -53,7 +53,7 @@ def test_ramp_without_distance_or_samples_is_constant_at_once() -> None:
         (1, 8, 1, (4, 0, 10), "grow by at least 1"),
     ],
 )
-def test_impossible_batches_are_refused_with_the_numbers(micro, size, dp, rampup, sentence) -> None:
+def test_impossible_batch_sizes_are_rejected_with_the_numbers(micro, size, dp, rampup, sentence) -> None:
     with pytest.raises(EnvironmentProblem, match=sentence):
         schedule(micro, size, dp, rampup)
 
@@ -111,6 +111,6 @@ def test_another_order_of_the_same_samples_has_another_fingerprint() -> None:
     def fingerprint(kind: Any, num_samples: int = 10, seed: int = 1) -> str:
         return SampleOrder(kind=kind, num_samples=num_samples, seed=seed).fingerprint("samples")
 
-    assert fingerprint("single") == fingerprint("single", num_samples=20)  # goes on in the same order
+    assert fingerprint("single") == fingerprint("single", num_samples=20), "a longer run continues the same order"
     cyclic = {fingerprint("cyclic"), fingerprint("cyclic", num_samples=20), fingerprint("cyclic", seed=2)}
     assert len(cyclic | {fingerprint("single")}) == 4

@@ -1,4 +1,4 @@
-"""The order of samples, against a slow walk over documents written from the rules."""
+"""Sample order, compared with a plain loop over the documents."""
 
 from pathlib import Path
 
@@ -173,7 +173,7 @@ def test_order_depends_on_the_seed() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "num_samples"), [([1], 5), ([0, 0], 5), ([8], None), ([4, 4], None)])
-def test_too_few_tokens_are_refused_with_their_number(lengths: list[int], num_samples: int | None) -> None:
+def test_too_few_tokens_are_rejected_with_their_number(lengths: list[int], num_samples: int | None) -> None:
     with pytest.raises(DataProblem, match=f"train split of some/prefix has {sum(lengths)} tokens"):
         built_from(lengths, request(len(lengths), num_samples=num_samples))
 
@@ -184,7 +184,7 @@ def samples_of(folder: Path, lengths: list[int], **changes) -> tuple[DocumentSam
     return DocumentSamples(source, str(folder / "a"), request(len(lengths), **changes), None), documents
 
 
-def test_tokens_are_those_of_the_documents_laid_end_to_end(tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_concatenated_documents(tmp_path: Path) -> None:
     samples, documents = samples_of(tmp_path, [3, 30, 0, 1, 17, 9], num_samples=30)
     stream = np.concatenate([documents[number] for number in samples.document_index])
     assert len(samples) >= 30
@@ -229,7 +229,7 @@ def test_fingerprint_changes_with_everything_that_changes_the_order(tmp_path: Pa
     assert len({base, *others}) == len(others) + 1
 
 
-def test_a_longer_run_within_the_same_passes_has_the_same_order(tmp_path: Path) -> None:
+def test_a_longer_run_within_the_same_epochs_has_the_same_order(tmp_path: Path) -> None:
     # 72 tokens give 8 samples in one epoch.
     few, many = (samples_of(tmp_path, [9] * 8, num_samples=count)[0] for count in (3, 8))
     assert few.fingerprint == many.fingerprint
@@ -237,7 +237,7 @@ def test_a_longer_run_within_the_same_passes_has_the_same_order(tmp_path: Path) 
     assert samples_of(tmp_path, [9] * 8, num_samples=9)[0].fingerprint != few.fingerprint
 
 
-def test_a_hundred_million_tokens_are_indexed_without_a_loop_over_them() -> None:
+def test_a_hundred_million_tokens_are_indexed_in_vectorised_form() -> None:
     lengths = np.full(200_000, 500, dtype=np.int32)
     index = build_sample_index(lengths, np.arange(200_000, dtype=np.int32), 100, drop_last_partial=True)
     assert len(index) == (200_000 * 500 - 1) // 100 + 1

@@ -38,7 +38,7 @@ def test_plain_text_is_cut_at_separator_lines(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.zst"])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path, name: str) -> None:
     mark = "\ufeff".encode()
     content = PLAIN if ".txt" in name else JSONL
     expected = list(read_documents([written(tmp_path / name, content)], "text"))
@@ -54,7 +54,7 @@ def test_plain_text_without_separator_is_one_document(tmp_path: Path) -> None:
     assert list(read_documents([path], "text")) == ["a\n\nb <|endoftext|>\n"]
 
 
-def test_blank_lines_of_jsonl_are_no_documents_but_are_counted(tmp_path: Path) -> None:
+def test_blank_jsonl_lines_are_skipped_but_numbered(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", b'\n{"text": "a"}\n  \n{"text": "b"}')
     assert [(record.line, parse_record(record, ["text"])) for record in read_records(path)] == [(2, ["a"]), (4, ["b"])]
 
@@ -110,12 +110,12 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         list(read_documents([tmp_path / "absent.jsonl"], "text"))
 
 
-def test_write_whole_makes_folders_and_leaves_nothing_aside(tmp_path: Path) -> None:
+def test_write_whole_creates_folders_and_leaves_no_temporary_files(tmp_path: Path) -> None:
     write_whole(tmp_path / "new" / "file", b"content")
     assert [path.read_bytes() for path in (tmp_path / "new").iterdir()] == [b"content"]
 
 
-def test_write_whole_names_the_place_it_cannot_write(tmp_path: Path) -> None:
+def test_write_whole_names_an_unwritable_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "file" / "a", tmp_path / "folder"):

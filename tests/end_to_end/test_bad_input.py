@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence with file, place and remedy, the right exit code, nothing half-written."""
+"""Invalid input: a message with file, position and remedy, the right exit code, and no incomplete files."""
 
 import shutil
 from pathlib import Path
@@ -11,19 +11,19 @@ from tests.end_to_end.tiny_run import arguments
 from tests.helpers.ranks import run_program
 
 
-def refuse(argv, cwd, code, *words):
-    """Runs the program; it must end with `code` and say all `words` without a traceback."""
+def reject(argv, cwd, code, *words):
+    """Runs the program, which must exit with `code` and print all `words` without a traceback."""
     process = run_program(argv, cwd=cwd)
-    said = process.stdout + process.stderr
-    assert process.returncode == int(code), said[-3000:]
-    assert "Traceback" not in said, said[-3000:]
+    output = process.stdout + process.stderr
+    assert process.returncode == int(code), output[-3000:]
+    assert "Traceback" not in output, output[-3000:]
     missing = [word for word in words if word not in process.stderr]
     assert not missing, f"{missing} not in: {process.stderr[-2000:]}"
 
 
 @pytest.fixture
 def copied(data, tmp_path):
-    """A copy of the data that may be broken; its prefix."""
+    """Prefix of a copy of the data that tests may damage."""
     for suffix in (".bin", ".idx"):
         shutil.copy(data + suffix, tmp_path / f"corpus{suffix}")
     return tmp_path / "corpus"
@@ -36,76 +36,76 @@ def checkpoints(run: Path):
 def test_a_truncated_index(copied, tmp_path):
     index = copied.with_suffix(".idx")
     index.write_bytes(index.read_bytes()[:-5])
-    refuse(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, str(index), "bytes")
+    reject(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, str(index), "bytes")
     assert not checkpoints(tmp_path)
 
 
 def test_a_foreign_index(copied, tmp_path):
     copied.with_suffix(".idx").write_bytes(b"PK\x03\x04" + bytes(100))
-    refuse(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "corpus.idx")
+    reject(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "corpus.idx")
 
 
 def test_a_token_id_beyond_the_vocabulary(copied, tmp_path):
     tokens = np.memmap(copied.with_suffix(".bin"), dtype=np.uint16, mode="r+")
     tokens[:] = 4000
     tokens.flush()
-    refuse(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "4000", "corpus", "vocabulary of")
+    reject(arguments(str(copied), tmp_path / "run"), tmp_path, ExitCode.DATA, "4000", "corpus", "vocabulary of")
 
 
 def test_an_update_that_makes_weights_nan(data, tmp_path):
-    """Nothing of it is saved, although the loss and the gradients of the only step are finite."""
+    """No checkpoint is saved, although loss and gradients of the only step are finite."""
     more = ["--adam-eps", "0", "--lr-warmup-iters", "0", "--train-iters", "1"]
     argv = [*arguments(data, tmp_path / "run"), *more]
     words = ("iteration 1: its update stored", "the weights of", "--adam-eps 0 gives 0 / 0")
-    refuse(argv, tmp_path, ExitCode.NUMERICS, *words)
+    reject(argv, tmp_path, ExitCode.NUMERICS, *words)
     assert not checkpoints(tmp_path)
 
 
 def test_missing_data(tmp_path):
-    refuse(arguments(str(tmp_path / "none"), tmp_path / "run"), tmp_path, ExitCode.DATA, "none.idx")
+    reject(arguments(str(tmp_path / "none"), tmp_path / "run"), tmp_path, ExitCode.DATA, "none.idx")
 
 
 def test_a_missing_tokenizer(data, tmp_path):
     more = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "nowhere.model"]
-    refuse(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.DATA, "nowhere.model", "does not exist")
+    reject(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.DATA, "nowhere.model", "does not exist")
 
 
 def test_a_wrong_flag(data, tmp_path):
-    refuse(arguments(data, tmp_path / "run", "--moe-router-topkk", "3"), tmp_path, ExitCode.CONFIG, "--moe-router-topk")
+    reject(arguments(data, tmp_path / "run", "--moe-router-topkk", "3"), tmp_path, ExitCode.CONFIG, "--moe-router-topk")
     assert not (tmp_path / "run").exists()
 
 
 def test_all_wrong_flags_at_once(data, tmp_path):
     more = ["--moe-router-topk", "9", "--num-query-groups", "3", "--global-batch-size", "7"]
     words = ["--moe-router-topk", "--num-query-groups", "--global-batch-size", "3 problems"]
-    refuse(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.CONFIG, *words)
+    reject(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.CONFIG, *words)
 
 
 def test_an_unwritable_run_folder(data, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    refuse(arguments(data, tmp_path / "file" / "run"), tmp_path, ExitCode.ENVIRONMENT, "cannot be written", "--run-dir")
+    reject(arguments(data, tmp_path / "file" / "run"), tmp_path, ExitCode.ENVIRONMENT, "cannot be written", "--run-dir")
 
 
 def test_a_checkpoint_of_another_model(data, tmp_path):
     short = ["--train-iters", "1", "--lr-warmup-iters", "0", "--save-interval", "1", "--eval-iters", "0"]
     assert run_program(arguments(data, tmp_path / "run", *short), cwd=tmp_path).returncode == 0
     load = ["--load", str(tmp_path / "run" / "checkpoints"), "--moe-ffn-hidden-size", "40", "--finetune"]
-    refuse(arguments(data, tmp_path / "other", *short, *load), tmp_path, ExitCode.CHECKPOINT, "does not fit", "40")
+    reject(arguments(data, tmp_path / "other", *short, *load), tmp_path, ExitCode.CHECKPOINT, "does not fit", "40")
 
 
-def test_numbers_that_go_bad_stop_the_run_before_the_weights(data, tmp_path):
+def test_a_nonfinite_step_stops_the_run_before_the_update(data, tmp_path):
     more = ["--lr", "1e30", "--min-lr", "0", "--clip-grad", "0", "--lr-warmup-iters", "0", "--save-interval", "100"]
-    refuse(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.NUMERICS, "not finite", "rejected")
+    reject(arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.NUMERICS, "not finite", "rejected")
     assert not checkpoints(tmp_path)
 
 
 def test_a_model_larger_than_the_memory(data, tmp_path):
     more = ["--make-vocab-size-divisible-by", str(10**12)]
-    refuse(arguments(data, None, *more), tmp_path, ExitCode.MEMORY, "out of memory before the first", "weights")
+    reject(arguments(data, None, *more), tmp_path, ExitCode.MEMORY, "out of memory before the first", "weights")
 
 
 def test_a_checkpoint_larger_than_the_free_disk_space(data, tmp_path):
     more = ["--make-vocab-size-divisible-by", str(10**12)]
-    refuse(
+    reject(
         arguments(data, tmp_path / "run", *more), tmp_path, ExitCode.ENVIRONMENT, "takes 768,000.00 GB", "--save folder"
     )

@@ -1,4 +1,4 @@
-"""Evaluation from the outside: every validation set by itself, the test set, and runs that do nothing else."""
+"""Evaluation on several validation sets and a test set, during training and with --skip-train."""
 
 import pytest
 
@@ -15,41 +15,41 @@ DIGITS = "lm loss validation-digits_text_document"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Prefix of a data set that looks like no program text."""
+    """Prefix of a data set unlike program text."""
     parts = [f"{7919**4 * number:0500d}" for number in range(40)]
     return make_data(tmp_path_factory.mktemp("digits"), parts, name="digits")
 
 
 @pytest.fixture(scope="module")
 def flags(data, digits):
-    """Of a run on program text that is evaluated on program text and on digits."""
+    """Flags of a run on program text, evaluated on program text and on digits."""
     paths = ["--train-data-path", data, "--valid-data-path", data, digits, "--test-data-path", digits]
     return [*COMMON, *paths, "--multiple-validation-sets", "--train-iters", "6", "--save-interval", "6"]
 
 
 @pytest.fixture(scope="module")
 def trained(flags, tmp_path_factory):
-    """The folder of a finished run."""
+    """Folder of a finished run."""
     run = tmp_path_factory.mktemp("evaluation") / "run"
     assert main([*flags, "--run-dir", str(run)], {}) == ExitCode.OK
     return run
 
 
 def measured(run):
-    """The last value of everything that was evaluated, by name."""
+    """Last value of every evaluated metric, by name."""
     rows = {name: value for row in records(run) for name, value in row.items()}
     return {name: value for name, value in rows.items() if "validation" in name or "test" in name}
 
 
-def test_every_validation_set_and_the_test_set_have_losses_of_their_own(trained):
+def test_every_validation_set_and_the_test_set_have_separate_losses(trained):
     found = measured(trained)
     assert {name for name in found if not name.endswith(" ppl")} == {TEXT, DIGITS, "lm loss test"}
-    assert found[DIGITS] - found[TEXT] > 0.5, "trained on text, the model knows nothing of digits"
-    assert abs(found["lm loss test"] - found[DIGITS]) < 0.1, "the test set is of digits too"
+    assert found[DIGITS] - found[TEXT] > 0.5, "the model was trained on text only"
+    assert abs(found["lm loss test"] - found[DIGITS]) < 0.1, "the test set contains digits too"
 
 
 @pytest.mark.parametrize("folder", ["", "checkpoints", "checkpoints/iter_0000006"])
-def test_an_evaluation_alone_measures_what_the_run_measured(folder, trained, flags, tmp_path, capfd):
+def test_skip_train_repeats_the_evaluation_of_the_run(folder, trained, flags, tmp_path, capfd):
     alone = ["--skip-train", "--load", str(trained / folder), "--lr", "1", "--run-dir", str(tmp_path / "run")]
     assert main([*flags, *alone], {}) == ExitCode.OK
     assert measured(tmp_path / "run") == measured(trained)
@@ -57,6 +57,6 @@ def test_an_evaluation_alone_measures_what_the_run_measured(folder, trained, fla
     assert "on test set" in capfd.readouterr().out
 
 
-def test_an_evaluation_of_nothing_is_refused(flags, tmp_path, capfd):
+def test_skip_train_without_a_checkpoint_is_rejected(flags, tmp_path, capfd):
     assert main([*flags, "--skip-train", "--load", str(tmp_path)], {}) == ExitCode.CHECKPOINT
     assert "which is required by --skip-train" in capfd.readouterr().err

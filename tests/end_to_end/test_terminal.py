@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny_run import arguments
-from tests.helpers.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY, child_environment
 from tests.helpers.thinned import thinned
 
 STEP_LINE = re.compile(r"^ \[[^\]]+\] iteration +(\d+)/ +4 \| consumed samples:", re.MULTILINE)
@@ -20,10 +20,10 @@ KERNEL_LINE = re.compile(r"^sort_rows +\w+ ", re.MULTILINE)
 
 
 def run(data: str, *more: str, terminal: bool) -> str:
-    """Standard output of a run of four iterations, without the codes that color and move."""
+    """Standard output of a run of four iterations, without escape sequences."""
     words = [*arguments(data, None, "--train-iters", "4", "--eval-iters", "1", "--no-plots", "--progress-bar"), *more]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    environment = child_environment(TERM="xterm", COLUMNS="120")
     reading, writing = pty.openpty() if terminal else os.pipe()
     process = subprocess.Popen(command, stdout=writing, env=environment)
     os.close(writing)

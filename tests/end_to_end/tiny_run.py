@@ -1,14 +1,12 @@
-"""A tiny run on real text, as a command line: a byte-level MoE on sources of the standard library."""
+"""Command line of a tiny run: a byte-level MoE on sources of the standard library."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from tests.helpers.ranks import REPOSITORY
+from tests.helpers.ranks import run_python
 
 MODEL = """
 --num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -31,19 +29,17 @@ def _sources() -> str:
 
 
 def make_data(folder: Path, parts: Sequence[str] = (), *, name: str = "corpus") -> str:
-    """Writes a byte-level `.bin/.idx` of these documents, or of real text; returns its prefix."""
+    """Writes byte-level `.bin/.idx` files of the given documents or of real text; returns their prefix."""
     text = folder / "corpus.jsonl"
     parts = parts or _sources().split("\nclass ")
     text.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
-    command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", str(text)]
-    command += ["--output-prefix", str(folder / name), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=600)
+    command = ["tools/preprocess_data.py", "--input", text, "--output-prefix", folder / name]
+    succeed(run_python(*command, "--tokenizer-type", "ByteTokenizer", "--append-eod"))
     return str(folder / f"{name}_text_document")
 
 
 def arguments(data: str, run: Path | None, *more: str) -> list[str]:
-    """The command line of a tiny run; later flags win."""
+    """Command line of a tiny run; later flags win."""
     line = [*MODEL, *TRAINING, "--data-path", data]
     if run is not None:
         line += ["--run-dir", str(run)]
@@ -51,10 +47,25 @@ def arguments(data: str, run: Path | None, *more: str) -> list[str]:
 
 
 def records(run: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
+    """Rows of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def metric_values(run: Path, name: str) -> dict[int, float]:
+    """iteration -> value of a metric; the first one where a run is also evaluated at its end."""
+    return {row["iteration"]: row[name] for row in reversed(records(run)) if name in row}
 
 
 def losses(run: Path) -> dict[int, float]:
     """iteration -> training loss."""
     return {row["iteration"]: row["lm loss"] for row in records(run) if "lm loss" in row}
+
+
+def succeed(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process
+
+
+def generate(checkpoints: Path, *flags: str) -> subprocess.CompletedProcess:
+    """Runs tools/generate.py on the CPU."""
+    return run_python("tools/generate.py", "--load", checkpoints, "--device", "cpu", *flags)

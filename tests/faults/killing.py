@@ -1,11 +1,11 @@
-"""Kills ranks that save, again and again in one folder, and looks at what is left.
+"""Repeatedly kills ranks during saves in one folder and verifies the checkpoints that remain.
 
 python -m tests.faults.killing --folder DIR --moments 25 --random 100 --seed 0
 
-Four ranks, each a process forked from this one, go on from the newest checkpoint and save one after the other; every
-second start in the background, every third save with a full disk on one of them. `--moments` starts end by SIGKILL of
-the first rank before its n-th touch of the file system; `--random` ones by SIGKILL of one rank or all at some time.
-After every start all visible checkpoints are verified. Prints counts as JSON; every key of `HARM` must be 0.
+Four forked ranks resume from the newest checkpoint and save repeatedly; every second start saves asynchronously, every
+third save meets a full disk on one rank. `--moments` starts end by SIGKILL of the first rank before its n-th operation
+on files, `--random` starts by SIGKILL of one or all ranks at a random time. After every start all visible checkpoints
+are verified. Prints counts as JSON; every key of `HARM` must be 0.
 """
 
 import argparse
@@ -41,8 +41,8 @@ HARM = ("damaged", "steps_back", "stuck", "wrong_values")
 FAILED, WRONG_VALUES = 1, 3
 
 
-class Deadly(FaultyStorage):
-    """Kills this process before the operation number `kill_at`, counted from `arm` on."""
+class KillingStorage(FaultyStorage):
+    """Kills this process before operation `kill_at`, counted from `arm()`."""
 
     def __init__(self, kill_at: int | None) -> None:
         super().__init__(fail=lambda n, op, path: disk_full(n, op, path) if self.full and op == "write" else None)
@@ -81,28 +81,28 @@ def values(iteration: int) -> dict[str, torch.Tensor]:
 
 
 def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, SavedTensor]:
-    """Every rank holds one row, and all hold the number of the step."""
+    """One row per rank, and the step count on every rank."""
     rows = {k: SavedTensor(tuple(t.shape), (TensorBox((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
     return rows | {"optimizer.step_count": SavedTensor.whole(torch.tensor(1))}
 
 
 def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: int) -> None:
-    """One rank of one start. Tells of every outcome in a line to the pipe `news`."""
+    """One rank of one start; writes one line per outcome to the pipe `news`."""
     method = f"file://{folder}/meet-{start}"
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PEERS_LEAVE_SECONDS)
     )
     context = ParallelContext.within(ParallelConfig(world_size=NUM_RANKS), rank, dtype=torch.float32)
-    storage, said = Deadly(kill_at if rank == 0 else None), list[str]()
+    storage, said = KillingStorage(kill_at if rank == 0 else None), list[str]()
 
-    def tell(word: str, iteration: int) -> None:
+    def report(word: str, iteration: int) -> None:
         if rank == 0:
             os.write(news, f"{word} {iteration}\n".encode())
 
     save_folder = folder / "save"
     saver = CheckpointSaver(save_folder, context, keep_last=2, stop_after=100, storage=storage, say=said.append)
     for line in said:
-        tell("swept" if line.startswith("removed stale") else "said", 0)
+        report("swept" if line.startswith("removed stale") else "said", 0)
     iteration = 0
     source = find(CheckpointConfig(save=save_folder), context, say=said.append)
     if source is not None:
@@ -111,13 +111,13 @@ def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: in
         expected = values(iteration)
         if not all(torch.equal(state[key][rank], expected[key][rank]) for key in state):
             os._exit(WRONG_VALUES)
-    tell("resumed", iteration)
+    report("resumed", iteration)
     storage.arm()
     while True:
         iteration += 1
         storage.full = iteration % 3 == 0 and kill_at is None and rank == iteration % NUM_RANKS
         saved = _save(saver, iteration, rank, in_background=start % 2 == 1)
-        tell("committed" if saved else "failed", iteration)
+        report("committed" if saved else "failed", iteration)
 
 
 def _save(saver: CheckpointSaver, iteration: int, rank: int, *, in_background: bool) -> bool:
@@ -125,13 +125,13 @@ def _save(saver: CheckpointSaver, iteration: int, rank: int, *, in_background: b
         return saver.save(iteration, part(values(iteration), rank), {"iteration": iteration}) is not None
     ended = saver.start(iteration, part(values(iteration), rank), {"iteration": iteration})
     while ended is None:
-        time.sleep(0.001)  # a step of training
+        time.sleep(0.001)  # in place of a training step
         ended = saver.poll()
     return ended.path is not None
 
 
 def forked(folder: Path, start: int, kill_at: int | None, news: int) -> list[int]:
-    """Starts the ranks; their process ids."""
+    """Starts the ranks and returns their process ids."""
     children = []
     for rank in range(NUM_RANKS):
         child = os.fork()
@@ -145,24 +145,24 @@ def forked(folder: Path, start: int, kill_at: int | None, news: int) -> list[int
 
 
 class Starts:
-    """One start after the other in one folder."""
+    """Consecutive starts in one folder."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.found = Found()
         self.newest = 0
-        """The newest iteration that is known to be committed."""
+        """Newest iteration known to be committed."""
         self._chance = random.Random(seed)
 
     def one(self, kill_at: int | None) -> None:
-        """Starts four ranks, lets them be killed, and examines the folder."""
+        """Starts and kills four ranks, then examines the folder."""
         number, self.found.starts = self.found.starts, self.found.starts + 1
         reading, writing = os.pipe()
         children = forked(self.folder, number, kill_at, writing)
         os.close(writing)
         with os.fdopen(reading) as news:
             if kill_at is None:
-                for _ in range(self._chance.randint(1, 5)):  # they are under way, some for more than three saves
+                for _ in range(self._chance.randint(1, 5)):  # after up to a few saves
                     self._listen(news.readline())
                 time.sleep(self._chance.uniform(0.0, 0.25))
                 every = self._chance.random() < 0.5
@@ -187,7 +187,7 @@ class Starts:
                 self.found.swept += 1
 
     def _wait(self, children: list[int]) -> None:
-        """Until all ranks have ended: those that were not killed notice it by themselves."""
+        """Waits until all ranks have ended; those that were not killed detect the lost peer."""
         handles = {os.pidfd_open(child): child for child in children}
         deadline = time.monotonic() + 2 * PEERS_LEAVE_SECONDS
         while handles:
@@ -212,9 +212,9 @@ class Starts:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; must be empty")
-    parser.add_argument("--moments", type=int, default=25, help="starts killed before one of the first touches")
-    parser.add_argument("--random", type=int, default=10, help="starts killed at some time")
-    parser.add_argument("--seed", type=int, default=0, help="of times and victims")
+    parser.add_argument("--moments", type=int, default=25, help="starts killed at one of the first file operations")
+    parser.add_argument("--random", type=int, default=10, help="starts killed at a random time")
+    parser.add_argument("--seed", type=int, default=0, help="seed of times and killed ranks")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     starts = Starts(options.folder, options.seed)

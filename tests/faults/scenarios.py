@@ -1,4 +1,4 @@
-"""Starts of a tiny run that are broken by `--inject`, all in one program, so that torch is loaded once.
+"""Runs a tiny training with injected faults; one program for all scenarios, so that torch is loaded once.
 
 python -m tests.faults.scenarios FOLDER DATA NAME ...     writes FOLDER/outcomes.json
 """
@@ -17,12 +17,12 @@ SCENARIOS = {
     "segfault": ["--inject segfault@1:3:forward"],
     "exit": ["--inject exit@1:3"],
     "memory": ["--inject out-of-memory@1:3:forward"],
-    "once": ["--inject nan-once@1:3"],
-    "again and again": ["--inject nan-grad@1:3", "--inject nan-grad@1:3"],
-    "bit": ["--inject bit-flip@1:3 --check-weight-hash-across-dp-replicas-interval 1"],
-    "disk": ["--inject disk-full@0:2:save"],
-    "background": ["--async-save"],
-    "unlike": [""],
+    "nan once": ["--inject nan-once@1:3"],
+    "repeated": ["--inject nan-grad@1:3", "--inject nan-grad@1:3"],
+    "flipped bit": ["--inject bit-flip@1:3 --check-weight-hash-across-dp-replicas-interval 1"],
+    "full disk": ["--inject disk-full@0:2:save"],
+    "async save": ["--async-save"],
+    "different flags": [""],
     "signal in backward": ["--exit-signal-handler --inject terminate@1:2:backward"],
     "signal in save": ["--exit-signal-handler --inject terminate@1:2:save"],
     "signal at the end": ["--exit-signal-handler --inject terminate@1:4:exit"],
@@ -32,11 +32,11 @@ SCENARIOS = {
         "--distributed-timeout-seconds-after-init 60"
     ],
 }
-"""name -> flags of one start after the other."""
+"""Name -> flags of consecutive starts."""
 NIGHTLY = ("exit", "memory", "signal in backward", "signal in save", "signal at the end", "hang in save")
-"""What follows them follows a kill, an exception, a signal or a hang elsewhere, too."""
-DIFFERING = {"unlike": ["--lr", "0.5"]}
-"""name -> flags of the last rank alone."""
+"""Scenarios that resemble those of CI in another phase."""
+DIFFERING = {"different flags": ["--lr", "0.5"]}
+"""Name -> additional flags of the last rank."""
 NUM_RANKS = 3
 FLAGS = "--train-iters 4 --global-batch-size 6 --eval-iters 0 --save-interval 2 --no-plots --step-deadline 60".split()
 
@@ -53,7 +53,7 @@ def main(folder: Path, data: str, names: Sequence[str]) -> None:
 
 
 def outcome(run: Path, argv: Sequence[str], last: Sequence[str]) -> dict:
-    """How one start ends; `last`: more flags of the last rank."""
+    """Outcome of one start. `last`: additional flags of the last rank."""
     said = run.with_name(run.name + "-said")
     ranks = Ranks([argv] * (NUM_RANKS - 1) + [[*argv, *last]], said)
     codes = ranks.wait(patience=300.0, follow=120.0)

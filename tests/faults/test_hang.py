@@ -1,4 +1,4 @@
-"""A rank that stands still: its peers leave in time, and say who, where and in which collective."""
+"""Hanging ranks: peers exit in time and report the rank, the phase and the collective."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from tests.helpers.ranks import free_port
 
 
 def test_a_stopped_rank_is_named_by_its_peer(data: str, tmp_path: Path) -> None:
-    """P7, fault 30: exit code 10 within the deadline, the last collective, and the rank that left no stacks."""
+    """P7, fault 30: exit code 10 in time, the last collective, and the rank without stacks."""
     run, port = tmp_path / "run", free_port()
     argv = arguments(data, run, "--train-iters", "100000", "--eval-iters", "0", "--step-deadline", "12")
     ranks = [start(argv, rank, 2, port) for rank in range(2)]

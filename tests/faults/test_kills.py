@@ -1,24 +1,19 @@
-"""Ranks that are killed while they save: no half checkpoint is ever visible, and no run ever steps back."""
+"""Ranks killed during saves: no incomplete checkpoint is ever visible, and no run resumes from an older one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.killing import HARM, NUM_RANKS
-from tests.helpers.ranks import REPOSITORY
+from tests.helpers.ranks import run_python
 from tests.helpers.reports import store
 
 
 def kill(folder: Path, *, moments: int, chance: int) -> dict[str, int]:
-    """Counts of what `tests.faults.killing` found."""
-    command = [sys.executable, "-m", "tests.faults.killing", "--folder", str(folder)]
-    command += ["--moments", str(moments), "--random", str(chance)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1800)
+    """Counts reported by `tests.faults.killing`."""
+    starts = ("--moments", str(moments), "--random", str(chance))
+    done = run_python("-m", "tests.faults.killing", "--folder", folder, *starts, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {key: found[key] for key in HARM} == dict.fromkeys(HARM, 0), found
@@ -26,19 +21,19 @@ def kill(folder: Path, *, moments: int, chance: int) -> dict[str, int]:
     return found
 
 
-def test_p1_p2_kills_at_instrumented_points_and_by_chance_lose_no_committed_checkpoint(tmp_path: Path) -> None:
-    """P1, P2; faults 1, 2, 3 and 6: four ranks, plain and background saves, a full disk on one of them now and then."""
+def test_kills_at_instrumented_points_and_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
+    """P1, P2; faults 1, 2, 3 and 6: four ranks, sync and async saves, sometimes a full disk on one rank."""
     found = kill(tmp_path, moments=25, chance=10)
     assert min(found["committed"], found["disk_full"], found["swept"]) > 0, f"nothing was tried: {found}"
 
 
 @pytest.mark.slow
-def test_p1_p2_a_hundred_random_kills_over_four_ranks(tmp_path: Path) -> None:
-    """The same for longer. The counts are stored."""
+def test_a_hundred_random_kills_lose_no_committed_checkpoint(tmp_path: Path) -> None:
+    """P1, P2; fault 1: longer, with the counts stored in benchmarks/."""
     found = kill(tmp_path, moments=60, chance=100)
     rows = "\n".join(f"| {name.replace('_', ' ')} | {count} |" for name, count in found.items())
     head = (
-        f"# Ranks killed while they save\n\n{NUM_RANKS} ranks; 60 starts killed at the n-th touch of the file system, "
-        f"100 at a random time; every second one saves in the background, every third save meets a full disk.\n\n"
+        f"# Ranks killed while they save\n\n{NUM_RANKS} ranks; 60 starts killed at the n-th file-system operation, "
+        f"100 at a random time; every second one saves asynchronously, every third save meets a full disk.\n\n"
     )
     store("kills", f"{head}| | |\n|---|---|\n{rows}\n")

@@ -1,4 +1,4 @@
-"""A rank whose launcher dies ends as well, and status.json tells of starts that end before the ranks have met."""
+"""Death of the launcher, and status.json of starts that fail before the rendezvous."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from megatron_moe.resilience.requeue import judge
 from megatron_moe.resilience.run_status import STARTED
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
-from tests.helpers.ranks import REPOSITORY, free_port
+from tests.helpers.ranks import REPOSITORY, child_environment, free_port
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}
@@ -30,12 +30,12 @@ rank.wait()
 
 
 def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> None:
-    """P7, P8: it holds no GPU any longer, and another start follows."""
+    """P7, P8: the rank releases its GPU, and the run is restarted."""
     run, since = tmp_path / "run", time.time()
     program = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments(data, run, *ENDLESS)]
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *program],
-        env={**os.environ, **TORCHRUN, "OMP_NUM_THREADS": "1"},
+        env=child_environment(**TORCHRUN),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -54,7 +54,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
 
 
 def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
-    """As under nohup: without torchrun the parent is the user's shell."""
+    """The parent is the user's shell if torchrun is not used, for example under nohup."""
     code = "import time; print('ready', flush=True); time.sleep(3); print('done', flush=True)"
     watched = (
         "from pathlib import Path; from megatron_moe.config.parallel import Launch; "
@@ -71,7 +71,7 @@ def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("survivor", [0, 1])
-def test_a_run_whose_rank_is_killed_at_once_is_started_again(data: str, tmp_path: Path, survivor: int) -> None:
+def test_a_run_whose_rank_is_killed_at_start_is_restarted(data: str, tmp_path: Path, survivor: int) -> None:
     """P8, fault 32: before torch is imported. torchrun then ends the other rank, and itself with code 1."""
     run, port, since = tmp_path / "run", free_port(), time.time()
     ranks = [start(arguments(data, run, *ENDLESS), rank, 2, port) for rank in range(2)]
@@ -85,7 +85,7 @@ def test_a_run_whose_rank_is_killed_at_once_is_started_again(data: str, tmp_path
     assert judge(run, 1, since=since, now=time.time()).restart
 
 
-def test_a_port_in_use_is_in_the_status_and_the_run_started_again(data: str, tmp_path: Path) -> None:
+def test_a_port_in_use_is_in_the_status_and_the_run_is_restarted(data: str, tmp_path: Path) -> None:
     """P8, fault 37."""
     run, since = tmp_path / "run", time.time()
     with socket.socket() as taken:
@@ -99,7 +99,7 @@ def test_a_port_in_use_is_in_the_status_and_the_run_started_again(data: str, tmp
     assert judge(run, 1, since=since, now=time.time()).restart
 
 
-def test_a_start_that_finds_another_job_in_the_folder_leaves_its_status_alone(data: str, tmp_path: Path) -> None:
+def test_a_start_in_a_locked_folder_keeps_the_status_of_the_other_job(data: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = start(arguments(data, run, *ENDLESS))
     read_until(first, " iteration        1/")

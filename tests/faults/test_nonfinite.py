@@ -1,4 +1,4 @@
-"""Numbers that are not finite: they never reach the weights, and their origin is named."""
+"""Non-finite values never reach the weights, and their origin is reported."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ Spoil = Callable[[Trainer, int], None]
 
 
 class Notes(list):
-    """A reporter that keeps what it is told and reports no step."""
+    """Reporter that collects notes and reports no step."""
 
     note = list.append
 
@@ -47,15 +47,12 @@ class Notes(list):
     def observe(self, reading: object) -> None:
         pass
 
-    def summary(self, metrics: object, **figures: object) -> None:
-        pass
-
-    def step(self, report: object) -> None:
+    def step(self, metrics: object) -> None:
         pass
 
 
 def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4) -> tuple[Trainer, TrainLoader, Notes]:
-    """The loop of a run; `spoil(trainer, iteration)` comes before each step. What is raised goes on."""
+    """Training loop that calls `spoil(trainer, iteration)` before each step; errors propagate."""
     kernels = reference.bundle()
     trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
     loader, state, said = build_train_loader(plan, context, build_data(plan, context)), TrainState(), Notes()
@@ -63,7 +60,7 @@ def train(plan: RunPlan, context: ParallelContext, spoil: Spoil, steps: int = 4)
     for iteration in range(1, steps + 1):
         spoil(trainer, iteration)
         outcome = trainer.step(loader.next_step(), state)
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, build.build_train_state_config(plan))
         progress.after(outcome)
     progress.catch_up()
     return trainer, loader, said
@@ -74,7 +71,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def spoiled_output(module: nn.Module, when: Callable[[], bool], change: Callable[[Tensor], Tensor]) -> None:
-    """From now on the module gives something else whenever `when` says so."""
+    """Changes the output of a module in every forward for which `when()` is true."""
 
     def hook(_: nn.Module, inputs: object, output: Tensor) -> Tensor | None:
         return change(output) if when() else None
@@ -83,7 +80,7 @@ def spoiled_output(module: nn.Module, when: Callable[[], bool], change: Callable
 
 
 def infinite_gradient(output: Tensor) -> Tensor:
-    """The same values, whose gradient comes back infinite."""
+    """Copies the output with a hook that makes its gradient infinite."""
     same = output.clone()
     same.register_hook(lambda gradient: gradient * torch.inf)
     return same
@@ -163,8 +160,8 @@ def test_the_expert_is_named_by_its_global_id(ranks: int) -> None:
         assert f"first not finite: the weights of {EXPERTS} (expert 6), on rank {ranks - 1}" in said
 
 
-def test_a_bad_step_is_left_out_and_training_goes_on() -> None:
-    """P9: the step before and the step after count."""
+def test_a_nonfinite_step_is_skipped_and_training_continues() -> None:
+    """P9: the steps before and after are applied."""
     seen: list[dict[str, Tensor]] = []
 
     def spoil(trainer: Trainer, iteration: int) -> None:
@@ -181,20 +178,20 @@ def test_a_bad_step_is_left_out_and_training_goes_on() -> None:
     assert not torch.equal(seen[3]["output_layer.weight"], seen[2]["output_layer.weight"])
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
+def test_too_many_nonfinite_steps_in_a_row_end_the_run() -> None:
     """P9."""
 
     def spoil(trainer: Trainer, iteration: int) -> None:
         if iteration == 2:
             spoiled_output(trainer.model.decoder.final_layernorm, lambda: True, lambda output: output * torch.nan)
 
-    plan = tiny.plan(resilience=replace(SKIP, most_skips=2))
+    plan = tiny.plan(resilience=replace(SKIP, max_skipped_iterations=2))
     with pytest.raises(NumericsProblem, match="iteration 3: .* the 2. iteration skipped in a row"):
         train(plan, ParallelContext.single(), spoil, steps=8)
 
 
 def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> None:
-    """Changes one element, on the rank that owns it. The next update takes the root of it."""
+    """Changes one element of a second moment, whose root the next update takes, on the rank that owns it."""
     for state in trainer.optimizer.named_state():
         if (state.kind, state.name) == ("exp_avg_sq", name) and len(state.data):
             state.data[0] = value
@@ -202,8 +199,8 @@ def spoil_second_moment(trainer: Trainer, name: str, value: float = -1.0) -> Non
 
 STATES = {
     "on the device": OptimizerOffloadConfig(),
-    "stepped on the host": OptimizerOffloadConfig(fraction=1.0, host_steps=True),
-    "parked on the host": OptimizerOffloadConfig(fraction=1.0, host_steps=False),
+    "CPU step": OptimizerOffloadConfig(fraction=1.0, cpu_step=True),
+    "streamed from the host": OptimizerOffloadConfig(fraction=1.0, cpu_step=False),
 }
 
 
@@ -213,7 +210,7 @@ STATES = {
 def test_an_update_that_stores_a_nonfinite_number_ends_the_run(
     where: str, value: float, found: str, steps: int, tmp_path: Path
 ) -> None:
-    """Also where bad steps are skipped: the weights of the last good step are gone."""
+    """Also with on_nonfinite="skip", because the weights of the last finite step are lost."""
     optimizer = OptimizerConfig(clip_grad=0.5, offload=STATES[where])
     plan = tiny.plan(resilience=SKIP, optimizer=optimizer, logging=LoggingConfig(run_dir=tmp_path))
     trainers: list[Trainer] = []
@@ -235,7 +232,7 @@ def test_an_update_that_stores_a_nonfinite_number_ends_the_run(
 
 @pytest.mark.parametrize("in_forward", [False, True], ids=["step", "step overlapped with the forward"])
 def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> None:
-    """The ranks own shards of the optimizer's state: only the owner of the element sees it."""
+    """With a sharded optimizer only the owner of the element detects it."""
 
     def main(context: ParallelContext) -> tuple[str, int]:
         trainers: list[Trainer] = []
@@ -247,7 +244,7 @@ def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> N
             if iteration == 2:
                 spoil_second_moment(trainer, "output_layer.weight")
 
-        plan = tiny.plan(data_parallel=DataParallelConfig(sharded_optimizer=True))
+        plan = tiny.plan(data_parallel=DataParallelConfig(use_distributed_optimizer=True))
         with pytest.raises(NumericsProblem) as problem:
             train(plan, context, spoil, steps=6)
         return str(problem.value), int(trainers[0].optimizer.step_count)
@@ -257,7 +254,7 @@ def test_all_ranks_stop_when_one_stores_nonfinite_weights(in_forward: bool) -> N
 
 
 @pytest.mark.parametrize("policy", ["report", "skip", "stop"])
-def test_a_spike_is_told_left_out_or_ends_the_run(policy: Literal["report", "skip", "stop"]) -> None:
+def test_a_spike_is_reported_skipped_or_ends_the_run(policy: Literal["report", "skip", "stop"]) -> None:
     """Fault 41: a loss a thousand times as large, after three usual ones."""
     seen: list[dict[str, Tensor]] = []
 
@@ -268,7 +265,7 @@ def test_a_spike_is_told_left_out_or_ends_the_run(policy: Literal["report", "ski
             if policy != "report":
                 trainer._limits = (SpikeLimit(trainer.context.device, window=3), None)
 
-    config = ResilienceConfig(report_spiky_loss=True, on_spike=policy, most_skips=3)
+    config = ResilienceConfig(check_for_spiky_loss=True, on_spike=policy, max_skipped_iterations=3)
     plan = tiny.plan(resilience=config)
     if policy == "stop":
         with pytest.raises(

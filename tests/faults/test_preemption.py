@@ -1,4 +1,4 @@
-"""A run that is told to leave: all ranks after the same iteration, with a checkpoint, and a code that says so."""
+"""Preemption by signals: all ranks stop after the same iteration, with a checkpoint and the right exit code."""
 
 import signal
 from pathlib import Path
@@ -21,7 +21,7 @@ def saved(run: Path) -> list[int]:
 
 
 def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: Path) -> None:
-    """P12; faults 27 and 28: exit code 75 on every rank, and the same command goes on."""
+    """P12; faults 27 and 28: exit code 75 on every rank, and the same command resumes."""
     run, port = tmp_path / "run", free_port()
     argv = arguments(data, run, *ENDLESS)
     ranks = [start(argv, rank, 2, port) for rank in range(2)]
@@ -33,14 +33,14 @@ def test_a_signal_to_one_rank_ends_both_with_a_checkpoint(data: str, tmp_path: P
     assert (found["state"], found["code"]) == ("preempted", 75) and "because of SIGTERM" in found["sentence"]
     assert saved(run) == [found["iteration"]] == [found["last_checkpoint"]]
     more = ["--train-iters", str(found["iteration"] + 1), "--override-opt-param-scheduler"]
-    again = run_program([*argv, *more], cwd=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
+    resumed = run_program([*argv, *more], cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert saved(run) == [found["iteration"], found["iteration"] + 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path: Path, number: int) -> None:
-    """Fault 27, at the start; fault 29."""
+    """Faults 27 and 29, at the start."""
     run = tmp_path / "run"
     process = start(arguments(data, run, *ENDLESS))
     read_until(process, "using world size")
@@ -50,7 +50,7 @@ def test_a_signal_before_the_first_step_has_nothing_to_save(data: str, tmp_path:
     assert saved(run) in ([], [status(run)["iteration"]])
 
 
-def test_a_run_that_saves_nothing_says_that_its_steps_are_lost(data: str, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path) -> None:
     """Fault 27: exit code 76."""
     process = start(arguments(data, None, *ENDLESS))
     read_until(process, " iteration        2/")

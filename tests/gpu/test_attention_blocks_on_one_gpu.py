@@ -12,9 +12,10 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.parallel.context_parallel import split_places
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
 from tests.helpers.tolerances import BF16_BLOCKS, EXACT
 
@@ -35,7 +36,7 @@ def tensors(seq: int, width: int, value_width: int) -> tuple[Tensor, Tensor, Ten
 
 
 def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tensor) -> dict[str, Tensor]:
-    """Of the whole sequence in fp64. `given`: sinks_N, segments_BS."""
+    """Output and gradients of the whole sequence in fp64. `given`: sinks_N, segments_BS."""
     grad, *wide = (x.double() for x in inputs)
     leaves = dict(zip(("grad q", "grad k", "grad v"), wide, strict=True))
     sinks_N = given.get("sinks_N")
@@ -43,13 +44,13 @@ def exact(inputs: tuple[Tensor, ...], config: CoreAttentionConfig, **given: Tens
         leaves["grad sinks"] = sinks_N.detach().double()
     tracked = [leaf.requires_grad_() for leaf in leaves.values()]
     q, k, v, *sinks = tracked
-    out = reference.attention(q, k, v, config, sinks[0] if sinks else None, given.get("segments_BS"), None)
+    out = reference.attention(AttentionInputs(q, k, v, config, sinks[0] if sinks else None, given.get("segments_BS")))
     return {"out": out} | dict(zip(leaves, torch.autograd.grad(out, tracked, grad), strict=True))
 
 
 @pytest.fixture
 def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if cuDNN served nothing."""
+    """Disables cuDNN."""
     monkeypatch.setattr(cudnn, "serves", lambda *inputs, causal: False)
 
 
@@ -57,7 +58,9 @@ def ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @SPLITS
 @BACKENDS
 @pytest.mark.parametrize("causal", [True, False])
-def test_four_ranks_by_cudnn_are_one(backend: Any, split: Any, width: int, value_width: int, causal: bool) -> None:
+def test_cudnn_blocks_of_four_ranks_match_one(
+    backend: Any, split: Any, width: int, value_width: int, causal: bool
+) -> None:
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal)
     grad, q, k, v = inputs
     assert cudnn.serves(q, k, v, causal=causal)
@@ -71,10 +74,10 @@ def test_four_ranks_by_cudnn_are_one(backend: Any, split: Any, width: int, value
     ("split", "window"), [("zigzag", None), ("zigzag", (200, 0)), ("contiguous", None), ("contiguous", (90, 41))]
 )
 @pytest.mark.usefixtures("ours_alone")
-def test_four_ranks_by_our_kernels_are_one(
+def test_triton_blocks_of_four_ranks_match_one(
     split: Any, window: tuple[int, int] | None, width: int, value_width: int
 ) -> None:
-    """Chunks that are no multiple of a tile."""
+    """The chunk length is no multiple of a tile."""
     seq, causal = 8 * 77, window is None or window[1] == 0
     inputs = tensors(seq, width, value_width)
     config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, window=window)
@@ -85,7 +88,9 @@ def test_four_ranks_by_our_kernels_are_one(
 
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("window", [None, (200, 0)])
-def test_documents_and_windows_go_round_a_ring(width: int, value_width: int, window: tuple[int, int] | None) -> None:
+def test_ring_attention_with_documents_and_windows_matches_one_rank(
+    width: int, value_width: int, window: tuple[int, int] | None
+) -> None:
     """Rectangles that a window leaves whole are cuDNN's, the others ours."""
     inputs, config = tensors(1024, width, value_width), CoreAttentionConfig(softmax_scale=width**-0.5, window=window)
     parts = split_places("zigzag", 1024, 4)
@@ -100,7 +105,7 @@ def test_documents_and_windows_go_round_a_ring(width: int, value_width: int, win
 @BACKENDS
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "of zero"])
-def test_sinks_by_cudnn_are_the_reference(
+def test_cudnn_attention_with_sinks_matches_the_reference(
     backend: Any, learned: bool, causal: bool, width: int, value_width: int
 ) -> None:
     grad, *inputs = tensors(645, width, value_width)
@@ -108,28 +113,28 @@ def test_sinks_by_cudnn_are_the_reference(
     sinks = [torch.linspace(-1, 2, 8, device="cuda").to(BF16)] if learned else []
     leaves = [x.requires_grad_() for x in (*inputs, *sinks)]
     assert cudnn.serves(*leaves[:3], causal=causal)
-    out = backend.attention(*leaves[:3], config, *(leaves[3:] or (None,)), None, None)
+    out = backend.attention(AttentionInputs(*leaves[:3], config, *leaves[3:]))
     names = ("grad q", "grad k", "grad v", "grad sinks")
     actual = {"out": out} | dict(zip(names, torch.autograd.grad(out, leaves, grad), strict=False))
     given = {"sinks_N": sinks[0]} if learned else {}
     BF16_BLOCKS.check_all(actual, exact((grad, *inputs), config, **given))
 
 
-def test_a_plan_of_attention_without_sinks_serves_it_with_them_too() -> None:
+def test_cached_cudnn_plans_serve_attention_with_and_without_sinks() -> None:
     """Torch keeps cuDNN's plans by the layouts of q, k and v alone; a gradient may come in any."""
     grad, *inputs = tensors(512, 128, 128)
     config, none = CoreAttentionConfig(softmax_scale=0.1), torch.zeros(8, device="cuda", dtype=BF16)
     leaves = [x.requires_grad_() for x in inputs]
     turned = grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     for sinks, given in ((None, grad), (none, turned), (none, grad)):
-        out = triton_kernels.attention(*leaves, config, sinks, None, None)
+        out = triton_kernels.attention(AttentionInputs(*leaves, config, sinks))
         grads = torch.autograd.grad(out, leaves, given)
         actual = {"out": out} | dict(zip(("grad q", "grad k", "grad v"), grads, strict=True))
         expected = exact((grad, *inputs), config, **({} if sinks is None else {"sinks_N": sinks}))
         BF16_BLOCKS.check_all(actual, {name: expected[name] for name in actual})
 
 
-def test_what_must_repeat_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_blocks_are_bitwise_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, config = tensors(1024, 128, 128), CoreAttentionConfig(softmax_scale=0.1)
     parts = split_places("zigzag", 1024, 2)
@@ -144,7 +149,7 @@ def test_what_must_repeat_does(monkeypatch: pytest.MonkeyPatch) -> None:
     BF16_BLOCKS.check_all(once, exact(inputs, config))
 
 
-def test_blocks_and_sinks_never_wait_for_the_host() -> None:
+def test_blocks_and_sinks_run_without_host_sync() -> None:
     kernels = select_kernels(KernelConfig(), torch.device("cuda"), BF16)
     grad, q, k, v = tensors(512, 128, 128)
     sinks = torch.zeros(8, device="cuda", dtype=BF16)
@@ -158,16 +163,12 @@ def test_blocks_and_sinks_never_wait_for_the_host() -> None:
         for key in (first, second):
             for documents in (None, segments):
                 query, keys = (PositionSpan(chunks=span.chunks, segments_BS=documents) for span in (second, key))
-                mask = config, query, keys, None
-                kernels.attention_block(q, k, v, *mask, out, lse)
-                kernels.attention_block_grad(grad, q, k, v, out.to(BF16), lse, lse, *mask, into)
+                block = AttentionBlock(q, k, v, config, query, keys)
+                kernels.attention_block(block, out, lse)
+                kernels.attention_block_grad(block, AttentionResult(grad, out.to(BF16), lse, lse), into)
         leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
-        kernels.attention(*leaves[:3], config, leaves[3], None, None).backward(grad)
+        kernels.attention(AttentionInputs(*leaves[:3], config, leaves[3])).backward(grad)
 
     everything()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

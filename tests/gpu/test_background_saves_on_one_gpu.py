@@ -23,7 +23,7 @@ def tensors(num_bytes: int) -> dict[str, SavedTensor]:
     return {"master.a": SavedTensor.whole(base), "model.b": SavedTensor((1024, 2048), boxes), "optimizer.step": step}
 
 
-def test_the_copy_is_page_locked_fast_and_of_the_moment() -> None:
+def test_host_copy_is_pinned_fast_and_consistent() -> None:
     state = tensors(1 << 30)
     buffer = HostBuffer()
     buffer.copy(state)
@@ -41,7 +41,7 @@ def test_the_copy_is_page_locked_fast_and_of_the_moment() -> None:
     assert not taken["master.a"].boxes[0].data.is_pinned()
 
 
-def test_its_files_are_those_of_a_plain_save(tmp_path: Path) -> None:
+def test_background_save_writes_the_files_of_a_plain_save(tmp_path: Path) -> None:
     context = ParallelContext.single(device="cuda")
     state = tensors(1 << 26)
     plain, background = CheckpointSaver(tmp_path / "a", context), CheckpointSaver(tmp_path / "b", context)

@@ -29,7 +29,7 @@ def cases(num_ranks: int) -> list[tuple[str, ModelConfig, MicroBatch, ParallelCo
     """Every exchange and kind of attention, over all ranks and over a degree of each microbatch."""
     plain = ParallelConfig(world_size=num_ranks, cp=num_ranks)
     levels = replace(plain, cp_sub_axes=(2, num_ranks // 2))
-    dynamic = replace(plain, max_seqlen_per_rank=7)
+    dynamic = replace(plain, max_seqlen_per_dp_cp_rank=7)
     batch, packed = microbatch(4, SEQ), microbatch(2, SEQ, max_seqlen=13, **documents())
     found = []
     for mixer in MIXERS:
@@ -70,7 +70,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 @NUM_GPUS
-def test_every_exchange_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: Path) -> None:
+def test_every_exchange_matches_one_rank(num_gpus: int, tmp_path: Path) -> None:
     by_rank = on_gpus(num_gpus, every_case, tmp_path)
     for place, (name, config, batch, _) in enumerate(cases(num_gpus)):
         one = run(config, batch, ParallelContext.single())
@@ -79,6 +79,6 @@ def test_every_exchange_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: P
 
 
 @NUM_GPUS
-def test_no_exchange_waits_for_the_device(num_gpus: int, tmp_path: Path) -> None:
+def test_exchanges_run_without_host_sync(num_gpus: int, tmp_path: Path) -> None:
     for done in on_gpus(num_gpus, without_waiting, tmp_path):
         assert done == [("p2p", True), ("allgather", True), ("a2a", True)]

@@ -7,21 +7,19 @@ import torch
 from megatron_moe.data.batch import MaskConfig, make_microbatch, to_device
 from megatron_moe.data.datasets import MockTokens
 from megatron_moe.data.samples import DocumentSamples, SampleRequest
+from tests.gpu.host_sync import no_host_sync
 
 pytestmark = pytest.mark.gpu1
 
 
-def test_batch_arrives_whole_without_a_synchronisation() -> None:
+def test_batches_are_copied_without_host_sync() -> None:
     source = MockTokens(vocab_size=1000, eod=999, num_documents=100_000)
     wanted = SampleRequest(documents=range(2000), split="train", seq_length=1024, num_samples=None, seed=1)
     masks = MaskConfig(vocab_size=1000, eod=999, pad=998, reset_position_ids=True, reset_attention_mask=True)
     made = make_microbatch(DocumentSamples(source, "mock", wanted, None), np.arange(8), masks, torch.float32)
     device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         moved = to_device(made, device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert to_device(moved, device) is moved
     pairs = [
         (moved.tokens_BS, made.tokens_BS),

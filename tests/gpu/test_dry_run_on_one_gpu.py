@@ -34,7 +34,7 @@ def predicted(words: list[str]) -> float:
     [["--recipe", "q6"], ["--recipe", "m8"], ["--recipe", "q6", "--micro-batch-size", "4"]],
     ids=["q6", "m8", "q6 with micro batch 4"],
 )
-def test_the_peak_is_the_predicted_one(words):
+def test_peak_memory_matches_the_prediction(words):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words, *SHORT], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True
     )

@@ -17,7 +17,7 @@ EP4 = "--recipe q6 --world-size 4 --expert-model-parallel-size 4 --moe-token-dis
 
 
 def figures(words: list[str], path: Path) -> dict:
-    """Of the only rank."""
+    """Peaks of the only rank."""
     command = [sys.executable, "pretrain_moe.py", *words, "--fake-init-process-group", "--emulate-json", str(path)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -25,7 +25,7 @@ def figures(words: list[str], path: Path) -> dict:
 
 
 @pytest.mark.parametrize("words", ["--recipe q6", "--recipe m8", EP4], ids=["q6", "m8", "q6 over 4 ranks"])
-def test_the_emulated_peak_is_the_allocators(words: str, tmp_path: Path) -> None:
+def test_emulated_peak_equals_the_allocator_peak(words: str, tmp_path: Path) -> None:
     free = figures([*words.split(), "--device", "cpu"], tmp_path / "free.json")
     real = figures(words.split(), tmp_path / "real.json")
     PREDICTED_PEAK.check(float(free["peak_bytes"]), float(real["allocator_peak_bytes"]), words)

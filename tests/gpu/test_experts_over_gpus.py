@@ -14,7 +14,7 @@ NUM_GPUS = pytest.mark.parametrize(
 
 
 @NUM_GPUS
-def test_every_fold_and_dispatcher_gives_the_numbers_of_one_rank(num_gpus: int, tmp_path: Path) -> None:
+def test_every_fold_and_dispatcher_matches_one_rank(num_gpus: int, tmp_path: Path) -> None:
     by_rank = on_gpus(num_gpus, every_case, tmp_path)
     for place, (fold, config, data) in enumerate(cases(num_gpus)):
         actual = gathered([results[place] for results in by_rank], fold)
@@ -24,6 +24,6 @@ def test_every_fold_and_dispatcher_gives_the_numbers_of_one_rank(num_gpus: int, 
 
 
 @NUM_GPUS
-def test_dispatchers_without_a_host_read_never_wait_for_the_device(num_gpus: int, tmp_path: Path) -> None:
+def test_dispatchers_without_a_host_read_run_without_host_sync(num_gpus: int, tmp_path: Path) -> None:
     for done in on_gpus(num_gpus, without_waiting, tmp_path):
         assert done == [("allgather", True), ("alltoall", True)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.memory.cuda_graphs.capture import CudaGraphRecorder
@@ -45,14 +45,16 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
     graphs = CudaGraphConfig(
-        modules=() if modules == WHOLE else modules, full_iteration=modules == WHOLE, warmup_steps=2
+        cuda_graph_modules=() if modules == WHOLE else modules,
+        full_iteration=modules == WHOLE,
+        cuda_graph_warmup_steps=2,
     )
-    run = Run(replace(plan, graphs=graphs))
+    run = TimedRun(replace(plan, cuda_graphs=graphs))
     figures = {f"loss {step}": run.step().loss for step in range(STEPS)}
     recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
     assert (recorded is not None) == bool(modules)
     if recorded is not None:
-        assert recorded.has_recorded
+        assert recorded.summary()
         print("+".join(modules), recorded.summary())
     figures |= {name: value.detach().clone() for name, value in run.trainer.model.named_parameters()}
     run.close()
@@ -62,7 +64,7 @@ def train(flags: list[str], modules: tuple[str, ...] = ()) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("recipe", "routing"), [("q6", "--moe-router-force-load-balancing"), ("m8", "--no-moe-router-force-load-balancing")]
 )
-def test_replayed_steps_are_computed_steps_bit_for_bit(recipe: str, routing: str) -> None:
+def test_replayed_steps_are_bitwise_equal_to_eager_steps(recipe: str, routing: str) -> None:
     flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--lr", "1e-2", "--deterministic-mode"]
     for interval, recorded in (("1", MODULES), ("2", [("attn", "moe_router")])):
         words = [*flags, routing, "--moe-expert-wgrad-interval", interval]
@@ -82,8 +84,8 @@ def eager_collector() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-def test_garbage_does_not_die_in_a_recording(eager_collector: None) -> None:
-    """A forgotten recording that is freed meanwhile would end the one that is being made."""
+def test_garbage_collection_is_deferred_during_capture(eager_collector: None) -> None:
+    """Freeing an unreferenced graph during a capture would invalidate the capture."""
     recorder = CudaGraphRecorder(torch.device("cuda"))
     source = torch.ones(4, device="cuda")
 
@@ -94,7 +96,7 @@ def test_garbage_does_not_die_in_a_recording(eager_collector: None) -> None:
         many = [[number] for number in range(1000)]
         return [source * len(many)]
 
-    waste: list[object] = [recorder.record(lambda: [source + 1], recorder.pool())]
-    recording = recorder.record(work, recorder.pool())
+    waste: list[object] = [recorder.capture(lambda: [source + 1], recorder.pool())]
+    recording = recorder.capture(work, recorder.pool())
     recording.replay()
-    assert recording.made[0].tolist() == [1000.0] * 4
+    assert recording.outputs[0].tolist() == [1000.0] * 4

@@ -21,7 +21,7 @@ COUNTS = {
 }
 SIZES = [(8, 16), (72, 264), (512, 320), (200, 1408)]
 ROWS_BEHIND = 13
-"""That hold nothing: they are not a number here."""
+"""Unused rows after the last expert; NaN in these tests."""
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -46,7 +46,7 @@ def slices(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_products_agree_with_fp64(inputs: int, outputs: int, counts: list[int]) -> None:
+def test_products_match_fp64(inputs: int, outputs: int, counts: list[int]) -> None:
     weight, ends, num_rows = draw(len(counts), outputs, inputs, seed=1), offsets(counts), sum(counts)
     rows, grad = held(counts, inputs, 2), held(counts, outputs, 3)
     forward = hopper_kernels.grouped_forward(rows, weight, ends)
@@ -65,7 +65,7 @@ def test_products_agree_with_fp64(inputs: int, outputs: int, counts: list[int]) 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 8), (264, 72), (320, 512), (1408, 200)])
-def test_weight_gradients_agree_with_fp64(
+def test_weight_gradients_match_fp64(
     inputs: int, outputs: int, counts: list[int], num_parts: int, accumulate: bool
 ) -> None:
     before = torch.randn(len(counts), outputs, inputs, device="cuda")
@@ -97,7 +97,7 @@ def test_rows_of_a_wider_matrix_and_buffers_in_bf16() -> None:
         BF16_KERNEL.check(out[expert].double(), grad[rows].double().T @ part[rows].double(), f"expert {expert}")
 
 
-def test_no_rows_give_nothing_or_zero() -> None:
+def test_products_without_rows() -> None:
     ends, weight = torch.zeros(3, device="cuda", dtype=torch.int32), draw(3, 64, 128, seed=1)
     empty = draw(0, 128, seed=1)
     assert hopper_kernels.grouped_forward(empty, weight, ends).shape == (0, 64)

@@ -1,7 +1,6 @@
-"""Kernels on one GPU against the reference in fp64 on the CPU, and the rule that a step never waits for the host."""
+"""Kernels on one GPU against the fp64 reference on the CPU, without host-device synchronisation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,51 +20,32 @@ from megatron_moe.config.moe import (
 )
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
-from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels import autograd
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
-from megatron_moe.kernels.ops import GroupedPart, Kernels
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels, QueryKeyTransform
 from megatron_moe.kernels.reference_routing import count_tokens
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.experts import _bias_of_rows
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.kernel_comparison import adamw_step, differentiable, route_and_pull
+from tests.gpu.host_sync import no_host_sync
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import REFERENCE, adamw_step, differentiable, draw, route_and_pull, with_gradients
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_MODEL, FP32_REF, FP64_REF, Tolerance
 
 pytestmark = pytest.mark.gpu1
 
-REFERENCE = reference.bundle()
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 SWIGLU = ActivationConfig(kind="silu", gated=True)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def bundles(dtype: torch.dtype) -> tuple[Kernels, Kernels]:
     return select_kernels(KernelConfig(), torch.device("cuda"), dtype), REFERENCE
 
 
-def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Result and gradients of all inputs, on the CPU in fp64."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
-    return [x.detach().double().cpu() for x in (out, *grads)]
-
-
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """The chosen kernels and the reference on the GPU against fp64 on the CPU, all on the same rounded inputs. What is
-    chosen may be off by twice what the reference is off in the same dtype."""
-    rounded = [x.to(dtype) for x in inputs]
-    exact = run(op(REFERENCE), [x.double() for x in rounded])
-    fast, plain = (run(op(kernels), [x.cuda() for x in rounded]) for kernels in bundles(dtype))
-    bar = FP32_REF if dtype is FP32 else BF16_KERNEL
-    for number, (f, p, e) in enumerate(zip(fast, plain, exact, strict=True)):
-        slack = max(bar.atol, 2 * float((p - e).abs().max()) if e.numel() else 0.0)
-        Tolerance(bar.rtol, slack, bar.why).check(f, e, "result" if number == 0 else f"gradient {number}")
+    kernel_comparison.compare(bundles(dtype)[0], op, inputs, dtype, "cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -74,21 +54,9 @@ def full_precision() -> Iterator[None]:
     yield
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any host-device synchronisation inside is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-
-
 @DTYPES
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
+def test_norms_match_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
     x, weight, bias = draw(7, 3, 96), draw(96, seed=1), draw(96, seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
     compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
@@ -97,10 +65,21 @@ def test_norms_agree_with_fp64(zero_centered: bool, dtype: torch.dtype) -> None:
     compare(both, (residual, x, weight), dtype)
 
 
+def attention_op(config: CoreAttentionConfig, segments: Tensor | None) -> Callable[[Kernels], Callable[..., Tensor]]:
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            here = None if segments is None else segments.to(q.device)
+            return kernels.attention(AttentionInputs(q, k, v, config, sinks, here))
+
+        return call
+
+    return op
+
+
 @DTYPES
 @pytest.mark.parametrize("qk_dim, v_dim", [(64, 64), (192, 128)])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "sinks"])
-def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
+def test_attention_matches_fp64(kind: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> None:
     config = CoreAttentionConfig(
         softmax_scale=qk_dim**-0.5, causal=kind != "full", window=(20, 0) if kind == "window" else None
     )
@@ -108,22 +87,14 @@ def test_attention_agrees_with_fp64(kind: str, qk_dim: int, v_dim: int, dtype: t
     segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if kind == "documents" else None
     inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
     inputs += [draw(4, seed=3)] if kind == "sinks" else []
-
-    def op(kernels: Kernels) -> Callable[..., Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            here = None if segments is None else segments.to(q.device)
-            return kernels.attention(q, k, v, config, sinks, here, None)
-
-        return call
-
-    compare(op, inputs, dtype)
+    compare(attention_op(config, segments), inputs, dtype)
 
 
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (64, 64), (192, 128)])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, (127, 0), (300, 0)], ids=["all", "near", "far"])
 @pytest.mark.parametrize("documents", [False, True], ids=["one", "documents"])
-def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
+def test_long_attention_with_windows_sinks_and_documents_matches_fp64(
     documents: bool, window: tuple[int, int] | None, sinks: bool, qk_dim: int, v_dim: int
 ) -> None:
     seq = 645
@@ -131,27 +102,21 @@ def test_long_attention_with_windows_sinks_and_documents_agrees_with_fp64(
     segments = (torch.arange(seq) * 3 // seq).expand(2, seq) if documents else None
     inputs = [draw(seq, 2, 4, qk_dim), draw(seq, 2, 2, qk_dim, seed=1), draw(seq, 2, 2, v_dim, seed=2)]
     inputs += [draw(4, seed=3)] if sinks else []
-
-    def op(kernels: Kernels) -> Callable[..., Tensor]:
-        def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            here = None if segments is None else segments.to(q.device)
-            return kernels.attention(q, k, v, config, sinks, here, None)
-
-        return call
-
-    compare(op, inputs, BF16)
+    compare(attention_op(config, segments), inputs, BF16)
 
 
 @pytest.mark.parametrize("qk_dim, v_dim", [(128, 128), (192, 128)])
-def test_attention_that_must_repeat_does_and_agrees_with_fp64(qk_dim: int, v_dim: int, repeating: None) -> None:
+def test_deterministic_attention_is_bitwise_reproducible_and_matches_fp64(
+    qk_dim: int, v_dim: int, repeating: None
+) -> None:
     config = CoreAttentionConfig(softmax_scale=qk_dim**-0.5)
     inputs = [draw(645, 2, 4, qk_dim), draw(645, 2, 2, qk_dim, seed=1), draw(645, 2, 2, v_dim, seed=2)]
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs, BF16)
+    compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs, BF16)
     kernels, _ = bundles(BF16)
 
     def gradients() -> list[Tensor]:
         leaves = [each.to(BF16).cuda().requires_grad_() for each in inputs]
-        kernels.attention(*leaves, config, None, None, None).square().sum().backward()
+        kernels.attention(AttentionInputs(*leaves, config)).square().sum().backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     for once, again in zip(gradients(), gradients(), strict=True):
@@ -160,7 +125,7 @@ def test_attention_that_must_repeat_does_and_agrees_with_fp64(qk_dim: int, v_dim
 
 @pytest.fixture
 def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As with --deterministic-mode."""
+    """Enables deterministic algorithms, like --deterministic-mode."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -168,7 +133,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @DTYPES
-def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> None:
+def test_elementwise_ops_and_loss_match_fp64(dtype: torch.dtype) -> None:
     for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"):
         config = ActivationConfig(kind=kind, gated=True, clamp=1.5, linear_offset=1.0)
         compare(
@@ -187,7 +152,7 @@ def test_elementwise_ops_and_the_loss_agree_with_fp64(dtype: torch.dtype) -> Non
 
 
 @DTYPES
-def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> None:
+def test_latent_keys_and_rotated_queries_match_fp64(dtype: torch.dtype) -> None:
     inputs = [draw(33, 2, 5, 40), draw(33, 2, 8, seed=1)]
     both = lambda k: lambda kv, s: torch.cat(k.latent_key_value(kv, s, 24), -1).permute(1, 2, 0, 3)  # noqa: E731
     compare(both, inputs, dtype)
@@ -203,7 +168,7 @@ def test_latent_keys_and_turned_queries_agree_with_fp64(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("groups, per_group, width, turned", [(3, 5, 64, 64), (3, 5, 64, 24), (33, 2, 128, 128)])
-def test_queries_keys_and_values_agree_with_fp64(
+def test_query_key_value_matches_fp64(
     groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     angles = draw(33, 2, turned // 2)
@@ -214,7 +179,8 @@ def test_queries_keys_and_values_agree_with_fp64(
     def op(kernels: Kernels) -> Callable[..., Tensor]:
         def call(qkv: Tensor, *weights: Tensor) -> Tensor:
             here = [x.to(qkv.device, FP32) for x in (cos, sin)]
-            parts = kernels.query_key_value(qkv, *(weights or (None, None)), 1e-6, False, *here, interleaved, per_group)
+            transform = QueryKeyTransform(1e-6, False, *here, interleaved, per_group)
+            parts = kernels.query_key_value(qkv, *(weights or (None, None)), transform)
             return torch.cat(parts, dim=2).permute(1, 2, 0, 3)
 
         return call
@@ -222,7 +188,7 @@ def test_queries_keys_and_values_agree_with_fp64(
     compare(op, inputs, dtype)
 
 
-def test_norms_and_heads_repeat_to_the_bit() -> None:
+def test_norms_and_heads_are_bitwise_reproducible() -> None:
     """At sizes where every multiprocessor adds its own share of the weights' gradients."""
     kernels, _ = bundles(BF16)
     x, qkv = draw(1024, 4, 2048).to(BF16).cuda(), draw(1024, 4, 4, 10 * 128, seed=1).to(BF16).cuda()
@@ -233,7 +199,7 @@ def test_norms_and_heads_repeat_to_the_bit() -> None:
         outs = (
             *kernels.add_rms_norm(leaves[0], x, leaves[1], 1e-6, False),
             kernels.layer_norm(leaves[0], leaves[1], leaves[1], 1e-6, False),
-            *kernels.query_key_value(leaves[2], leaves[3], leaves[4], 1e-6, False, cos, sin, False, 8),
+            *kernels.query_key_value(*leaves[2:], QueryKeyTransform(1e-6, False, cos, sin, False, 8)),
         )
         return list(torch.autograd.grad(outs, leaves, [out.detach() for out in outs]))
 
@@ -247,13 +213,10 @@ GATES = [(70, 256, 48), (9000, 2048, 128), (700, 7168, 256), (300, 520, 512), (1
 @pytest.mark.parametrize(
     ("tokens", "width", "experts", "weights"), [(*GATES[0], FP32), *((*sizes, BF16) for sizes in GATES)]
 )
-def test_the_gate_multiplies_in_fp32_whatever_its_inputs(
-    tokens: int, width: int, experts: int, weights: torch.dtype
-) -> None:
-    """By matrix units where the inputs are bf16: no digit of fp32 is lost, in the gradients neither. Two runs agree to
-    the bit."""
+def test_gate_product_is_accurate_to_fp32(tokens: int, width: int, experts: int, weights: torch.dtype) -> None:
+    """bf16 inputs use tensor cores without losing fp32 accuracy. Runs are bitwise reproducible."""
     inputs = [draw(tokens, width).to(weights).double(), draw(experts, width, seed=1).to(weights).double()]
-    exact = run(lambda x, w: x @ w.T, inputs)
+    exact = with_gradients(lambda x, w: x @ w.T, inputs, torch.float64)
     kernels, _ = bundles(BF16)
     leaves = [x.to(weights).cuda().requires_grad_() for x in inputs]
     push = draw(tokens, experts, seed=99).float().cuda()
@@ -274,7 +237,7 @@ def test_the_gate_multiplies_in_fp32_whatever_its_inputs(
 @pytest.mark.parametrize(
     ("experts", "topk", "groups"), [(32, 4, (None, None)), (128, 8, (None, None)), (256, 8, (8, 4)), (160, 6, (8, 3))]
 )
-def test_routers_choose_count_and_sum_as_on_the_cpu(
+def test_routing_matches_the_cpu(
     experts: int, topk: int, groups: tuple[int | None, int | None], score: Any, dtype: torch.dtype
 ) -> None:
     """More tokens than the programs hold at a time; two launches agree to the bit."""
@@ -310,7 +273,7 @@ def test_routers_choose_count_and_sum_as_on_the_cpu(
 
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_of_a_table_agree_with_fp64(accumulate: bool, dtype: torch.dtype) -> None:
+def test_embedding_gradients_match_fp64(accumulate: bool, dtype: torch.dtype) -> None:
     ids = torch.cat([torch.arange(50) % 7, torch.full((300,), 9)])
     grad, before = draw(350, 96).to(dtype), draw(12, 96, seed=1).float()
     expected = before.double()
@@ -323,7 +286,7 @@ def test_gradients_of_a_table_agree_with_fp64(accumulate: bool, dtype: torch.dty
 
 @DTYPES
 @pytest.mark.parametrize("ends", [[2, 2, 25, 30], [0, 0, 0, 40], [40, 40, 40, 40], [0, 0, 0, 0]])
-def test_grouped_products_agree_with_fp64_and_empty_experts_get_zero(ends: list[int], dtype: torch.dtype) -> None:
+def test_grouped_products_match_fp64_and_are_zero_for_empty_experts(ends: list[int], dtype: torch.dtype) -> None:
     offsets = torch.tensor(ends, dtype=torch.int32)
 
     def op(kernels: Kernels) -> Callable[..., Tensor]:
@@ -338,7 +301,7 @@ def test_grouped_products_agree_with_fp64_and_empty_experts_get_zero(ends: list[
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
+def test_bf16_weight_gradients_accumulate_in_fp32(accumulate: bool) -> None:
     kernels, _ = bundles(BF16)
     ends = torch.tensor([100, 100, 230, 250], dtype=torch.int32)
     for outputs in (1, 24):  # 1: the gate of shared experts
@@ -359,7 +322,7 @@ def test_bf16_weight_gradients_go_to_an_fp32_buffer(accumulate: bool) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("sizes", [(24, 40), (128, 256), (1536, 2048), (136, 264)])
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 9])
-def test_weight_gradients_of_several_microbatches_are_the_sum_of_theirs(
+def test_weight_gradients_of_several_microbatches_are_summed(
     number: int, sizes: tuple[int, int], accumulate: bool
 ) -> None:
     """Some experts have no rows in some of them, the second in none; rows past the last offset hold nothing."""
@@ -383,7 +346,7 @@ def test_weight_gradients_of_several_microbatches_are_the_sum_of_theirs(
     EXACT.check(again, actual, "the same product once more")
 
 
-def test_grouped_products_of_no_rows_give_zero_gradients() -> None:
+def test_grouped_products_without_rows_have_zero_gradients() -> None:
     kernels, _ = bundles(BF16)
     rows = torch.zeros(0, 16, device="cuda", dtype=BF16, requires_grad=True)
     weight = torch.ones(4, 8, 16, device="cuda", dtype=BF16, requires_grad=True)
@@ -405,7 +368,7 @@ def test_bias_gradients_of_experts_in_bf16_are_summed_in_fp32() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("capacity", [None, 9])
-def test_rows_agree_with_fp64(capacity: int | None, dtype: torch.dtype) -> None:
+def test_permuted_rows_match_fp64(capacity: int | None, dtype: torch.dtype) -> None:
     ids = torch.rand(21, 6, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :3]
     ids[::4, 1] = -1
 
@@ -420,7 +383,7 @@ def test_rows_agree_with_fp64(capacity: int | None, dtype: torch.dtype) -> None:
     compare(op, [draw(21, 16), draw(21, 3, seed=1)], dtype)
 
 
-def test_adamw_and_the_sum_of_squares_agree_with_fp64() -> None:
+def test_adamw_and_sum_of_squares_match_fp64() -> None:
     kernels, _ = bundles(BF16)
     state = [draw(1003, seed=seed).float() for seed in range(4)]
     state[3].abs_()
@@ -468,7 +431,7 @@ def make_layer(device: str, dtype: torch.dtype, kernels: Kernels, **fields: Any)
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.25, pad=True)])
-def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capacity: CapacityConfig | None) -> None:
+def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig | None) -> None:
     kernels, _ = bundles(BF16)
     layer, exact = (
         make_layer("cuda", BF16, kernels, capacity=capacity),
@@ -489,7 +452,7 @@ def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capa
     here.grad = None
     for parameter in layer.parameters():
         parameter.grad, parameter.sink.used = None, False
-    with no_waiting():
+    with no_host_sync():
         out = layer(here, mb, given)
         out.backward(push_here)
     expected = exact(there, mb_there, ids)
@@ -503,7 +466,7 @@ def test_an_moe_layer_in_bf16_never_waits_for_the_host_and_agrees_with_fp64(capa
         bar.check(grad, theirs[name].grad, name)
 
 
-def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> None:
+def test_other_ops_run_without_host_sync() -> None:
     kernels, _ = bundles(BF16)
     x = draw(64, 2, 4, 64).to(BF16).cuda().requires_grad_()
     weight = draw(64, seed=1).to(BF16).cuda().requires_grad_()
@@ -517,12 +480,12 @@ def test_norms_attention_loss_rope_and_optimizer_never_wait_for_the_host() -> No
         normed = kernels.layer_norm(kernels.rms_norm(x, weight, 1e-5, False), weight, weight, 1e-5, True)
         turned = kernels.rope(normed, cos, cos, False)
         config = CoreAttentionConfig(softmax_scale=0.1)
-        out = kernels.attention(turned, turned[:, :, :2], turned[:, :, :2], config, None, None, None)
-        out = out + kernels.attention(turned, turned, turned, config, weight[:4], segments, None)
+        out = kernels.attention(AttentionInputs(turned, turned[:, :, :2], turned[:, :, :2], config))
+        out = out + kernels.attention(AttentionInputs(turned, turned, turned, config, weight[:4], segments))
         kernels.cross_entropy(out.reshape(512, 64), labels).sum().backward()
         kernels.sum_of_squares(flat[1])
         kernels.adamw_(*flat, move)
 
     everything()
-    with no_waiting():
+    with no_host_sync():
         everything()

@@ -26,12 +26,19 @@ from tests.helpers.tolerances import EXACT
 pytestmark = pytest.mark.gpu1
 
 BATCH, SEQ, HIDDEN = 4, 2048, 512
-SMALL = RecomputeConfig(granularity="selective", modules=("core_attn", "moe_act", "layernorm", "mlp", "shared_experts"))
-MOVED = ActivationOffloadConfig(modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"))
+SMALL = RecomputeConfig(
+    recompute_granularity="selective", recompute_modules=("core_attn", "moe_act", "layernorm", "mlp", "shared_experts")
+)
+MOVED = ActivationOffloadConfig(
+    offload_modules=("attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+)
 WAYS = {
     "small modules": (SMALL, None),
-    "the MoE block": (RecomputeConfig(granularity="selective", modules=("moe",)), None),
-    "whole layers": (RecomputeConfig(granularity="full", method="uniform", num_layers=1), None),
+    "the MoE block": (RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)), None),
+    "whole layers": (
+        RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        None,
+    ),
     "on the host": (RecomputeConfig(), MOVED),
     "both": (SMALL, MOVED),
 }
@@ -39,7 +46,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention's backward adds up in any order unless it is told not to."""
+    """The attention backward sums in any order unless deterministic algorithms are enabled."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -55,7 +62,7 @@ def kernels() -> tuple[ParallelContext, KernelSet]:
 def gradients_and_peak(
     recompute: RecomputeConfig, offload: ActivationOffloadConfig | None
 ) -> tuple[dict[str, Tensor], int]:
-    """Of the last of three microbatches; the memory above that of the weights, in bytes."""
+    """Gradients of the last of three microbatches, and the peak memory above the weights in bytes."""
     context, bundle = kernels()
     moving = None if offload is None else ActivationOffload(offload, make_host_copies(context.device))
     mixer = tiny.attention(hidden_size=HIDDEN, num_heads=8, num_query_groups=2, head_dim=64, rope=RopeConfig(dim=64))
@@ -93,7 +100,7 @@ def plain() -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_the_same_bits_in_less_memory(way):
+def test_gradients_are_bitwise_equal_with_less_memory(way):
     gradients, peak = gradients_and_peak(*WAYS[way])
     print(f"{way}: {peak / 2**20:.0f} MiB, {plain()[1] / 2**20:.0f} MiB plain")
     EXACT.check_all(gradients, plain()[0], way)

@@ -13,6 +13,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState
+from megatron_moe.kernels.ops import AdamWState
 from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import finish_grads
@@ -58,14 +59,14 @@ def _train(
     return {name: parameter.detach() for name, parameter in parameters.items()}, optimizer, report
 
 
-def test_steps_on_the_gpu_are_those_of_the_cpu_and_never_wait_for_the_host() -> None:
+def test_optimizer_steps_match_the_cpu_without_host_sync() -> None:
     on_gpu, _, gpu_report = _train("cuda")
     on_cpu, _, cpu_report = _train("cpu")
     FP64_REF.check_all({name: w.cpu() for name, w in on_gpu.items()}, on_cpu, "weights")
     FP64_REF.check_all({name: value.cpu() for name, value in gpu_report.items()}, cpu_report, "report")
 
 
-def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_checkpoints_from_the_gpu_are_restored_bitwise(tmp_path: Path) -> None:
     weights, optimizer, _ = _train("cuda", precision=BF16)
     tensors = {tensor_key("model", name): weight for name, weight in weights.items()}
     tensors |= {tensor_key(each.kind, each.name): each.whole for each in optimizer.named_state()}
@@ -81,14 +82,14 @@ def test_a_checkpoint_written_from_the_gpu_comes_back_bit_by_bit(tmp_path: Path)
 
 @pytest.mark.parametrize("ops", [triton_kernels, torch_native], ids=["triton", "torch_native"])
 @pytest.mark.parametrize("what", OVERFLOWS)
-def test_the_step_flags_numbers_that_are_not_finite(what: str, ops) -> None:
+def test_nonfinite_values_set_the_flag(what: str, ops) -> None:
     check_nonfinite_flag(ops, what, "cuda")
 
 
 @pytest.mark.parametrize(
     "formats", [("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8"), ("plain", "plain", "plain")], ids="-".join
 )
-def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, str, str]) -> None:
+def test_captured_steps_set_the_nonfinite_flag(formats: tuple[str, str, str]) -> None:
     """In the Triton kernel, without a word to the host; the flag then stays set."""
     size, device = 5000, torch.device("cuda")
     roots = (False, False, True)
@@ -100,10 +101,10 @@ def test_a_captured_step_flags_numbers_that_are_not_finite(formats: tuple[str, s
     if formats[0] == "plain":
         states[0].data.fill_(1.0)
     move = adamw_step(1, scale=1.0, device=device)
-    master, exp_avg, exp_avg_sq = states
+    state = AdamWState(*states)
 
     def step() -> None:
-        triton_kernels.adamw_packed_(master, grad, exp_avg, exp_avg_sq, move, weights)
+        triton_kernels.adamw_packed_(state, grad, move, weights)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -7,8 +7,10 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.low_precision_state import PackedState, unpack
+from megatron_moe.kernels.ops import AdamWState
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.kernel_comparison import adamw_step
-from tests.helpers.optim_parameters import BF16, FP32, give, make_gradients
+from tests.helpers.optim_parameters import BF16, FP32, make_gradients, set_grads
 from tests.helpers.tolerances import EXACT, FP32_REF
 from tests.kernels.test_triton_packed import FORMATS, make
 from tests.optim.test_state_formats import AWAY, NARROW, REMAINDERS, Rig
@@ -32,7 +34,8 @@ def step(ops, state: State, number: int, *, proceed: bool = True) -> None:
     device = state["weights"].device
     grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)).to(device)
     move = adamw_step(number, proceed=proceed, device=device, beta2=0.99)
-    ops.adamw_packed_(**state, grad=grad, move=move, first=300)
+    *states, weights = state.values()
+    ops.adamw_packed_(AdamWState(*states), grad, move, weights, first=300)
 
 
 def numbers(state: State) -> dict[str, Tensor]:
@@ -42,7 +45,7 @@ def numbers(state: State) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_a_compiled_step_is_the_reference_of_the_cpu(formats: tuple[str, str, str]) -> None:
+def test_compiled_steps_match_the_cpu_reference(formats: tuple[str, str, str]) -> None:
     theirs = make(formats, SIZE)
     mine = on_gpu(theirs)
     step(triton_kernels, mine, 7)
@@ -57,7 +60,7 @@ def test_a_compiled_step_is_the_reference_of_the_cpu(formats: tuple[str, str, st
             FP32_REF.check(got[name], expected[name], name)
 
 
-def test_remainders_and_whole_masters_move_alike_bit_for_bit() -> None:
+def test_compiled_remainder_and_fp32_masters_stay_bitwise_equal() -> None:
     packed = on_gpu(make(("remainder", "plain", "plain"), SIZE))
     plain = on_gpu(make(("plain", "plain", "plain"), SIZE))
     plain["master"].data.copy_(unpack(packed["master"], packed["weights"]))
@@ -80,11 +83,11 @@ def cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("away", AWAY)
 @pytest.mark.parametrize("precision", [FP32, BF16, REMAINDERS, *NARROW.values()], ids=["fp32", "bf16", "rest", *NARROW])
-def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> None:
+def test_host_state_matches_device_state(precision, away: str) -> None:
     resident = Rig(precision, backend="triton", device="cuda").steps(1, 5)
     other = Rig(precision, AWAY[away], backend="triton", device="cuda").steps(1, 5)
     here, there = cpu(resident.saved()), cpu(other.saved())
-    if not AWAY[away].host_steps:
+    if not AWAY[away].cpu_step:
         EXACT.check_all(there, here, "weights and state")
         return
     for name, value in here.items():
@@ -94,20 +97,16 @@ def test_state_in_host_memory_is_that_of_the_device(precision, away: str) -> Non
         assert off <= bound, f"{name}: {off}"
 
 
-def test_the_update_of_parked_state_never_waits_for_the_host() -> None:
+def test_offloaded_state_is_updated_without_host_sync() -> None:
     rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
-    give(rig.buffers, make_gradients(3))
+    set_grads(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         rig.optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=verdict)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("away", AWAY)
-def test_a_refused_step_keeps_every_bit(away: str) -> None:
+def test_skipped_steps_leave_the_state_unchanged(away: str) -> None:
     rig = Rig(NARROW["fp8 moments"], AWAY[away], backend="triton", device="cuda").steps(1, 2)
     torch.cuda.synchronize()
     before = cpu(rig.bits())

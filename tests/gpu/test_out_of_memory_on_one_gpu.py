@@ -11,7 +11,7 @@ from megatron_moe.config.exit_codes import ExitCode
 pytestmark = pytest.mark.gpu1
 
 
-def test_a_run_that_does_not_fit_says_who_took_what(tmp_path, capsys):
+def test_out_of_memory_report_lists_the_largest_allocations(tmp_path, capsys):
     words = ["--recipe", "q6", "--train-iters", "2", "--log-interval", "1", "--eval-iters", "0", "--no-plots"]
     torch.cuda.set_per_process_memory_fraction(0.55)
     try:

@@ -15,15 +15,20 @@ from megatron_moe.layout_check.table import Comparison, compare_runs
 from tests.helpers.ranks import on_gpus
 from tests.helpers.tolerances import FP32_LAYOUT, FP64_LAYOUT
 from tests.parity.cells import oracle_of, plan_of, run_rank, run_rank_in_fp32
-from tests.parity.cover import GOLDEN_OF_RANKS
+from tests.parity.cover import cover
 from tests.parity.dimensions import cell_of
-from tests.parity.test_parity import names
 
-CELLS = [
-    pytest.param(name, id=name, marks=getattr(pytest.mark, f"gpu{num_gpus}"))
-    for num_gpus, golden in GOLDEN_OF_RANKS.items()
-    for name in names(golden)
-]
+
+def pytest_generate_tests(metafunc):
+    """Generates the cells only for runs that select them: it takes seconds."""
+    if "name" in metafunc.fixturenames:
+        selected = [ranks for ranks in (2, 4) if f"not gpu{ranks}" not in metafunc.config.option.markexpr]
+        cells = [
+            pytest.param(name, id=name, marks=getattr(pytest.mark, f"gpu{ranks}"))
+            for ranks in selected
+            for name in cover(2, ranks).names
+        ]
+        metafunc.parametrize("name", cells or [pytest.param("plain", marks=pytest.mark.gpu2)])
 
 
 def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol: float) -> Comparison:
@@ -41,11 +46,9 @@ def check(comparison: Comparison, record_property: Callable[[str, object], None]
     assert comparison.equal, comparison.text()
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_a_layout_in_fp64_equals_one_rank(name, record_property):
+def test_fp64_layouts_match_one_rank(name, record_property):
     check(compared(name, run_rank, torch.float64, FP64_LAYOUT.rtol), record_property)
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_a_layout_in_fp32_on_the_fastest_kernels_equals_one_rank(name, record_property):
+def test_fp32_layouts_on_the_fastest_kernels_match_one_rank(name, record_property):
     check(compared(name, run_rank_in_fp32, torch.float32, FP32_LAYOUT.rtol), record_property)

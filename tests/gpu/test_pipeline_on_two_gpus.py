@@ -22,11 +22,11 @@ BIASED = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rat
 MODEL = tiny.model(
     num_layers=4, moe_config=tiny.moe(BIASED), tied_embeddings=True, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)
 )
-PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro=1, global_size=4))
+PLAN = tiny.plan(model=MODEL, batch=BatchConfig(micro_batch_size=1, global_batch_size=4))
 PLANS = {
     "1F1B": laid_out(PLAN, "Ett|ttmL", 2),
     "chunks": laid_out(PLAN, "Et|t|t|tmL", 2),
-    "chunks, split backward": laid_out(PLAN, "Et|t|t|tmL", 2, split_backward=True),
+    "chunks, split backward": laid_out(PLAN, "Et|t|t|tmL", 2, delay_wgrad_compute=True),
     "prediction before the loss stage": laid_out(PLAN, "Et|tt|t|mL", 2),
 }
 
@@ -44,7 +44,7 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
-def test_every_schedule_gives_the_numbers_of_one_gpu(tmp_path: Path) -> None:
+def test_every_schedule_matches_one_gpu(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=2)
     first, second = (pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(2))
     for name in PLANS:

@@ -24,13 +24,17 @@ pytestmark = pytest.mark.gpu2
 NUM_RANKS = 2
 NUM_STEPS = 4
 MODES = {
-    "plain": DataParallelConfig(bucket_size=100),
-    "zero": DataParallelConfig(sharded_optimizer=True, bucket_size=100),
-    "zero-padded": DataParallelConfig(sharded_optimizer=True, pad_buckets=True),
-    "zero-early": DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=100),
-    "plain-early": DataParallelConfig(overlap_grad_reduce=True, bucket_size=100),
-    "zero-mean": DataParallelConfig(sharded_optimizer=True, average_in_collective=True, bucket_size=100),
-    "zero-fp32-sums": DataParallelConfig(sharded_optimizer=True, fp32_sums=True, bucket_size=100),
+    "plain": DataParallelConfig(ddp_bucket_size=100),
+    "zero": DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100),
+    "zero-padded": DataParallelConfig(use_distributed_optimizer=True, ddp_pad_buckets_for_high_nccl_busbw=True),
+    "zero-early": DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=100),
+    "plain-early": DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=100),
+    "zero-mean": DataParallelConfig(
+        use_distributed_optimizer=True, ddp_average_in_collective=True, ddp_bucket_size=100
+    ),
+    "zero-fp32-sums": DataParallelConfig(
+        use_distributed_optimizer=True, ddp_reduce_scatter_with_fp32_accumulation=True, ddp_bucket_size=100
+    ),
 }
 
 
@@ -68,10 +72,10 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     context.stop()
 
 
-def test_every_way_to_reduce_and_gather_gives_the_weights_of_one_rank(tmp_path: Path) -> None:
+def test_every_data_parallel_mode_matches_one_rank(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=NUM_RANKS)
     alone = run_alone(ParallelConfig(world_size=NUM_RANKS), num_steps=NUM_STEPS)
-    expected = {name: data for name, (data, _) in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}
+    expected = {name: held.part for name, held in alone.weights.items()} | {"norm": alone.norms[-1]["all"]}
     for rank in range(NUM_RANKS):
         found = pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes())
         for name, values in found.items():

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.pages import Pages, make_pages
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu1
@@ -27,7 +28,7 @@ def count(number: int) -> Tensor:
     return torch.tensor(number, dtype=torch.int32)
 
 
-def test_compiled_kernels_give_the_tables_and_the_rows_of_plain_torch() -> None:
+def test_compiled_page_kernels_match_the_reference() -> None:
     mine, theirs = pages(60, GPU), pages(60, CPU)
     waiting: list[tuple[Tensor, Tensor, int, int]] = []
     for number, used in enumerate((1000, 1, 0, 2000, 640, 641, 3000, 900)):
@@ -49,7 +50,7 @@ def test_compiled_kernels_give_the_tables_and_the_rows_of_plain_torch() -> None:
     assert bool(torch.isnan(lost).all()) == bool((waiting[-1][1] < -1).any())
 
 
-def test_a_recording_takes_and_gives_pages_at_every_replay_without_the_host() -> None:
+def test_captured_graph_allocates_and_frees_pages_at_every_replay() -> None:
     ours, given, used = pages(200, GPU), rows(0).cuda(), count(700).cuda()
 
     def there_and_back() -> Tensor:
@@ -65,14 +66,11 @@ def test_a_recording_takes_and_gives_pages_at_every_replay_without_the_host() ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = there_and_back()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         for number in range(1, 30):
             given.copy_(rows(number).pin_memory(), non_blocking=True)
             used.fill_(100 * number)
             graph.replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     EXACT.check(result[:2900].cpu(), rows(29)[:2900], "rows of the last replay")
     assert not bool(ours.overflowed)
     assert ours.ends.diff().item() == 200, "all pages are free again"

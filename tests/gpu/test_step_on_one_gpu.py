@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.data.tokenizer import vocab_size_of
+from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT, FP32_MODEL
 
 pytestmark = pytest.mark.gpu1
@@ -26,34 +27,28 @@ def flags(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     torch.use_deterministic_algorithms(False)
 
 
-def start(flags: list[str]) -> Run:
+def start(flags: list[str]) -> TimedRun:
     plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
     os.environ.update(plan.environment)
-    return Run(plan)
+    return TimedRun(plan)
 
 
 @pytest.mark.parametrize("routing", ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing"])
 @pytest.mark.parametrize("update", [(), ("--overlap-optimizer-step",)], ids=["", "updates in the forward"])
-def test_whole_steps_never_wait_for_the_host(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
+def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
     run = start([*flags, routing, *update])
     for _ in range(2):
         run.step()
     batches = run.loader.next_step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         outcome = run.trainer.step(batches, run.state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(outcome.loss)
     run.close()
 
 
 @pytest.mark.parametrize("interval", [2, 3, 6])
-def test_weight_gradients_of_experts_for_several_microbatches_are_those_of_one_at_a_time(
-    flags: list[str], interval: int
-) -> None:
-    """Of five microbatches, in one step."""
+def test_batched_expert_weight_gradients_match_separate_ones(flags: list[str], interval: int) -> None:
+    """One step of five microbatches."""
     found = []
     for number in (1, interval):
         more = ["--global-batch-size", "10", "--deterministic-mode", "--moe-expert-wgrad-interval", str(number)]
@@ -65,7 +60,7 @@ def test_weight_gradients_of_experts_for_several_microbatches_are_those_of_one_a
 
 
 @pytest.mark.parametrize("again", [(), ("--overlap-optimizer-step",)], ids=["same", "updates in the forward"])
-def test_deterministic_runs_repeat_bit_for_bit(flags: list[str], again: tuple[str, ...]) -> None:
+def test_deterministic_runs_are_bitwise_reproducible(flags: list[str], again: tuple[str, ...]) -> None:
     weights = []
     for others in ((), again):
         run = start([*flags, "--deterministic-mode", *others])

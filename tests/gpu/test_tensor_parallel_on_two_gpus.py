@@ -69,7 +69,7 @@ def start(rank: int, layout: str, port: int, dtype: Any) -> ParallelContext:
     return ParallelContext.start(LAYOUTS[layout], launch, device="cuda", dtype=dtype)
 
 
-def test_every_kind_of_layer_trains_as_on_one_gpu_and_nothing_waits(tmp_path: Path) -> None:
+def test_every_layer_type_matches_one_gpu_without_host_sync(tmp_path: Path) -> None:
     ports = [free_port() for _ in range(len(CASES) + 1)]
     mp.spawn(rank_main, args=(ports, str(tmp_path)), nprocs=NUM_RANKS)
     ranks = [pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes()) for rank in range(NUM_RANKS)]

@@ -8,60 +8,45 @@ import torch
 from torch import Tensor
 
 from arguments.read import read_plan
-from benchmarks.harness.timed_run import Run
+from benchmarks.harness.timed_run import TimedRun
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.data.tokenizer import vocab_size_of
-from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.ops import GroupedPart, Kernels
+from megatron_moe.kernels import autograd
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
 from megatron_moe.kernels.registry import select_kernels
 from tests.gpu.test_step_on_one_gpu import LAYERS, SMALL
-from tests.helpers.tolerances import BF16_KERNEL, Tolerance
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import REFERENCE, draw
+from tests.helpers.tolerances import BF16_KERNEL
 
 pytestmark = pytest.mark.gpu1
 
-REFERENCE = reference.bundle()
 
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def run(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Result and gradients of all inputs, on the CPU in fp64."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
-    return [x.detach().double().cpu() for x in (out, *grads)]
+def transformer_engine() -> Kernels:
+    return select_kernels(KernelConfig(kernel_backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
 
 
 def compare(op: Callable[[Kernels], Callable[..., Tensor]], inputs: Sequence[Tensor]) -> None:
-    """Transformer Engine in bf16 on the GPU against fp64; it may be off by twice what plain torch is off in bf16."""
-    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
-    rounded = [x.bfloat16() for x in inputs]
-    exact = run(op(REFERENCE), [x.double() for x in rounded])
-    theirs, plain = (run(op(k), [x.cuda() for x in rounded]) for k in (kernels, REFERENCE))
-    for number, (a, e, p) in enumerate(zip(theirs, exact, plain, strict=True)):
-        slack = 2 * float((p - e).abs().max())
-        Tolerance(BF16_KERNEL.rtol, max(BF16_KERNEL.atol, slack), BF16_KERNEL.why).check(a, e, f"number {number}")
+    kernel_comparison.compare(transformer_engine(), op, inputs, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms_are_as_near_to_fp64_as_plain_torch(zero_centered: bool) -> None:
+def test_norms_are_as_accurate_as_plain_torch(zero_centered: bool) -> None:
     x, weight, bias = draw(33, 2, 256), draw(256, seed=1), draw(256, seed=2)
     compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight))
     compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias))
 
 
 @pytest.mark.parametrize("q_width, v_width, groups", [(128, 128, 2), (192, 128, 8)])
-def test_attention_is_as_near_to_fp64_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
+def test_attention_is_as_accurate_as_plain_torch(q_width: int, v_width: int, groups: int) -> None:
     config = CoreAttentionConfig(softmax_scale=q_width**-0.5)
     inputs = (draw(256, 2, 8, q_width), draw(256, 2, groups, q_width, seed=1), draw(256, 2, groups, v_width, seed=2))
-    compare(lambda k: lambda q, key, v: k.attention(q, key, v, config, None, None, None), inputs)
+    compare(lambda k: lambda q, key, v: k.attention(AttentionInputs(q, key, v, config)), inputs)
 
 
-def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
+def test_activations_and_loss_are_as_accurate_as_plain_torch() -> None:
     swiglu = ActivationConfig(kind="silu", gated=True)
     compare(lambda k: lambda x, p: k.activation(x, p, swiglu), (draw(100, 512), draw(100, seed=1).abs()))
     compare(lambda k: lambda x: k.activation(x, None, swiglu), (draw(100, 512),))
@@ -74,8 +59,8 @@ def test_activations_and_loss_are_as_near_to_fp64_as_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
-    kernels = select_kernels(KernelConfig(backend="transformer_engine"), torch.device("cuda"), torch.bfloat16)
+def test_products_are_as_accurate_as_plain_torch(accumulate: bool) -> None:
+    kernels = transformer_engine()
     compare(lambda k: lambda x, w: autograd.linear(k, x, w), (draw(64, 2, 128), draw(256, 128, seed=1)))
     offsets, sizes = torch.tensor([32, 32, 112], dtype=torch.int32), (112, 128)
 
@@ -94,13 +79,13 @@ def test_products_are_as_near_to_fp64_as_plain_torch(accumulate: bool) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["q6", "m8"])
-def test_a_model_trains_by_it_as_by_our_own_kernels(recipe: str) -> None:
+def test_losses_match_those_of_our_kernels(recipe: str) -> None:
     losses = []
     for backend in ("auto", "transformer_engine"):
         flags = ["--recipe", recipe, *SMALL.split(), *LAYERS[recipe].split(), "--kernel-backend", backend]
         plan = read_plan(flags, os.environ, vocab_size_of=vocab_size_of)
         os.environ.update(plan.environment)
-        trained = Run(plan)
+        trained = TimedRun(plan)
         losses.append(torch.stack([trained.step().loss for _ in range(8)]).cpu())
         trained.close()
     BF16_KERNEL.check(losses[1], losses[0], "losses of eight steps")

@@ -1,17 +1,10 @@
-"""A violating and a valid command line per rule, and flags that the cases of several rule files share."""
+"""Cases of the rules in arguments/checks, read from data_files/check_cases.yaml."""
 
+from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
-NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
-MLA = "--multi-latent-attention --rope-type rope"
-EIGHT_RANKS = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --global-batch-size 32"
-SHARED = "--moe-shared-expert-intermediate-size 64"
-BALANCING = "--moe-router-load-balancing-type"
-GRAPHS = f"{NO_DROPOUT} --cuda-graph-impl local"
-GRAPH_MODULES = f"{GRAPHS} --cuda-graph-modules"
+import yaml
 
 
 class Case(NamedTuple):
@@ -19,8 +12,29 @@ class Case(NamedTuple):
 
     rule: str
     bad: str
-    sentence: str
+    message: str
     good: str
     without: str = ""
     """Flags that are removed in both command lines."""
     environ: dict[str, str] | None = None
+
+
+def on_ranks(num_ranks: int) -> dict[str, str]:
+    """Environment of rank 0 of a launch on one node."""
+    return {"RANK": "0", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{num_ranks}"}
+
+
+def _case(rule: str, *, bad: str, good: str, ranks: int | None = None, **fields: str | dict[str, str]) -> Case:
+    if ranks is not None:
+        fields["environ"] = on_ranks(ranks)
+    bad, good = (Template(flags).substitute(ABBREVIATIONS) for flags in (bad, good))
+    return Case(rule, bad=bad, good=good, **fields)
+
+
+EIGHT_RANKS = on_ranks(8)
+_CASES = yaml.safe_load((Path(__file__).parents[1] / "data_files" / "check_cases.yaml").read_text(encoding="utf-8"))
+ABBREVIATIONS: dict[str, str] = _CASES.pop("abbreviations")
+BALANCING, EP2, GRAPHS, GRAPH_MODULES, OVERLAP = (
+    ABBREVIATIONS[name] for name in ("BALANCING", "EP2", "GRAPHS", "GRAPH_MODULES", "OVERLAP")
+)
+CASES = tuple(_case(rule, **fields) for rule, cases in _CASES.items() for fields in cases)

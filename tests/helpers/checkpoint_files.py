@@ -1,9 +1,10 @@
-"""A file layer that dies or fails at chosen points, and small checkpoints to try it on."""
+"""Storage that fails at selected operations, and small checkpoints."""
 
 import errno
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, find, load
-from megatron_moe.checkpoint.manifest import MANIFEST, FileEntry, checksum, decode, encode
+from megatron_moe.checkpoint.manifest import MANIFEST, TORCH_DTYPES, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, fill, tensor_key
+from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this line runs."""
+    """Simulated end of the process."""
 
 
 class FaultyStorage(Storage):
@@ -81,7 +83,7 @@ def disk_full(number: int, operation: str, path: Path) -> OSError:
 
 
 def some_tensors(iteration: int) -> dict[str, Tensor]:
-    """Tensors of several types and shapes that depend on the iteration."""
+    """Tensors of several dtypes and shapes whose values depend on the iteration."""
     source = torch.Generator().manual_seed(iteration)
     weight = torch.randn(6, 5, generator=source)
     return {
@@ -99,6 +101,15 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
     return {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}
 
 
+def stored_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a verified checkpoint, assembled from their pieces."""
+    reader, tensors = open_verified(path), {}
+    for key, entry in reader.manifest.tensors.items():
+        tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        fill(SavedTensor.whole(tensors[key]), entry, partial(reader.piece, key))
+    return tensors
+
+
 def blank() -> dict[str, Tensor]:
     return {key: torch.zeros_like(tensor) for key, tensor in some_tensors(0).items()}
 
@@ -108,7 +119,7 @@ def save_some(saver: CheckpointSaver, iteration: int) -> Path | None:
 
 
 def some_state(iteration: int) -> dict[str, Any]:
-    """A valid train_state.json."""
+    """Valid content of train_state.json."""
     state = TrainState(iteration=iteration, consumed_samples=8 * iteration, consumed_tokens=64 * iteration)
     return {"state": asdict(state), "seed": 1, "data_seed": 1, "seq_length": 8, "global_batch_size": 8}
 
@@ -122,7 +133,7 @@ def rewrite_text(checkpoint: Path, name: str, content: bytes) -> None:
 
 
 def saved_folder(folder: Path, *iterations: int, **settings: Any) -> Path:
-    """A save folder that holds these checkpoints."""
+    """Save folder with checkpoints of these iterations."""
     saver = CheckpointSaver(folder, ParallelContext.single(), say=lambda line: None, **settings)
     for iteration in iterations:
         assert save_some(saver, iteration) is not None
@@ -131,7 +142,7 @@ def saved_folder(folder: Path, *iterations: int, **settings: Any) -> Path:
 
 
 def load_some(folder: Path, said: list[str] | None = None, **config: Any) -> tuple[LoadedCheckpoint, dict[str, Tensor]]:
-    """Loads from the run's own save folder into blank tensors."""
+    """Loads into blank tensors from the run's save folder."""
     said = [] if said is None else said
     context, tensors = ParallelContext.single(), blank()
     source = find(CheckpointConfig(save=folder, **config), context, say=said.append)

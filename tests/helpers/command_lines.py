@@ -1,4 +1,4 @@
-"""Command lines that tests of the arguments start from."""
+"""Small command lines for tests of the flags."""
 
 import shlex
 import subprocess
@@ -22,7 +22,7 @@ SMALL = """
     --tokenizer-model x.model --data-path corpus_text_document --split 98,2,0 --eval-interval 50 --eval-iters 4
     --log-interval 10 --run-dir runs/a --save-interval 100
 """
-"""A small Mixture-of-Experts; nothing about it is refused."""
+"""A small Mixture-of-Experts without rejected flags."""
 
 VOCAB_SIZE = 1000
 
@@ -42,20 +42,20 @@ sys.exit(code)
 
 
 def calls_of(words: Sequence[str]) -> tuple[str, int]:
-    """What the program answers in a process of its own, and how many calls of functions that took, imports included:
-    the same number on every machine, busy or idle."""
+    """Output of the program in a separate process, and its number of function calls including imports, which is the
+    same on every machine."""
     done = subprocess.run([sys.executable, "-c", _COUNTED, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode in (0, ExitCode.NOT_READY), done.stderr
     return done.stdout, int(done.stderr)
 
 
 def vocab_size_of(config: TokenizerConfig) -> int:
-    """What the tokenizer would answer."""
-    return VOCAB_SIZE if config.vocab_size is None or config.kind != "NullTokenizer" else config.vocab_size
+    """Vocabulary size that replaces the tokenizer's."""
+    return VOCAB_SIZE if config.vocab_size is None or config.tokenizer_type != "NullTokenizer" else config.vocab_size
 
 
 def words(text: str, without: str = "") -> list[str]:
-    """The words of a command line, less some flags (given by name, with the words that belong to them)."""
+    """Words of a command line without the flags named in `without` and their values."""
     found, leave_out = [], False
     for word in shlex.split(text):
         if word.startswith("--"):
@@ -66,13 +66,13 @@ def words(text: str, without: str = "") -> list[str]:
 
 
 def plan_of(more: str = "", without: str = "", environ: Mapping[str, str] | None = None) -> RunPlan:
-    """The plan of the small command line with some flags more or less."""
+    """Plan of the small command line with flags added or removed."""
     argv = [*words(SMALL, without), *shlex.split(more)]
     return read_plan(argv, environ or {}, vocab_size_of=vocab_size_of)
 
 
 def problems_of(more: str = "", without: str = "", environ: Mapping[str, str] | None = None) -> tuple[Problem, ...]:
-    """What is wrong with it; nothing if it has a plan."""
+    """Problems of the small command line with flags added or removed; empty if it is valid."""
     try:
         plan_of(more, without, environ)
     except FlagErrors as errors:
@@ -81,5 +81,5 @@ def problems_of(more: str = "", without: str = "", environ: Mapping[str, str] | 
 
 
 def texts_of(more: str = "", without: str = "", environ: Mapping[str, str] | None = None) -> list[str]:
-    """The sentences that say what is wrong."""
+    """Messages of `problems_of`."""
     return [problem.what for problem in problems_of(more, without, environ)]

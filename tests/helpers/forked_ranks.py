@@ -1,4 +1,4 @@
-"""Ranks of a run as processes that are forked from this one: torch is loaded once, not at every start."""
+"""Ranks of a run as forked processes, so that torch is loaded once."""
 
 import json
 import os
@@ -15,17 +15,18 @@ from tests.helpers.ranks import free_port
 
 _PATIENCE_SECONDS = 60.0
 _FOLLOW_SECONDS = 30.0
-"""What torchrun gives the others when one rank has failed."""
+"""Time that torchrun gives the other ranks after a failure."""
 
 
 class Ranks:
-    """One start of a run. What the ranks print goes to `said`, a file per rank.
+    """One start of a run; the output of each rank goes to a file in `said`.
 
     The parent must have no threads when it forks.
+
     """
 
     def __init__(self, argvs: Sequence[Sequence[str]], said: Path) -> None:
-        """`argvs`: the command line of every rank."""
+        """`argvs`: command line of every rank."""
         said.mkdir(exist_ok=True)
         self._said = said
         self._begun = time.time()
@@ -33,14 +34,14 @@ class Ranks:
         size = len(argvs)
         self._pids = [_fork(argv, rank, size, port, said / f"{rank}.txt") for rank, argv in enumerate(argvs)]
         self._codes: dict[int, int] = {}
-        """By pid, of those that have ended."""
+        """Exit codes of ended ranks by process id."""
 
     def said(self) -> str:
-        """What all ranks have printed, at the end of it."""
+        """The last output of all ranks."""
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(self._said.iterdir()))
 
     def wait_until_trained(self, run: Path, iteration: int) -> None:
-        """Returns when this start has reported the iteration, or a rank has ended."""
+        """Returns when this start has reported the iteration or a rank has ended."""
         while iteration and not self._look():
             metrics = run / "metrics.jsonl"
             if metrics.exists() and metrics.stat().st_mtime > self._begun and _last_iteration(metrics) >= iteration:
@@ -58,8 +59,8 @@ class Ranks:
                 os.kill(self._pids[rank], number)
 
     def wait(self, patience: float = _PATIENCE_SECONDS, follow: float = _FOLLOW_SECONDS) -> list[int] | None:
-        """Exit codes by rank. Kills what is left some time after the first rank has ended, as launchers do; None when
-        none had ended."""
+        """Exit codes by rank. Kills the remaining ranks some time after the first has ended, as launchers do; None if
+        no rank ended in time."""
         until = time.monotonic() + patience
         ended, impatient = False, False
         while len(self._codes) < len(self._pids):
@@ -73,7 +74,7 @@ class Ranks:
         return [self._codes[pid] for pid in self._pids] if not impatient else None
 
     def _look(self) -> bool:
-        """Has a rank ended?"""
+        """Collects exit codes; True if a rank has ended."""
         for pid in self._pids:
             if pid not in self._codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -83,7 +84,7 @@ class Ranks:
 
 
 def _last_iteration(metrics: Path) -> int:
-    """Of the last line; 0 while it is being written."""
+    """Iteration of the last line; 0 while the line is being written."""
     try:
         return int(json.loads(metrics.read_bytes()[-4000:].splitlines()[-1])["iteration"])
     except (ValueError, IndexError):

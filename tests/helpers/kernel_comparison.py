@@ -1,4 +1,4 @@
-"""A backend's op against the reference, result and gradients."""
+"""Comparison of a backend's op with the reference: results and gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -28,7 +28,7 @@ def adamw_step(
     device: torch.device | str = "cpu",
     **numbers: float,
 ) -> AdamWStep:
-    """Update `number`, with the numbers of a usual group where others are not given."""
+    """Scalars of update `number`, with usual values unless given."""
     usual = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     return AdamWStep(
         **{**usual, **numbers},
@@ -40,7 +40,7 @@ def adamw_step(
 
 
 class Overflow(NamedTuple):
-    """AdamW's numbers of one element from which a step stores something that is not finite."""
+    """AdamW scalars of one element for which a step stores a non-finite number."""
 
     master: float
     exp_avg_sq: float
@@ -58,7 +58,7 @@ OVERFLOWS: Mapping[str, Overflow] = MappingProxyType(
 
 
 def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu") -> None:
-    """An applied step sets the flag if one element among many is stored as no finite number; no other step sets it."""
+    """Checks that an applied step sets the flag if it stores one non-finite element, and that no other step sets it."""
     size, case = 2500, OVERFLOWS[what]
     rounded = what == "rounded weight alone"
     for place in (0, size - 1):
@@ -82,22 +82,26 @@ def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu"
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Result and input gradients, for a fixed incoming gradient."""
+    """Result and input gradients for a fixed output gradient."""
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out.dtype))
-    return [out.detach(), *grads]
+    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
+    return [x.cpu() for x in (out.detach(), *grads)]
 
 
 def compare(
-    kernels: Any, op: Callable[[Any], Callable[..., Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype
+    kernels: Any,
+    op: Callable[[Any], Callable[..., Tensor]],
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> None:
-    """`kernels` in `dtype` against the reference in fp64 on the same rounded inputs. In bf16 it may also be off by
-    twice what the reference itself is off in bf16."""
+    """Checks `kernels` in `dtype` against the fp64 reference on the same rounded inputs. The bf16 error may also be
+    twice that of the bf16 reference."""
     rounded = [x.to(dtype) for x in inputs]
-    actual = with_gradients(op(kernels), rounded, dtype)
+    actual = with_gradients(op(kernels), rounded, dtype, device)
     exact = with_gradients(op(REFERENCE), rounded, torch.float64)
-    plain = with_gradients(op(REFERENCE), rounded, dtype)
+    plain = with_gradients(op(REFERENCE), rounded, dtype, device)
     for number, (a, e, p) in enumerate(zip(actual, exact, plain, strict=True)):
         what = "result" if number == 0 else f"gradient {number}"
         assert a.dtype is p.dtype, f"{what}: {a.dtype}, the contract says {p.dtype}"
@@ -107,7 +111,7 @@ def compare(
 
 
 def differentiable(routed: RoutedTokens) -> list[Tensor]:
-    """Weights, sums of scores and sum of squares, as far as they were asked for."""
+    """Differentiable results: probabilities, and if requested sums of scores and sum of squares."""
     scores_GE = None if routed.balance is None else routed.balance.scores_GE
     return [part for part in (routed.probs_TK, scores_GE, routed.z_sum) if part is not None]
 
@@ -121,7 +125,7 @@ def route_and_pull(
     only: int | None = None,
     **fields: Any,
 ) -> tuple[RoutedTokens, Tensor]:
-    """What is routed, and the gradient of the logits for fixed incoming gradients, of one result alone if told."""
+    """Routing and the gradient of the logits for fixed output gradients, of all results or of result `only`."""
     leaf = logits_TE.detach().requires_grad_()
     routed = kernels.route(leaf, bias_E, config, **fields)
     results = differentiable(routed)

@@ -1,4 +1,4 @@
-"""Attention modules alone: built, run, and compared with their loops."""
+"""Attention modules: built, run, and compared with the loop implementation."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,12 @@ from torch import Tensor
 from megatron_moe.config.attention import AttentionConfig, MLAConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.mla import MLA
 from megatron_moe.model.rope import Rotations
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import naive_layers
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, randn
@@ -18,7 +20,7 @@ from tests.helpers.tolerances import FP64_REF
 
 def make(config: AttentionConfig | MLAConfig) -> Attention | MLA:
     kind = MLA if isinstance(config, MLAConfig) else Attention
-    module = kind(config, "layer", ParallelContext.single(), reference.bundle())
+    module = kind(config, "layer", ModelResources(ParallelContext.single(), reference.bundle(), SavedTensorPolicy()))
     init_parameters(module, 5, UNIT_GAIN)
     return module
 
@@ -28,7 +30,7 @@ def run(module: Attention | MLA, hidden_SBH: Tensor, mb: MicrobatchContext) -> T
 
 
 def check_against_loop(config: AttentionConfig | MLAConfig, mb: MicrobatchContext) -> None:
-    """Output, input gradient and every weight's gradient."""
+    """Output, input gradient and weight gradients."""
     module, oracle = make(config), naive_layers.mla if isinstance(config, MLAConfig) else naive_layers.gqa
     weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     batch, seq = mb.tokens.positions_BS.shape

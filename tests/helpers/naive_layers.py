@@ -1,4 +1,4 @@
-"""Attention, MLA and norms as loops over positions and heads, straight from the formulas: an oracle for tests.
+"""Attention, MLA and norms as loops over positions and heads: oracles for tests.
 
 Everything is one vector per position, so that a mistake in a reshape, a mask or a broadcast of the real modules cannot
 be repeated here. Gradients come from autograd.
@@ -16,7 +16,7 @@ Weights = Mapping[str, Tensor]
 
 
 def norm(x: Tensor, config: NormConfig, weights: Weights, name: str) -> Tensor:
-    """One vector [width]."""
+    """Norm of one vector [width]."""
     gamma = weights[f"{name}.weight"] + (1 if config.zero_centered else 0)
     if config.kind == "RMSNorm":
         return x / torch.sqrt((x * x).sum() / len(x) + config.eps) * gamma
@@ -26,7 +26,7 @@ def norm(x: Tensor, config: NormConfig, weights: Weights, name: str) -> Tensor:
 
 
 def turn(x: Tensor, position: int, config) -> Tensor:
-    """Rotates pair i of one head vector by position * base^(-2i/dim), pair by pair."""
+    """RoPE of one head vector: rotates pair i by position * base^(-2i/dim)."""
     out = list(x)
     for i in range(config.dim // 2):
         first, second = (2 * i, 2 * i + 1) if config.interleaved else (i, i + config.dim // 2)
@@ -44,7 +44,7 @@ def attend(
     sink: Tensor | None,
     document: list[int],
 ) -> list[Tensor]:
-    """One head of one sequence: lists over positions of vectors."""
+    """Attention of one head of one sequence, as lists of vectors over positions."""
     result = []
     for i in range(len(q)):
         left, right = core.window or (-1, -1)
@@ -70,7 +70,7 @@ def per_sequence(x_SBH: Tensor, one: Callable[[list[Tensor], int], list[Tensor]]
 
 
 def gqa(x_SBH: Tensor, config: AttentionConfig, weights: Weights, positions_BS: Tensor, segments_BS: Tensor) -> Tensor:
-    """Grouped-query attention; weights by their names inside the module."""
+    """Grouped-query attention; weights are named as in the module."""
     dim, per_group = config.head_dim, config.num_heads // config.num_query_groups
     group_rows = dim * (per_group * (2 if config.output_gate else 1) + 2)
 
@@ -104,7 +104,7 @@ def gqa(x_SBH: Tensor, config: AttentionConfig, weights: Weights, positions_BS: 
 
 
 def mla(x_SBH: Tensor, config: MLAConfig, weights: Weights, positions_BS: Tensor, segments_BS: Tensor) -> Tensor:
-    """Multi-latent attention; weights by their names inside the module."""
+    """Multi-latent attention; weights are named as in the module."""
 
     def latent(x: Tensor, name: str) -> Tensor:
         return norm(x, config.norm, weights, name) if config.qk_norm else x

@@ -1,4 +1,4 @@
-"""A handful of named parameters of every kind, with gradients, for tests of buffers and optimizer."""
+"""One named parameter of every kind, with gradients, for tests of buffers and optimizer."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 
-FP64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
-BF16 = PrecisionConfig(params="bf16", grads="fp32", master="fp32")
+FP64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")
+BF16 = PrecisionConfig(params="bf16", grads="fp32", main_params_dtype="fp32")
 FP32 = PrecisionConfig()
 
 KINDS = {
@@ -37,7 +37,7 @@ UNDECAYED = (
 
 
 def make_parameters(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> dict[str, Parameter]:
-    """One parameter of every kind, with values that are exact in bf16."""
+    """One parameter of every kind with values exact in bf16."""
     source = torch.Generator().manual_seed(seed)
     parameters = {}
     for name, (shape, meta) in KINDS.items():
@@ -47,7 +47,7 @@ def make_parameters(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> dic
 
 
 def make_gradients(step: int, *, scale: float = 1.0) -> dict[str, Tensor]:
-    """fp64 gradients for all parameters; different for every step."""
+    """fp64 gradients of all parameters, different in every step."""
     source = torch.Generator().manual_seed(1000 + step)
     return {name: scale * torch.randn(shape, generator=source).double() for name, (shape, _) in KINDS.items()}
 
@@ -62,8 +62,8 @@ def make_buffers(
     return GradBuffers(parameters.items(), precision, context, reference.bundle(), **settings)
 
 
-def give(buffers: GradBuffers, gradients: dict[str, Tensor]) -> None:
-    """Puts these gradients into the buffers as one finished step."""
+def set_grads(buffers: GradBuffers, gradients: dict[str, Tensor]) -> None:
+    """Writes gradients into the buffers as those of one complete step."""
     buffers.begin_step()
     for slot in buffers.slots:
         slot.main_grad.copy_(gradients[slot.name])

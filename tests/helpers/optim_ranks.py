@@ -1,4 +1,4 @@
-"""Hand-made parameters over any layout, with gradients that every rank computes its part of, and one rank's totals.
+"""Synthetic parameters in any layout, with partial gradients of every rank and their totals on one rank.
 
 Gradients are multiples of 1/16, so that any order of sums gives the same bits.
 """
@@ -20,11 +20,13 @@ from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
-from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter, write_part
+from megatron_moe.parallel.parameter import Parameter, local_part, new_parameter
 from tests.helpers.optim_parameters import FP64
+from tests.helpers.sharded import Held, whole
+from tests.helpers.tolerances import EXACT
 
 NUM_LAYERS = 2
-SPEC = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-6, clip_grad=1.0)
+SPEC = OptimizerConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-6, clip_grad=1.0)
 
 _LAYER = {
     "input_layernorm.weight": ((6,), ParamMeta(role="norm", partial_over_tp=True)),
@@ -53,7 +55,7 @@ ELEMENTS = {
 
 
 def stage_names(stage: int, num_stages: int) -> Iterator[str]:
-    """Parameters of a pipeline stage in order: layers shared out, the embedding on the first and on the last."""
+    """Parameters of a pipeline stage in order: even layers, the embedding on the first and on the last."""
     first, last = stage == 0, stage == num_stages - 1
     for name in KINDS:
         if name.startswith("embedding"):
@@ -79,27 +81,32 @@ def make_parameters(context: ParallelContext) -> dict[str, Parameter]:
 
 
 def _share(name: str, step: int, part: tuple[int, ...]) -> Tensor:
-    """What one of the ranks that compute a gradient adds to the whole of it."""
+    """Contribution of one rank to a gradient."""
     seed = crc32(f"{name} {step} {part}".encode())
     sixteenths = torch.randint(-64, 65, KINDS[name][0], generator=torch.Generator().manual_seed(seed))
     return sixteenths.double() / 16
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Groups whose ranks compute a part of this gradient each."""
+    """Groups whose ranks compute partial gradients."""
     meta = KINDS[name][1]
     axes = ("edp",) if meta.grid == "expert" else ("dp_cp",)
     return axes + (("tp",) if meta.partial_over_tp else ()) + (("embedding",) if meta.shared_stages else ())
 
 
 def my_gradient(name: str, step: int, parameter: Parameter, context: ParallelContext) -> Tensor:
-    """What this rank's backward passes give."""
+    """Gradient of this rank's backward passes."""
     part = tuple(context.group(axis).rank for axis in _axes(name))
     return local_part(_share(name, step, part), parameter.boxes, parameter.meta)
 
 
+def my_gradients(optimizer: Optimizer, step: int) -> dict[str, Tensor]:
+    slots, context = optimizer.buffers.slots, optimizer.buffers.context
+    return {slot.name: my_gradient(slot.name, step, slot.parameter, context) for slot in slots}
+
+
 def total_gradient(name: str, step: int, config: ParallelConfig) -> Tensor:
-    """The gradient of the global batch: the parts of all ranks together, divided by the ranks with different tokens."""
+    """Gradient of the global batch: the sum of all contributions over the number of ranks with different tokens."""
     sizes = {"dp_cp": config.dp * config.cp, "edp": config.edp, "tp": config.tp, "embedding": min(config.pp, 2)}
     parts = product(*(range(sizes[axis]) for axis in _axes(name)))
     return sum(_share(name, step, part) for part in parts) / (config.dp * config.cp)
@@ -107,11 +114,15 @@ def total_gradient(name: str, step: int, config: ParallelConfig) -> Tensor:
 
 @dataclass
 class Run:
-    """What a few steps left on one rank."""
+    """Results of a few steps on one rank."""
 
-    weights: dict[str, tuple[Tensor, Parameter]]
+    optimizer: Optimizer
     norms: list[dict[str, Tensor]] = field(default_factory=list)
-    optimizer: Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        self.weights = {
+            slot.name: Held.of(slot.parameter.data, slot.parameter) for slot in self.optimizer.buffers.slots
+        }
 
 
 def make_optimizer(
@@ -161,12 +172,7 @@ def run(
 ) -> Run:
     """AdamW with clipping and groups of weight decay on every rank's own gradients."""
     stepped = make_optimizer(context, data_parallel, precision, optimizer)
-    slots = tuple(stepped.buffers.slots)
-    norms = []
-    for step in range(num_steps):
-        mine = {slot.name: my_gradient(slot.name, step, slot.parameter, context) for slot in slots}
-        norms.append(step_with(stepped, mine))
-    return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in slots}, norms, stepped)
+    return Run(stepped, [step_with(stepped, my_gradients(stepped, step)) for step in range(num_steps)])
 
 
 def run_alone(config: ParallelConfig, *, num_steps: int = 5) -> Run:
@@ -175,20 +181,11 @@ def run_alone(config: ParallelConfig, *, num_steps: int = 5) -> Run:
     norms = [
         step_with(optimizer, {name: total_gradient(name, step, config) for name in KINDS}) for step in range(num_steps)
     ]
-    weights = {slot.name: (slot.parameter.data, slot.parameter) for slot in optimizer.buffers.slots}
-    return Run(weights, norms, optimizer)
+    return Run(optimizer, norms)
 
 
 def joined(runs: list[Run]) -> dict[str, Tensor]:
-    """The whole weights; ranks that hold the same elements must hold the same bits."""
-    wholes: dict[str, Tensor] = {}
-    for each in runs:
-        for name, (data, parameter) in each.weights.items():
-            whole = wholes.setdefault(name, torch.full(parameter.global_shape, torch.nan, dtype=data.dtype))
-            held = local_part(whole, parameter.boxes, parameter.meta)
-            known = held.isfinite()
-            assert torch.equal(held[known], data[known]), f"copies of {name} differ"
-            write_part(whole, data, parameter.boxes, parameter.meta)
-    assert all(whole.isfinite().all() for whole in wholes.values()), "some elements are on no rank"
-    assert set(wholes) == set(KINDS), f"{set(KINDS) - set(wholes)} are on no rank"
-    return wholes
+    """Whole weights; ranks that hold the same elements must hold the same bits."""
+    tensors = whole([each.weights for each in runs], EXACT)
+    assert set(tensors) == set(KINDS), f"{set(KINDS) - set(tensors)} are on no rank"
+    return tensors

@@ -1,11 +1,11 @@
-"""Short training runs over a pipeline, as plain tensors by name, so that layouts can be compared."""
+"""Short pipelined training runs as plain tensors by name, for comparing layouts."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.kernels import reference
@@ -19,7 +19,7 @@ KERNELS = reference.bundle()
 
 
 def laid_out(plan: RunPlan, layout: str, pp: int, **pipeline) -> RunPlan:
-    """The plan over `pp` pipeline ranks, with a layout in Megatron's language, or "" for even stages."""
+    """Plan over `pp` pipeline ranks with a layout in Megatron's language, or "" for even stages."""
     num_mtp = plan.model.mtp.num_layers if plan.model.mtp else 0
     placed = parse_layout(layout, pp=pp, num_layers=len(plan.model.layers), num_mtp=num_mtp)
     holders = placed.embedding_ranks(tied=plan.model.tied_embeddings)
@@ -32,7 +32,7 @@ def make_trainer(plan: RunPlan, context: ParallelContext) -> Trainer:
 
 
 def train(plan: RunPlan, context: ParallelContext, steps: int = 3) -> dict[str, Tensor]:
-    """Losses, norms, the gradients of the first step, metrics, and weights after the last; what this rank holds."""
+    """Losses, norms, metrics, gradients of the first step and weights after the last, as held by this rank."""
     trainer = make_trainer(plan, context)
     return run_steps(plan, trainer, TrainState(), steps)
 
@@ -46,7 +46,7 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
         outcome = trainer.step(loader.next_step(), state)
         if step == 0:
             figures |= {f"grad {slot.name}": slot.main_grad.clone() for slot in trainer.buffers.slots}
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, build_train_state_config(plan))
         figures[f"loss {state.iteration}"] = outcome.loss
         figures |= {f"{name} norm {state.iteration}": norm for name, norm in outcome.norms.items()}
     for name, metric in trainer.metrics.take(trainer.context).items():
@@ -56,7 +56,7 @@ def run_steps(plan: RunPlan, trainer: Trainer, state: TrainState, steps: int) ->
 
 
 def train_on_ranks(plan: RunPlan, *, processes: bool = False, steps: int = 3) -> dict[str, Tensor]:
-    """The figures of all ranks together. What several ranks have must be the same on all of them."""
+    """Joined results of all ranks; values held by several ranks must be equal."""
     if processes:
         results = on_processes(plan.parallel, _train_rank, plan, steps)
     else:

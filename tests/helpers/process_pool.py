@@ -1,7 +1,7 @@
-"""A pool of processes that lives as long as the test session, started when first asked for.
+"""Pool of processes for one test session, started at first use.
 
-Starting a process that has imported torch costs seconds; a job for one that waits costs a rendezvous. A job that takes
-too long is a deadlock: every rank's stack is collected, the processes are replaced, and the test fails with the stacks.
+Starting a process with torch takes seconds, a job for an existing one only a rendezvous. A job that times out is a
+deadlock: the stacks of all ranks are collected, the processes replaced, and the test fails with the stacks.
 """
 
 import atexit
@@ -29,20 +29,20 @@ from tests.helpers.rank_worker import Answer, Job
 
 REPOSITORY = Path(__file__).parents[2]
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to end once one has failed."""
+"""Time for other ranks to end after one has failed."""
 START_SECONDS = 600.0
 MEETING_SECONDS = 300.0
-"""How long ranks may take to open their connections: on a machine with other work it is no part of a job's time."""
+"""Time for ranks to connect on a busy machine; not part of a job's timeout."""
 STACK_SECONDS = 30.0
-"""How long a process may take to print its stacks."""
+"""Time for a process to print its stacks."""
 _RESERVED: list[socket.socket] = []
 
 
 def free_port(among: Sequence[int] = (0,)) -> int:
-    """A TCP port of this host, one of `among` if they are named, for a server that is still to be started.
+    """Reserves a TCP port of this host, one of `among` if given, for a server that is started later.
 
-    It stays reserved as long as this process lives: the socket that holds it never listens, so a server with
-    SO_REUSEADDR, as torch's store is, may use it, but the system gives it to nobody else meanwhile.
+    The port stays reserved while this process lives: the socket that holds it never listens, so a server with
+    SO_REUSEADDR, such as torch's store, can use it, and the system gives it to no other process.
     """
     for port in random.sample(among, len(among)):
         holder = socket.socket(socket.AF_INET6 if (both := socket.has_dualstack_ipv6()) else socket.AF_INET)
@@ -50,7 +50,9 @@ def free_port(among: Sequence[int] = (0,)) -> int:
             holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         with suppress(OSError):
             holder.bind(("", port))
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: two sessions could share it
+            holder.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # not before bind, or two sessions could share it
             _RESERVED.append(holder)
             return holder.getsockname()[1]
         holder.close()
@@ -58,11 +60,11 @@ def free_port(among: Sequence[int] = (0,)) -> int:
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died, or never came back."""
+    """A rank raised, died, or timed out."""
 
 
 class Worker:
-    """One process and our end of its pipe."""
+    """A worker process and the parent's end of its pipe."""
 
     def __init__(self, folder: Path, number: int) -> None:
         ours, theirs = Pipe()
@@ -82,13 +84,13 @@ class Worker:
         self.ready = False
 
     def wait_until_ready(self) -> None:
-        """Importing torch takes seconds, and more of them when eight processes do it: not part of a job's time."""
+        """Waits for the imports of the process, which are not part of a job's time."""
         if not self.ready:
             _values([self], START_SECONDS)
             self.ready = True
 
     def stack(self) -> str:
-        """What every thread of the process is doing now, or its last words when it has died."""
+        """Stacks of all threads of the process, or its last output if it has died."""
         if self.process.poll() is None:
             before = self.output.stat().st_size
             self.process.send_signal(signal.SIGUSR1)
@@ -108,7 +110,7 @@ class Worker:
 
 @dataclass
 class Pool:
-    """Workers 0 … n - 1; worker r is rank r of every job that has so many ranks."""
+    """Workers 0 ... n - 1; worker r is rank r of every job with more than r ranks."""
 
     folder: Path
     workers: list[Worker] = field(default_factory=list)
@@ -125,7 +127,7 @@ class Pool:
         timeout: float,
         on_gpu: bool = False,
     ) -> list[Any]:
-        """`function(context, *arguments)` on every rank; the results by rank. Raises RankFailure."""
+        """Runs `function(context, *arguments)` on every rank; returns the results by rank. Raises RankFailure."""
         assert not on_gpu or len(self.workers) in (0, config.world_size), f"{len(self.workers)} ranks share a group"
         while len(self.workers) < config.world_size:
             self.workers.append(self._worker())
@@ -155,14 +157,14 @@ class Pool:
         return Worker(self.folder, next(self.numbers))
 
     def _replace(self, workers: Sequence[Worker]) -> None:
-        """New processes for those that may hang or hold half a process group."""
+        """Replaces workers that may hang or hold a partial process group."""
         for worker in workers:
             worker.kill()
         self.workers[: len(workers)] = [self._worker() for _ in workers]
 
 
 def start_pool() -> Pool:
-    """An empty pool that ends with this process."""
+    """Empty pool that is closed when this process exits."""
     folder = tempfile.TemporaryDirectory(prefix="ranks-")
     pool = Pool(Path(folder.name))
     atexit.register(lambda: (pool.close(), folder.cleanup()))
@@ -170,13 +172,13 @@ def start_pool() -> Pool:
 
 
 def _values(workers: Sequence[Worker], timeout: float) -> list[Any]:
-    """Waits for the answers of all; the first error, with the others folded below it, is raised."""
+    """Answers of all workers. Raises the first error, followed by the last line of each other one."""
     answers: dict[int, Answer] = {}
     deadline = time.monotonic() + timeout
     while len(answers) < len(workers):
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in answers}
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:  # also behind the deadline: what has come while this process stood still counts
+        if not ready:  # also after the deadline, for answers that arrived while this process was not scheduled
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -205,7 +207,7 @@ def _answer(worker: Worker) -> Answer:
 
 
 def _report(failed: Sequence[int], missing: Sequence[int], answers: dict[int, Answer], size: int) -> str:
-    """The trace of the first rank that failed; of the others the last line each."""
+    """Trace of the first failed rank, and the last line of each other one."""
     first = failed[0]
     lines = [f"rank {first} of {size} failed first:\n{answers[first].trace}"]
     lines += [f"rank {rank}: {(answers[rank].trace or '').strip().splitlines()[-1]}" for rank in failed[1:]]

@@ -1,4 +1,4 @@
-"""One process of the pool: waits for jobs, runs each as one rank, sends back what it returned.
+"""Worker process of the pool: receives jobs, runs each as one rank, and returns the result.
 
 On the CPU every job gets a fresh gloo group. On GPUs the process joins one NCCL group that stands as long as it lives.
 
@@ -26,34 +26,35 @@ from megatron_moe.parallel.context import Handles, ParallelContext
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part of a job. Everything in it is plain data or has an import path."""
+    """Part of a job for one rank; contains plain data and importable objects only."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     config: ParallelConfig
     rank: int
     place: str
-    """Where the ranks of this job, and only they, meet: a URL that torch.distributed understands."""
+    """Rendezvous URL of the ranks of this job."""
     dtype: torch.dtype
     seed: int
     on_gpu: bool = False
-    """Rank r computes on GPU r. All jobs of a pool have the same number of ranks then."""
+    """True if rank r uses GPU r. All jobs of a pool then have the same number of ranks."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank has to say: a value, that it is ready, or the trace of its error."""
+    """Message of a rank: it is ready, a result, or the traceback of an error."""
 
     value: Any = None
     trace: str | None = None
     time: float = 0.0
-    """Of the error, on the clock of this host; several may be read at once. Who died without a word came first."""
+    """Time of the error by this host's clock; 0 for a process that died without a report, which counts as first."""
 
 
 def serve(job: Job, handles: Handles) -> Iterator[Answer]:
-    """First that all ranks have met, then what the job's function returns on this rank; or the error instead.
+    """Yields an answer when all ranks have connected, then the result of the job's function; or the error instead.
 
     `handles` are the communicators of the GPUs' process group.
+
     """
     try:
         context = _on_gpu(job, handles) if job.on_gpu else _on_cpu(job)
@@ -64,7 +65,7 @@ def serve(job: Job, handles: Handles) -> Iterator[Answer]:
 
 
 def leave(job: Job) -> None:
-    """Ends the job's own process group: whoever still waits for this rank learns that it has gone."""
+    """Destroys the job's process group, so that ranks waiting for this one get an error."""
     if dist.is_initialized() and not job.on_gpu:
         dist.destroy_process_group()
 
@@ -72,7 +73,7 @@ def leave(job: Job) -> None:
 def _on_cpu(job: Job) -> ParallelContext:
     _meet(job, "gloo", None)
     context = ParallelContext.within(job.config, job.rank, dtype=job.dtype, seed=job.seed)
-    # A rank may return at once and close its connections, which must not meet one that still opens them.
+    # A rank that returns early must not close its connections while another still opens them.
     dist.barrier()
     return context
 
@@ -91,14 +92,14 @@ def _meet(job: Job, backend: str, device: torch.device | None) -> None:
         init_method=job.place,
         rank=job.rank,
         world_size=job.config.world_size,
-        # Minutes of patience: the watchdog of the pool is quicker and sees all ranks.
+        # Longer than the pool's own timeout, which reports all ranks.
         timeout=timedelta(minutes=5),
         device_id=device,
     )
 
 
 def main(descriptor: int) -> None:
-    """Serves jobs that come through the pipe with this file descriptor, until it closes."""
+    """Runs jobs received through the pipe with this file descriptor until it is closed."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     pipe = Connection(descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -110,7 +111,7 @@ def main(descriptor: int) -> None:
             job = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # The answer first: an error is known before the errors of those that it abandons.
+        # Answer before leaving: the error arrives before those of the abandoned ranks.
         for answer in serve(job, handles):
             pipe.send_bytes(pickle.dumps(answer))
         leave(job)

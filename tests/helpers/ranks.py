@@ -1,12 +1,13 @@
-"""Runs a function on several ranks: as threads of this process, as pooled gloo processes, or under torchrun."""
+"""Runs functions and programs on several ranks: threads, pooled gloo processes, GPUs, or torchrun."""
 
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.mailbox import Mailbox
 from tests.helpers.process_pool import Pool, free_port, start_pool
+from tests.helpers.thread_p2p import ThreadMessages
 
 Result = TypeVar("Result")
 REPOSITORY = Path(__file__).parents[2]
@@ -34,9 +35,9 @@ def on_threads(
     dtype: torch.dtype = torch.float64,
     seed: int = 1234,
 ) -> list[Result]:
-    """Runs `function(context)` on `spec.world_size` ranks as threads on torch's in-memory group; the results by rank.
+    """Runs `function(context)` on ranks as threads with torch's in-memory process group; returns the results by rank.
 
-    The first error is raised.
+    Raises the first error.
     """
     world_size = config.world_size
     results: list = [None] * world_size
@@ -44,19 +45,20 @@ def on_threads(
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     if not hasattr(ThreadLocalWorld, "comms"):
-        # torch 2.11 asks its own in-memory world for this list when it leaves
+        # torch 2.11 reads this list when the in-memory group is destroyed
         ThreadLocalWorld.comms = property(lambda world: [])
-    store, mailbox = dist.HashStore(), Mailbox()
+    store, messages = dist.HashStore(), ThreadMessages()
 
     def rank_main(rank: int) -> None:
         try:
             dist.init_process_group(backend="threaded", rank=rank, world_size=world_size, store=store)
-            # Each backward runs in its own thread's engine, so that collectives inside it stay on this rank.
+            # Backward runs in the calling thread, so that its collectives stay on this rank.
             torch.autograd.set_multithreading_enabled(False)
-            results[rank] = function(ParallelContext.within(config, rank, dtype=dtype, seed=seed, mailbox=mailbox))
-        except BaseException as error:  # noqa: BLE001  handed to the caller below
+            context = ParallelContext.within(config, rank, dtype=dtype, seed=seed, make_links=messages.make_links)
+            results[rank] = function(context)
+        except BaseException as error:  # noqa: BLE001  raised below
             errors[rank] = error
-            mailbox.close()
+            messages.close()
             ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
@@ -73,9 +75,9 @@ def on_threads(
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     if errors:
-        # A rank that others abandoned reports that; the one that failed first by itself is the cause.
+        # The first error is the cause; later ones are abandoned collectives.
         raise next(iter(errors.values()))
-    assert not mailbox.unread(), f"sent and never received: {mailbox.unread()}"
+    assert not messages.unread(), f"sent and never received: {messages.unread()}"
     return results
 
 
@@ -97,11 +99,11 @@ def on_processes(
     seed: int = 1234,
     timeout: float = 300.0,
 ) -> list[Result]:
-    """Runs `function(context, *arguments)` on `spec.world_size` gloo processes; the results by rank.
+    """Runs `function(context, *arguments)` on gloo processes; returns the results by rank.
 
-    The processes are started once per test session and wait between jobs; every job gets a process group of its own.
-    `function` must stand at the top of an importable module; arguments and results must be picklable. Raises
-    `RankFailure` with the first failing rank's trace, or with every rank's stacks after `timeout` seconds.
+    The processes are started once per test session; every job creates a new process group. `function` is defined at
+    the top level of an importable module; arguments and results are picklable. Raises `RankFailure` with the trace of
+    the first failing rank, or with the stacks of all ranks after `timeout` seconds.
     """
     return _pool().run(config, function, arguments, dtype=dtype, seed=seed, timeout=timeout)
 
@@ -114,26 +116,40 @@ def on_gpus(
     seed: int = 1234,
     timeout: float = 60.0,
 ) -> list[Result]:
-    """The same as `on_processes` on one GPU per rank. All jobs of so many ranks share one NCCL process group, and their
-    contexts share its communicators, until one fails."""
+    """Runs `on_processes` with one GPU per rank. All jobs with the same number of ranks share one NCCL process group
+    and its communicators until one fails."""
     pool = _gpu_pool(config.world_size)
     return pool.run(config, function, arguments, dtype=dtype, seed=seed, timeout=timeout, on_gpu=True)
 
 
-def run_program(
-    arguments: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None
+def child_environment(**variables: str) -> dict[str, str]:
+    """Environment of this process for a program of the repository, with one thread and more variables."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
+
+
+def run_python(
+    *command: str | Path, cwd: Path = REPOSITORY, timeout: float = 600.0, **variables: str
 ) -> subprocess.CompletedProcess:
-    """Runs `python pretrain_moe.py arguments` in a process of its own."""
-    return _run([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *arguments], cwd, env)
+    """Runs `python COMMAND`, by default in the repository, and returns its exit code and output."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=child_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def run_program(
+    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess:
+    """Runs `python pretrain_moe.py ARGUMENTS`."""
+    return run_python(REPOSITORY / "pretrain_moe.py", *arguments, cwd=cwd, **env)
 
 
 def run_torchrun(num_ranks: int, arguments: Sequence[str], *, cwd: Path) -> subprocess.CompletedProcess:
-    """Runs `pretrain_moe.py arguments` on `num_ranks` gloo processes under torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return _run([*launcher, str(REPOSITORY / "pretrain_moe.py"), *arguments], cwd, None)
-
-
-def _run(command: list[str], cwd: Path, env: dict[str, str] | None) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    """Runs `pretrain_moe.py ARGUMENTS` on `num_ranks` gloo processes under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", f"{num_ranks}"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", f"{free_port()}"]
+    return run_python(*launcher, REPOSITORY / "pretrain_moe.py", *arguments, cwd=cwd)

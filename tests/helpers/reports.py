@@ -1,4 +1,4 @@
-"""Keeps what a long run of tests has found, as a table under `benchmarks/`."""
+"""Stores the results of long test runs as tables in `benchmarks/`."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def store(what: str, text: str) -> Path:
-    """Writes `<date>-<machine>-<what>.md`: the text, and what it was measured on. Returns the path."""
+    """Writes `<date>-<machine>-<what>.md` with the text and the machine; returns the path."""
     cores = os.cpu_count()
     path = FOLDER / f"{date.today()}-{cores}-cores-{what}.md"
     machine = f"{platform.machine()}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""The blocks of every rank of a ring, computed one after the other on one rank."""
+"""Blocks of all ranks of ring attention, computed sequentially on one rank."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.kernels.ops import PositionSpan, internal_dtype
+from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan, internal_dtype
 from megatron_moe.parallel.context_parallel import Chunks, take_places
 
 
@@ -17,8 +17,8 @@ def blocks_of_a_ring(
     parts: tuple[Chunks, ...],
     segments_BS: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Output, and gradients of q, k and v, all in the internal format; `inputs` are the gradient of the output, q, k
-    and v of the whole sequence."""
+    """Output and gradients of q, k and v in the internal format. `inputs`: output gradient, q, k and v of the whole
+    sequence."""
     grad, q, k, v = inputs
     wide = internal_dtype(q.dtype)
     totals = [torch.zeros_like(x, dtype=wide) for x in (grad, q, k, v)]
@@ -30,15 +30,14 @@ def blocks_of_a_ring(
         blocks = []
         for key in parts:
             keys = _places(key, q.device)
-            blocks.append(
-                ((q[rows], k[keys], v[keys]), (config, _span(query, segments_BS), _span(key, segments_BS), None))
-            )
-            kernels.attention_block(*blocks[-1][0], *blocks[-1][1], *found)
+            spans = _span(query, segments_BS), _span(key, segments_BS)
+            blocks.append(AttentionBlock(q[rows], k[keys], v[keys], config, *spans))
+            kernels.attention_block(blocks[-1], *found)
         totals[0][rows] = out
-        known = out.to(q.dtype), found[1], (grad[rows].to(wide) * out).sum(-1)
-        for key, (tensors, mask) in zip(parts, blocks, strict=True):
-            shares = tuple(torch.zeros_like(x, dtype=wide) for x in tensors)
-            kernels.attention_block_grad(grad[rows], *tensors, *known, *mask, shares)
+        result = AttentionResult(grad[rows], out.to(q.dtype), found[1], (grad[rows].to(wide) * out).sum(-1))
+        for key, block in zip(parts, blocks, strict=True):
+            shares = tuple(torch.zeros_like(x, dtype=wide) for x in block[:3])
+            kernels.attention_block_grad(block, result, shares)
             keys = _places(key, q.device)
             for total, share, places in zip(totals[1:], shares, (rows, keys, keys), strict=True):
                 total[places] += share

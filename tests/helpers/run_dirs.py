@@ -1,4 +1,4 @@
-"""Folders as runs leave them, without a run."""
+"""Run folders as runs write them."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from megatron_moe.resilience.run_status import STATUS, StatusReport
 
 
 def make_run(folder: Path, seconds: tuple[float, ...], *, state: str | None = "finished", **more: float) -> Path:
-    """A run folder whose reports took so long each."""
+    """Run folder with reports of the given iteration times."""
     folder.mkdir(parents=True)
     rows = [
         {"iteration": i, "iteration-time": s, "world-size": 2, "lm loss": 5.0 - i, "throughput": 10 / s, **more}

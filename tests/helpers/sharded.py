@@ -1,4 +1,4 @@
-"""Models over tensor parallel ranks as threads, and their parts put together again."""
+"""Models on tensor-parallel ranks as threads, and assembly of their shards."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,11 @@ from megatron_moe.parallel.parameter import Parameter, named_parameters, write_p
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import UNIT_GAIN
-from tests.helpers.tolerances import FP64_LAYOUT
+from tests.helpers.tolerances import FP64_LAYOUT, Tolerance
 
 KERNELS = reference.bundle()
-# Adam divides by the size of the gradient. Where that is nothing but rounding, as for a bias on k, which softmax does
-# not see, a small eps would make steps of it.
-STEADY = OptimizerConfig(eps=1e-4)
+# Adam normalises the gradient. A small eps would amplify pure rounding errors, such as the gradient of a bias on k.
+STEADY = OptimizerConfig(adam_eps=1e-4)
 
 
 def tensor_parallel_config(tp: int, *, sequence: bool = False) -> ParallelConfig:
@@ -44,43 +43,43 @@ SEQUENCE_LAYOUTS = {name: config for name, config in LAYOUTS.items() if config.s
 
 @dataclass
 class Held:
-    """What one rank holds of a tensor of the shape of a parameter."""
+    """Shard of a tensor with the shape of a parameter."""
 
     part: Tensor
     whole: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
     meta: ParamMeta
 
+    @classmethod
+    def of(cls, tensor: Tensor, parameter: Parameter) -> "Held":
+        part = tensor.detach().clone().cpu()
+        return cls(part, parameter.global_shape, parameter.boxes, parameter.meta)
+
 
 def held(tensors: Iterable[tuple[str, Tensor]], module: nn.Module) -> dict[str, Held]:
-    """Copies of tensors that belong to the parameters of these names."""
+    """Shards of tensors of the parameters with these names."""
     parameters = dict(named_parameters(module))
-
-    def of(tensor: Tensor, p: Parameter) -> Held:
-        return Held(tensor.detach().clone().cpu(), p.global_shape, p.boxes, p.meta)
-
-    return {name: of(tensor, parameters[name]) for name, tensor in tensors}
+    return {name: Held.of(tensor, parameters[name]) for name, tensor in tensors}
 
 
-def whole(of_ranks: Sequence[Mapping[str, Held]]) -> dict[str, Tensor]:
-    """The tensors that the ranks hold parts of. What two ranks hold must be equal; every element must be held."""
-    tensors = {}
-    for name, first in of_ranks[0].items():
-        joined = torch.full(first.whole, torch.nan, dtype=first.part.dtype)
-        for of_rank in of_ranks:
-            mine = of_rank[name]
+def whole(of_ranks: Sequence[Mapping[str, Held]], same: Tolerance = FP64_LAYOUT) -> dict[str, Tensor]:
+    """Assembles tensors from the shards of all ranks. Copies must be equal, and every element must be on some rank."""
+    tensors: dict[str, Tensor] = {}
+    for of_rank in of_ranks:
+        for name, mine in of_rank.items():
+            joined = tensors.setdefault(name, torch.full(mine.whole, torch.nan, dtype=mine.part.dtype))
             before = joined.clone()
             write_part(joined, mine.part, mine.boxes, mine.meta)
-            twice = before.isfinite() & (before != joined)
-            FP64_LAYOUT.check(before[twice], joined[twice], f"{name} on two ranks")
+            copied = before.isfinite() & (before != joined)
+            same.check(before[copied], joined[copied], f"{name} on two ranks")
+    for name, joined in tensors.items():
         assert joined.isfinite().all(), f"{name}: {int(joined.isnan().sum())} elements are on no rank"
-        tensors[name] = joined
     return tensors
 
 
 @dataclass
 class Trained:
-    """What a few steps left on one rank."""
+    """Results of a few steps on one rank."""
 
     losses: list[Tensor]
     gradients: dict[str, Held]
@@ -129,7 +128,7 @@ def check_equal(ranks: Sequence[Trained], alone: Trained) -> None:
 
 
 def sum_partials(module: nn.Module, ctx: ParallelContext) -> None:
-    """What `finish_grads` does over tensor parallel ranks, for gradients that autograd left in `.grad`."""
+    """Sums partial gradients in `.grad` over tensor-parallel ranks, as `finish_grads` does."""
     for _, parameter in named_parameters(module):
         if parameter.meta.partial_over_tp:
             all_reduce_(parameter.grad, ctx.group("tp"))

@@ -1,4 +1,4 @@
-"""Models whose every kind of layer tensor parallelism cuts, in sizes that divide by four."""
+"""Models with every kind of tensor-parallel layer, in sizes divisible by four."""
 
 from dataclasses import replace
 
@@ -96,7 +96,7 @@ SPARSE = {
 
 
 def batches(num_steps=3, **fields):
-    """Two microbatches a step, of 12 positions; dropout is drawn anew in each."""
+    """Batches of two microbatches of 12 positions per step, each with its own dropout masks."""
     return [
         [microbatch(2, 12, seed=10 * step + i, rng=RNGKey(1, step, i), **fields) for i in range(2)]
         for step in range(num_steps)

@@ -1,4 +1,4 @@
-"""What a soak does to a run, and how each of its ranks may end then."""
+"""Faults of the soak test, and the exit codes that ranks may have after each."""
 
 import random
 import signal
@@ -17,23 +17,23 @@ PREEMPTED = frozenset({int(ExitCode.PREEMPTED_SAVED), int(ExitCode.PREEMPTED_UNS
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One way to break a run."""
+    """One fault."""
 
     name: str
     codes: frozenset[int] = frozenset()
-    """Exit codes that its ranks may have; negative: a signal."""
+    """Allowed exit codes of ranks; negative: a signal."""
     signal: int | None = None
-    """Sent from outside."""
+    """Signal sent from outside."""
     num_ranks: int = 1
-    """How many ranks get it."""
+    """Number of ranks that receive the signal."""
     anywhere: bool = False
-    """It comes at any time, the start included; else during training."""
+    """True if it is sent at any time including startup, otherwise during training."""
     inject: str = ""
-    """kind or kind:phase of `--inject`, on a rank and at an iteration drawn by chance."""
+    """kind or kind:phase of `--inject`, on a random rank and iteration."""
     survives: bool = False
-    """The run goes on, until it is told to leave."""
+    """True if the run continues until it receives SIGTERM."""
     damage: Damage | None = None
-    """Done to the folder of checkpoints between two starts."""
+    """Damage to the checkpoint folder between two starts."""
     needs_checkpoint: bool = False
 
 
@@ -45,7 +45,7 @@ def _injected(name: str, own: int, *, inject: str = "", follow: bool = True) -> 
 _HANG = int(ExitCode.HANG)
 _BUG = int(ExitCode.BUG)
 _NUMERICS = frozenset({int(ExitCode.NUMERICS), int(ExitCode.RERUN_FAILED), FOLLOWED})
-"""The second of these where an earlier start met the same numbers at the same iteration."""
+"""RERUN_FAILED if an earlier start had the same values at the same iteration."""
 
 FAULTS = (
     Fault(name="SIGKILL of one rank", codes=frozenset({-9, FOLLOWED}), signal=signal.SIGKILL),
@@ -82,7 +82,7 @@ FAULTS = (
 
 
 def damage(kind: Damage, folder: Path, chance: random.Random) -> Path | None:
-    """Damages the folder of checkpoints. Returns the checkpoint that is of no use now, if one is."""
+    """Damages the checkpoint folder. Returns the checkpoint that can no longer be used, if any."""
     if kind == "torn tracker":
         (folder / "latest_checkpointed_iteration.txt").write_text(chance.choice(["", "abc", "999999"]))
         return None

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over ranks as threads, against the same attention on one rank."""
+"""Context-parallel attention with ranks as threads, compared with one rank."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ class Case:
     value_width: int = 5
     sinks: bool = False
     segments: tuple[int, ...] | None = None
-    """Number of the document of every place; the second sequence of the batch has them reversed."""
+    """Document number of every position; the second sequence of the batch has them reversed."""
     core: tuple[tuple[str, Any], ...] = ()
     seq: int = SEQ
 
@@ -40,7 +40,7 @@ class Case:
         return replace(CoreAttentionConfig(softmax_scale=0.4, sinks=self.sinks), **dict(self.core))
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Inputs of the whole sequence, and the gradient of the output."""
+        """Inputs of the whole sequence and the output gradient."""
         shapes = {
             "q": (self.seq, BATCH, self.heads, self.width),
             "k": (self.seq, BATCH, self.groups, self.width),
@@ -66,7 +66,7 @@ def _attend(
     config: CoreAttentionConfig,
     kernels: Kernels = KERNELS,
 ) -> dict[str, Tensor]:
-    """Output, and the gradients of q, k, v and sinks."""
+    """Output and the gradients of q, k, v and sinks."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items() if name != "grad"}
     out = core_attention(
         leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"), config, mb, "attention", ctx, kernels
@@ -76,7 +76,7 @@ def _attend(
 
 
 def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """On one rank."""
+    """Attention on one rank."""
     mb = make_mb(BATCH, case.seq, segments_BS=case.segments_BS())
     return _attend(case, case.tensors(dtype), mb, ParallelContext.single(), case.config)
 
@@ -84,7 +84,7 @@ def whole(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def split(
     case: Case, parallel: ParallelConfig, exchange: Any, dtype: torch.dtype = torch.float64, kernels: Kernels = KERNELS
 ) -> dict[str, Tensor]:
-    """On `parallel.cp` ranks, put together again; gradients of sinks are summed."""
+    """Attention on `parallel.cp` ranks, joined in sequence order; sink gradients are summed."""
     segments_BS = case.segments_BS()
     parts = split_places(parallel.cp_split, case.seq, parallel.cp)
 
@@ -114,5 +114,5 @@ def split(
 
 
 def check_equal(case: Case, parallel: ParallelConfig, exchange: str) -> None:
-    """Outputs and all gradients of the split attention are those of one rank."""
+    """Checks that output and gradients of the split attention are those of one rank."""
     FP64_LAYOUT.check_all(split(case, parallel, exchange), whole(case), f"{exchange} over {parallel.cp} ranks, {case}")

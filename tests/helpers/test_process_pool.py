@@ -1,4 +1,4 @@
-"""The pool of processes: what comes back from it, and what a test learns when a rank fails, dies or hangs."""
+"""Process pool: results, and reports of ranks that fail, die or hang."""
 
 import multiprocessing
 import os
@@ -40,14 +40,14 @@ def die_on_rank_1(context):
     all_reduce_(torch.zeros(1), context.group("tp"))
 
 
-def wait_for_nobody(context):
+def hang_on_rank_0(context):
     if context.rank == 0:
         threading.Event().wait()
     return context.rank
 
 
-def workers_that_said(*answers):
-    """Stand-ins for workers, whose answers have all come before anybody reads one; None: none has."""
+def workers_with_answers(*answers):
+    """Stand-ins for workers whose answers have already arrived; None: no answer."""
     ends = [multiprocessing.Pipe() for _ in answers]
     for (_, theirs), answer in zip(ends, answers, strict=True):
         if answer is not None:
@@ -55,15 +55,15 @@ def workers_that_said(*answers):
     return [SimpleNamespace(pipe=ours, stack=lambda: "its stack", theirs=theirs) for ours, theirs in ends]
 
 
-def test_results_come_back_by_rank_and_processes_are_used_again():
+def test_results_are_ordered_by_rank_and_processes_are_reused():
     first = on_processes(PAIR, sums_and_process, 1)
-    again = on_processes(PAIR, sums_and_process, 2)
+    second = on_processes(PAIR, sums_and_process, 2)
     for total, _ in first:
         EXACT.check(total, [3.0, 3.0])
-    for total, _ in again:
+    for total, _ in second:
         EXACT.check(total, [5.0, 5.0])
     processes = [process for _, process in first]
-    assert len(set(processes)) == 2 and processes == [process for _, process in again]
+    assert len(set(processes)) == 2 and processes == [process for _, process in second]
 
 
 def test_groups_of_processes_are_those_of_threads():
@@ -75,7 +75,7 @@ def groups_of(context):
     return {name: gather_objects(context.rank, context.group(name)) for name in ("tp", "dp", "world")}
 
 
-def test_the_trace_of_the_first_rank_that_fails_is_told():
+def test_the_trace_of_the_first_failed_rank_is_reported():
     with pytest.raises(
         RankFailure, match=r"rank 1 of 2 failed first:[\s\S]*fail_on_rank_1[\s\S]*ValueError: the reason"
     ):
@@ -90,31 +90,31 @@ def test_a_rank_that_dies_fails_the_test():
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_with_its_stack():
-    # on a busy machine the other rank may be late as well
-    with pytest.raises(RankFailure, match=r"ranks \[0(, 1)?\] of 2 still ran after 1.5 s[\s\S]*wait_for_nobody"):
-        on_processes(PAIR, wait_for_nobody, timeout=1.5)
+    # on a busy machine the other rank may time out too
+    with pytest.raises(RankFailure, match=r"ranks \[0(, 1)?\] of 2 still ran after 1.5 s[\s\S]*hang_on_rank_0"):
+        on_processes(PAIR, hang_on_rank_0, timeout=1.5)
     assert len(on_processes(PAIR, sums_and_process, 1)) == 2, "the pool must work again"
 
 
 def test_only_ranks_that_hang_are_named():
     with pytest.raises(RankFailure, match=r"ranks \[0\] of 2 still ran after 0.2 s[\s\S]*its stack"):
-        _values(workers_that_said(None, Answer(1)), 0.2)
+        _values(workers_with_answers(None, Answer(1)), 0.2)
 
 
-def test_what_has_come_while_nobody_looked_counts_behind_the_deadline():
-    assert _values(workers_that_said(Answer(1), Answer(2)), -1.0) == [1, 2]
+def test_answers_that_arrived_before_the_deadline_count_after_it():
+    assert _values(workers_with_answers(Answer(1), Answer(2)), -1.0) == [1, 2]
 
 
-def test_of_errors_that_are_read_together_the_earlier_one_came_first():
-    """The rank that was abandoned may be read before the one that failed."""
+def test_the_earliest_error_is_reported_first():
+    """An abandoned rank may be read before the rank that failed."""
     late, early = Answer(trace="abandoned", time=2.0), Answer(trace="the reason", time=1.0)
     with pytest.raises(RankFailure, match="rank 1 of 2 failed first:\nthe reason\nrank 0: abandoned"):
-        _values(workers_that_said(late, early), 1.0)
+        _values(workers_with_answers(late, early), 1.0)
 
 
 @pytest.mark.parametrize("among", [(0,), range(20000, 30000)])
-def test_a_free_port_is_kept_for_the_server_it_was_asked_for(among):
-    """Another session must not be given it between the asking and the start of the server."""
+def test_a_free_port_is_reserved_for_a_server(among):
+    """Other sessions cannot get the port before the server starts."""
     port = free_port(among)
     assert port in among or among == (0,)
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "")):

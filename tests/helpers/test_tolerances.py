@@ -1,4 +1,4 @@
-"""The tolerances themselves can fail, and say why."""
+"""Tolerances reject errors with a message."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ def test_the_absolute_floor_admits_noise_around_zero():
         FP64_LAYOUT.check(torch.tensor([1e-13], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64))
 
 
-def test_a_planted_error_of_a_tenth_of_a_percent_is_found():
+def test_an_error_of_a_tenth_of_a_percent_is_rejected():
     reference = torch.linspace(0.0, 1.0, 100, dtype=torch.float64)
     with pytest.raises(AssertionError, match="grad"):
         FP64_LAYOUT.check(reference * 1.001, reference, "grad")
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_close_to_nothing(wrong):
+def test_nonfinite_values_are_never_close(wrong):
     with pytest.raises(AssertionError, match="not finite"):
         Tolerance(1.0, 1e9, "for this test").check(torch.tensor([wrong]), torch.tensor([1.0]))
     with pytest.raises(AssertionError, match="not finite"):

@@ -1,4 +1,4 @@
-"""Tiny specs and plans with unit-gain initial values, so that every sub-layer matters. No test builds one by hand."""
+"""Tiny configs and plans with unit-gain initialisation, so that every sub-layer matters."""
 
 from dataclasses import replace
 from typing import Any
@@ -69,22 +69,22 @@ def plan(**changes: Any) -> RunPlan:
     config = RunPlan(
         model=model(),
         parallel=ParallelConfig(),
-        precision=PrecisionConfig(params="fp64", grads="fp64", master="fp64"),
+        precision=PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64"),
         optimizer=OptimizerConfig(clip_grad=0.5),
-        lr=LRConfig(max_lr=1e-2, decay_samples=800, start_weight_decay=0.1, end_weight_decay=0.1),
-        batch=BatchConfig(micro=2, global_size=8),
+        lr_schedule=LRConfig(max_lr=1e-2, decay_samples=800, start_weight_decay=0.1, end_weight_decay=0.1),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8),
         data=DataConfig(
-            mock=True,
+            mock_data=True,
             mock_documents=300,
             seq_length=SEQ,
             vocab_size=90,
-            tokenizer=TokenizerConfig(kind="NullTokenizer", vocab_size=90),
+            tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=90),
             split="90,10,0",
         ),
         loop=LoopConfig(train_iters=100),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
-        kernels=KernelConfig(backend="reference"),
+        kernels=KernelConfig(kernel_backend="reference"),
         launch=Launch(),
         device="cpu",
     )

@@ -1,4 +1,4 @@
-"""Small token files and specs for tests."""
+"""Small token files and data configs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ EOD = VOCAB - 1
 
 
 def random_documents(seed: int, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Documents of ids 1 … 97; the last id of each is the end of document."""
+    """Documents of ids 1 to 97, each ended by the end-of-document id."""
     rng = np.random.default_rng(seed)
     documents = [rng.integers(1, EOD - 1, size=length) for length in lengths]
     for document in documents:
@@ -23,7 +23,7 @@ def random_documents(seed: int, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def write_tokens(prefix: Path, documents: Sequence[np.ndarray | list[int]], dtype: type = np.uint16) -> str:
-    """Writes a `.bin/.idx` pair with one sequence per document; returns the prefix."""
+    """Writes `.bin/.idx` files with one sequence per document; returns the prefix."""
     with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
             writer.add_sequence(document)
@@ -32,7 +32,7 @@ def write_tokens(prefix: Path, documents: Sequence[np.ndarray | list[int]], dtyp
 
 
 def corpus(folder: Path, *, name: str = "corpus", num_documents: int = 40, seed: int = 0) -> str:
-    """A pair of files with documents of 1 to 39 tokens; returns the prefix."""
+    """Writes files with documents of 1 to 39 tokens; returns the prefix."""
     lengths = np.random.default_rng(seed).integers(1, 40, size=num_documents).tolist()
     return write_tokens(folder / name, random_documents(seed + 1, lengths))
 
@@ -40,7 +40,7 @@ def corpus(folder: Path, *, name: str = "corpus", num_documents: int = 40, seed:
 def data_config(**changes) -> DataConfig:
     values = {
         "seq_length": 8,
-        "tokenizer": TokenizerConfig(kind="NullTokenizer", vocab_size=VOCAB),
+        "tokenizer": TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB),
         "vocab_size": VOCAB,
         "split": "8,1,1",
     }
@@ -48,7 +48,7 @@ def data_config(**changes) -> DataConfig:
 
 
 def batch_config(**changes) -> BatchConfig:
-    return BatchConfig(**{"micro": 2, "global_size": 4, **changes})
+    return BatchConfig(**{"micro_batch_size": 2, "global_batch_size": 4, **changes})
 
 
 def loop_config(**changes) -> LoopConfig:

@@ -1,4 +1,4 @@
-"""Tiny model specs and microbatches for tests. Sizes differ from each other, so that mixed-up dims do not pass."""
+"""Tiny model configs and microbatches. All sizes differ, so that confused dims fail."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -22,7 +22,7 @@ UNIT_GAIN = InitConfig(method="unit_gain")
 
 
 def attention_config(**changes: Any) -> AttentionConfig:
-    """Six query heads in two groups, rotated. `core` changes fields of the core attention."""
+    """Six query heads in two groups with RoPE. `core` changes fields of the core attention."""
     core = replace(tiny.attention().core, **changes.pop("core", {}))
     return tiny.attention(**{"num_heads": 6, "core": core, **changes})
 
@@ -51,7 +51,7 @@ def mlp_config(**changes: Any) -> MLPConfig:
 
 
 def moe_config(**router: Any) -> MoEConfig:
-    """Eight experts, two per token, and a shared one; no balancing loss."""
+    """Eight experts, two per token, and a shared expert; no balancing loss."""
     router = {"balancing": ("none",), "aux_loss_coeffs": (0.0,), **router}
     return tiny.moe(tiny.router(**router), shared=SharedExpertsConfig(mlp=mlp_config(ffn_hidden_size=13)))
 
@@ -65,12 +65,12 @@ def layer_config(
 
 
 def model_config(*layers: LayerConfig, **changes: Any) -> ModelConfig:
-    """Two dense layers unless some are given; rotary positions, untied."""
+    """Two dense layers unless layers are given; RoPE, untied embeddings."""
     return tiny.model(layers=layers or (layer_config(), layer_config()), **changes)
 
 
 def dense_ancestor(config: ModelConfig, granularity: int) -> ModelConfig:
-    """The dense model that an MoE is upcycled from: one MLP of `granularity` experts' width in the place of experts."""
+    """Dense model from which an MoE is upcycled: one MLP as wide as `granularity` experts instead of the experts."""
 
     def dense(layer: LayerConfig) -> LayerConfig:
         if not isinstance(layer.feed_forward, MoEConfig):
@@ -86,7 +86,7 @@ def dense_ancestor(config: ModelConfig, granularity: int) -> ModelConfig:
 
 
 def build(config: ModelConfig, *, seed: int = 7, **stage: Any) -> GPT:
-    """A model in fp64 on the reference kernels, with the initial values of its spec."""
+    """fp64 model on the reference kernels, initialised as its config says."""
     model = GPT(config, ParallelContext.single(), reference.bundle(), **stage)
     init_parameters(model, seed, config.init)
     return model
@@ -102,7 +102,7 @@ def make_mb(batch: int, seq: int, *, positions_BS: Tensor | None = None, **chang
 
 
 def microbatch(batch: int = 2, seq: int = 9, *, seed: int = 3, vocab: int = VOCAB, **changes: Any) -> MicroBatch:
-    """Random tokens with a few places that do not count in the loss."""
+    """Random tokens, some of which do not count in the loss."""
     generator = torch.Generator().manual_seed(seed)
     stream = torch.randint(vocab, (batch, seq + 1), generator=generator)
     mask = (torch.rand(batch, seq, generator=generator) > 0.2).double()
@@ -116,7 +116,7 @@ def randn(*shape: int, seed: int = 11) -> Tensor:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """By name; every parameter must have one."""
+    """Weight gradients by name; every parameter must have one."""
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     assert not missing, f"no gradient reached {missing}"
     return {name: p.grad for name, p in model.named_parameters()}

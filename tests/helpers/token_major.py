@@ -1,21 +1,21 @@
-"""A token dispatcher with token-major storage and a bound on its rows, for tests of what every dispatcher may use."""
+"""Token dispatcher with token-major storage and a row bound, for tests of the dispatcher interface."""
 
 from megatron_moe.moe.moe_layer import MoELayer
-from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher, AllGatherHandle, PendingAllGather
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, index_rows
+from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher, PendingAllGather
+from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, index_rows
 
 
 class TokenMajorDispatcher(AllGatherDispatcher):
-    """All-gather that leaves gathering the experts' rows to the experts."""
+    """All-gather dispatcher that lets the experts gather their rows."""
 
     can_overflow = True
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         super().__init__(num_experts, comm)
         self.max_rows = 1 << 30
-        """More rows than this overflow."""
+        """Row bound; more rows overflow."""
 
-    def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, AllGatherHandle]:
+    def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
         tokens_TH, choices, probs = pending.tokens.finish(), pending.choices.finish(), pending.probs.finish()
         index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels)
         rows = DispatchedTokens(
@@ -26,7 +26,7 @@ class TokenMajorDispatcher(AllGatherDispatcher):
             bound=len(probs_R),
             overflow=index.offsets_E[-1] > self.max_rows,
         )
-        return rows, AllGatherHandle(index, len(tokens_TH))
+        return rows, CombineHandle(index, len(tokens_TH))
 
 
 def use_token_major(layer: MoELayer) -> None:

@@ -1,8 +1,7 @@
-"""How close is close: every tolerance of the tests, each with the reason for its size.
+"""All tolerances of the tests, each with its reason.
 
-The relative error of a tensor is max|actual - expected| / max|expected|: one figure per tensor, so that a small element
-beside large ones is not held to more digits than its sum can carry. A test that needs another bar adds a named constant
-here, with its reason.
+The relative error of a tensor is max|actual - expected| / max|expected|: one number per tensor, because small elements
+have no more digits than the sums of the large ones. A test that needs another tolerance adds a constant here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +24,21 @@ class Tolerance:
     why: str
 
     def check(self, actual: TensorLike, expected: TensorLike, what: str = "value") -> None:
-        """Asserts that shapes agree and values are close. Nan is close to nothing, inf only to inf."""
+        """Asserts equal shapes and close values. NaN is never close, infinities only to themselves."""
         problem = self.problem(actual, expected, what)
         assert problem is None, problem
 
     def check_all(
         self, actual: Mapping[str, TensorLike], expected: Mapping[str, TensorLike], what: str = "values"
     ) -> None:
-        """Asserts that both hold the same names and that each pair is close; lists every pair that is not."""
+        """Asserts equal names and close values; lists every pair that is not."""
         missing, extra = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
         assert not missing and not extra, f"{what}: missing {missing}, not expected {extra}"
         problems = [p for name in expected if (p := self.problem(actual[name], expected[name], name)) is not None]
         assert not problems, f"{what}: {len(problems)} of {len(expected)} differ\n" + "\n".join(problems)
 
     def problem(self, actual: TensorLike, expected: TensorLike, what: str) -> str | None:
-        """The sentence that says how far apart the two are, or None when they are close."""
+        """Message about the difference, or None if the values are close."""
         a, e = _wide(actual), _wide(expected)
         if a.shape != e.shape:
             return f"{what}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
@@ -64,7 +63,7 @@ class Tolerance:
 
 
 def _wide(value: TensorLike) -> Tensor:
-    """The value as an int64 or float64 tensor on the CPU: wide enough that comparing adds no error."""
+    """Value as an int64 or float64 CPU tensor, so that the comparison adds no error."""
     if isinstance(value, Tensor):
         tensor = value.detach().cpu()
     elif isinstance(value, float | int | bool):
@@ -75,7 +74,7 @@ def _wide(value: TensorLike) -> Tensor:
 
 
 def _number_dtype(value: Sequence[Any]) -> torch.dtype:
-    """float64 for plain sequences with a float inside; torch would read them in single precision."""
+    """float64 for nested sequences with a float, which torch would read in single precision."""
     flat: list[Any] = [value]
     while flat:
         item = flat.pop()
@@ -86,10 +85,12 @@ def _number_dtype(value: Sequence[Any]) -> torch.dtype:
     return torch.int64
 
 
-EXACT = Tolerance(0.0, 0.0, "The same numbers in the same order of sums, or no arithmetic at all: every bit is equal.")
+EXACT = Tolerance(0.0, 0.0, "The same order of sums, or no arithmetic: bitwise equal.")
 
 FP64_LAYOUT = Tolerance(
-    1e-12, 1e-14, "Another order of sums: 2,700 times the measured fp64 noise of 4e-16, and 2e7 below a 0.1 % bug."
+    1e-12,
+    1e-14,
+    "Another order of sums: 2,700 times the measured fp64 noise of 4e-16, and 2e7 times below a 0.1 % error.",
 )
 
 FP64_REF = Tolerance(1e-12, 1e-14, "The same formula written twice, in double precision.")
@@ -125,22 +126,22 @@ BF16_BLOCKS = Tolerance(
     "before it is added in fp32: half a unit of the part.",
 )
 
-BF16_RUN = Tolerance(3e-2, 0.0, "Losses of two bf16 runs over 50 steps: routing flips. Smoke only, never a proof.")
+BF16_RUN = Tolerance(3e-2, 0.0, "Losses of two bf16 runs over 50 steps, whose routing may differ: a smoke test only.")
 
 SAVED_BYTES = Tolerance(
-    5e-3, 0.0, "Bytes by a formula beside bytes that are kept. Measured worst 2.2e-3: masks of plain torch's routing."
+    5e-3, 0.0, "Closed-form bytes against saved bytes. Measured worst 2.2e-3: masks of plain torch's routing."
 )
 
 CLOSED_FORM = Tolerance(
-    2e-3, 0.0, "Bytes by a formula beside tensors that are made: a buffer's padding, a bucket's border."
+    2e-3, 0.0, "Closed-form bytes against allocated tensors: padding of buffers and bucket boundaries."
 )
 
-PUBLISHED_MEMORY = Tolerance(5e-2, 0.0, "A figure of a paper with three digits, of another program.")
+PUBLISHED_MEMORY = Tolerance(5e-2, 0.0, "A published figure with three digits, of another program.")
 
 SIMULATED_ROUTING = Tolerance(
     1e-2, 1e-12, "A mean or a deviation over 60,000 random tokens: three standard errors of the widest are 0.9 %."
 )
 
 PREDICTED_PEAK = Tolerance(
-    2e-2, 0.0, "A peak of memory in closed form beside the allocator's. Measured on H200: 1e-3 for one GPU's recipes."
+    2e-2, 0.0, "Closed-form peak memory against the allocator's. Measured on H200: 1e-3 for recipes of one GPU."
 )

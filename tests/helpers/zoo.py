@@ -1,4 +1,4 @@
-"""Public MoE architectures as flag values (data_files/zoo_models.tsv): command lines, and the model specs they mean.
+"""Public MoE architectures (data_files/zoo_models.tsv) as command lines and model configs.
 
 Left out are models with parts that this program does not have: linear attention, sparse-attention indexers, Mamba.
 Where a router is foreign (sparsemixer of Phi-3.5-MoE, corrected softmax of ERNIE, here sigmoid) its parameters are
@@ -41,7 +41,7 @@ _RUN = "--micro-batch-size 1 --seq-length 8 --train-iters 1 --max-position-embed
 
 @dataclass(frozen=True)
 class ZooRow:
-    """One line of the table: flags by name, "-" where a flag does not apply."""
+    """One row of the table: values by flag name, "-" where a flag does not apply."""
 
     cells: dict[str, str]
 
@@ -71,7 +71,7 @@ def zoo_rows() -> list[ZooRow]:
 
 
 def command_line(row: ZooRow) -> list[str]:
-    """The row as a command line of a short run on one rank."""
+    """Command line of a short run on one rank."""
     words = [*_RUN.split(), "--tokenizer-type", "NullTokenizer", "--make-vocab-size-divisible-by", "1"]
     for flag in _VALUES:
         if row.cells[flag] != "-":
@@ -136,7 +136,7 @@ def model_config(row: ZooRow) -> ModelConfig:
 
 
 def _moe_pattern(row: ZooRow) -> list[int]:
-    """`([0]*3+[1]*58)` or 1."""
+    """MoE pattern of the layers, from `([0]*3+[1]*58)` or 1."""
     text, num_layers = row.cells["moe-layer-freq"], row.integer("num-layers")
     if text == "1":
         return [1] * num_layers

@@ -1,4 +1,4 @@
-"""Import rules: the dependency levels of the packages as data, and the check that reads them."""
+"""Dependency levels of the packages and the check of imports against them."""
 
 import sys
 from collections.abc import Iterable
@@ -8,8 +8,7 @@ from tests.house_rules.source import Import, Source, imports
 
 NO_TORCH = (
     "config", "cost_model", "pipeline", "planner", "parallel.grid", "parallel.param_meta", "optim.param_layout",
-    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader", "checkpoint.huggingface.deepseek",
-    "checkpoint.huggingface.grouped_query",
+    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader", "checkpoint.huggingface.families",
 )  # fmt: skip
 """Packages and modules that load without torch, so that `--help` and `--dry-run` answer at once."""
 
@@ -22,18 +21,18 @@ LEVELS = (
     ("model", "pipeline.executor", "pipeline.segment", "pipeline.graph_cut", "optim", "checkpoint", "resilience"),
     ("train", "build", "memory_emulation", "layout_check"),
 )
-"""From the bottom up. A module imports from lower levels only; the longest matching prefix decides its level."""
+"""Levels from low to high. A module imports from lower levels only; the longest matching prefix decides its level."""
 
 SAME_LEVEL_ALLOWED = (
     ("kernels.autograd", "parallel.parameter"),  # weight gradients go to the accumulator that the parameter carries
     ("kernels", "parallel.rng"),  # dropout inside attention draws by key
     ("data", "logs"),  # a batch carries the metrics, and preprocessing reports its progress
-    ("build", "train"),  # the assembler makes the trainer
+    ("build", "train"),  # the assembler builds the trainer
     ("memory_emulation", "build"),
     ("memory_emulation", "train"),
     ("train.warmup", "build"),
-    ("train.warmup", "memory_emulation"),  # kernels are compiled on the shapes of an emulated step
-    ("layout_check", "build"),  # it runs whole steps
+    ("train.warmup", "memory_emulation"),  # warm-up compiles kernels with the shapes of an emulated step
+    ("layout_check", "build"),  # the check runs whole steps
     ("layout_check", "train"),
 )
 """(importer, imported) below `megatron_moe`, by prefix; modules without torch may import one another."""
@@ -48,29 +47,29 @@ PUBLIC_MODULES = (
 """(importer, package, modules of that package it may use) where the level alone would allow the whole package."""
 
 THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
-"""What a module may import at its top. Modules of `NO_TORCH` may import none of them, `arguments` only yaml."""
+"""Packages that a module may import at its top. Modules of `NO_TORCH` import none of them, `arguments` only yaml."""
 
 OPTIONAL = (
     "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.distributed._tools",
     "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
 )  # fmt: skip
-"""Imported inside the function that needs them, so that a run without them never pays for them."""
+"""Imported inside the function that uses them, so that other runs do not pay for the import."""
 
 KERNEL_PACKAGES = (
     "apex", "deep_ep", "emerging_optimizers", "fla", "flash_attn", "fused_weight_gradient_mlp_cuda", "grouped_gemm",
     "transformer_engine", "transformer_engine_torch", "triton",
 )  # fmt: skip
-"""Only `kernels/backends/` knows them."""
+"""Imported in `kernels/backends/` only."""
 
 
 def level_of(module: str) -> int | None:
-    """Index of the level of a module below `megatron_moe`; None if no level names it."""
+    """Index of the level of a module below `megatron_moe`; None if it has none."""
     matches = [(len(name), level) for level, names in enumerate(LEVELS) for name in names if _within(module, name)]
     return max(matches)[1] if matches else None
 
 
 def level_findings(files: Iterable[Source]) -> list[str]:
-    """One sentence per import that the rules forbid."""
+    """One message per forbidden import."""
     findings = []
     for file in files:
         for each in imports(file):
@@ -103,7 +102,7 @@ def _own_problem(file: Source, imported: str) -> str | None:
 
 
 def _level_problem(importer: str, imported: str) -> str | None:
-    """Both as dotted names below `megatron_moe`."""
+    """Checks two dotted names below `megatron_moe`."""
     if "" in (importer, imported):
         return None
     level, other = level_of(importer), level_of(imported)
@@ -159,7 +158,7 @@ def late_import_findings(files: Iterable[Source]) -> list[str]:
 
 
 def cycles(files: Iterable[Source]) -> list[list[str]]:
-    """Groups of modules that import one another, directly or in a ring."""
+    """Groups of modules that import one another, directly or indirectly."""
     files = list(files)
     known = {file.module for file in files}
     edges = {file.module: sorted({each.module for each in imports(file)} & known - {file.module}) for file in files}

@@ -1,4 +1,4 @@
-"""The repository as syntax trees: what the house rules are checked on."""
+"""Repository files as syntax trees, for the house rules."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("pretrain_moe.py", "megatron_moe", "arguments", "tools")
-"""What is run, as against what tests it."""
+"""The product, without tests."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Source:
     """One Python file."""
 
     path: str
-    """Relative to the root, with slashes."""
+    """Path relative to the root, with slashes."""
     text: str
     tree: ast.Module
 
     @property
     def module(self) -> str:
-        """Dotted name; of a package for its `__init__.py`."""
+        """Dotted name; for an `__init__.py` the name of the package."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module and where it is imported."""
+    """An imported module and its place."""
 
     module: str
     line: int
@@ -40,7 +40,7 @@ class Import:
 
 
 def source(path: str, text: str) -> Source:
-    """A file from its text, also for planted examples."""
+    """Parses a file, also planted examples."""
     return Source(path, text, ast.parse(text, filename=path))
 
 
@@ -56,7 +56,7 @@ def sources(*tops: str) -> tuple[Source, ...]:
 
 
 def imports(file: Source) -> Iterator[Import]:
-    """Every import of the file, also inside functions. `from a import b` counts as a.b where that is a module."""
+    """Every import of the file, including those in functions. `from a import b` counts as a.b if that is a module."""
     inside = {id(node) for function in functions(file) for node in ast.walk(function) if node is not function}
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Import):

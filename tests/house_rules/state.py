@@ -1,4 +1,4 @@
-"""Checks for hidden state and for swallowed errors, each from a file to sentences."""
+"""Checks for global state and swallowed errors."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tests.house_rules.source import Source
 
 TELEMETRY = ("megatron_moe/logs/writers.py",)
-"""Where a failure of any kind must not stop training (R8)."""
+"""Files in which any failure must not stop training (R8)."""
 
 _CONTAINER_CALLS = ("dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict")
 
@@ -21,7 +21,7 @@ def global_findings(file: Source) -> list[str]:
 
 
 def container_findings(file: Source) -> list[str]:
-    """Mutable containers bound at the level of a module or a class body."""
+    """Mutable containers bound at module or class level."""
     return [
         f"{file.path}:{statement.lineno} {_name(statement)} is a {kind}; use a tuple, or MappingProxyType({{...}})"
         for statement in _shared_statements(file.tree)
@@ -30,9 +30,9 @@ def container_findings(file: Source) -> list[str]:
 
 
 def cache_findings(file: Source) -> list[str]:
-    """Functions that remember results for the life of the process."""
+    """Functions cached for the lifetime of the process."""
     return [
-        f"{file.path}:{node.lineno} {node.name} is cached for the life of the process"
+        f"{file.path}:{node.lineno} {node.name} is cached for the lifetime of the process"
         for node in ast.walk(file.tree)
         if isinstance(node, ast.FunctionDef)
         and any(_last_name(decorator) in ("cache", "lru_cache") for decorator in node.decorator_list)
@@ -41,7 +41,7 @@ def cache_findings(file: Source) -> list[str]:
 
 
 def except_findings(file: Source) -> list[str]:
-    """Handlers that catch everything."""
+    """Handlers that catch all exceptions."""
     findings = []
     for node in ast.walk(file.tree):
         if isinstance(node, ast.ExceptHandler):
@@ -53,13 +53,13 @@ def except_findings(file: Source) -> list[str]:
 
 
 def _raises_again(handler: ast.ExceptHandler) -> bool:
-    """The handler ends by raising what it caught: it cleans up and hides nothing."""
+    """True if the handler ends with a bare raise."""
     last = handler.body[-1]
     return isinstance(last, ast.Raise) and last.exc is None
 
 
 def _shared_statements(tree: ast.Module) -> Iterator[ast.Assign | ast.AnnAssign]:
-    """Assignments that run once per process: of modules and of class bodies, also under if and try."""
+    """Assignments at module and class level, also under if and try."""
     blocks: list[ast.AST] = [tree]
     while blocks:
         for child in ast.iter_child_nodes(blocks.pop()):

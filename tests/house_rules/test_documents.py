@@ -1,5 +1,4 @@
-"""README, docs/ and CHANGELOG.md: links resolve, decision records have their form, and the vocabulary is the
-field's."""
+"""README, docs/ and CHANGELOG.md: links, paths and flags exist, decision records are complete, standard vocabulary."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.house_rules.source import ROOT, report
+from arguments.deprecated import old_names
+from arguments.flags import Registry, normal
+from arguments.recognised import find_recognised
+from tests.house_rules.source import ROOT, report, sources
+
+REGISTRY = Registry.declared()
 
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *DECISIONS]
@@ -20,6 +24,11 @@ PRIVATE_VOCABULARY = re.compile(
 )
 """Words that a reader of PyTorch documentation would not expect: `reported`, `after`, `request`, ... are used
 instead."""
+ROOTS = (ROOT, ROOT / "megatron_moe", ROOT / "docs", *(path for path in (ROOT / "tests").iterdir() if path.is_dir()))
+"""Folders that paths in documents are relative to."""
+FOREIGN = ("pretrain_gpt.py", "--flag", "--value", "--x", "--no-x", "--kill-on-bad-exit", "--segment", "--wait")
+"""Names of Megatron-LM, SLURM and examples."""
+RUN_FOLDERS = ("runs/", "tensorboard/", "checkpoints/", "crash/")
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
@@ -41,6 +50,42 @@ def vocabulary_findings(name: str, text: str) -> list[str]:
     return [f"{name}:{number} {word[0]}" for number, line in prose(text) for word in PRIVATE_VOCABULARY.finditer(line)]
 
 
+def stale_paths(name: str, text: str) -> list[str]:
+    """Python files and folders in code spans that do not exist."""
+    spans = re.findall(r"`((?:[a-z_]\w*/)*(?:[a-z_]\w*\.py|[a-z_]\w*/))`", text)
+    ours = [span for span in spans if span not in FOREIGN and not span.startswith(RUN_FOLDERS)]
+    missing = [span for span in ours if not any((root / span).exists() for root in ROOTS)]
+    return [f"{name}: {span}" for span in missing if "/" in span or not any(ROOT.glob(f"*/**/{span}"))]
+
+
+def unknown_flags(name: str, text: str, scripts: str) -> list[str]:
+    """Flags that neither pretrain_moe.py nor a tool, benchmark or script has."""
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-]*[-*])", text)) - set(FOREIGN)
+    return [f"{name}: {flag}" for flag in sorted(flags) if not _is_known(flag) and f'"{flag}"' not in scripts]
+
+
+def _is_known(flag: str) -> bool:
+    name = normal(flag)
+    return REGISTRY.find(name) is not None or name in old_names() or find_recognised(name) is not None
+
+
+def test_paths_in_documents_exist() -> None:
+    pages = [path for path in PAGES if path.name != "CHANGELOG.md"]
+    report([each for path in pages for each in stale_paths(path.name, path.read_text(encoding="utf-8"))], "stale paths")
+
+
+def test_flags_in_documents_exist() -> None:
+    scripts = "".join(file.text for file in sources("tools", "benchmarks", "tests"))
+    pages = [path for path in PAGES if path.name != "recipes.md"]
+    findings = [each for path in pages for each in unknown_flags(path.name, path.read_text(encoding="utf-8"), scripts)]
+    report(findings, "unknown flags")
+
+
+def test_a_stale_path_and_an_unknown_flag_are_found() -> None:
+    assert stale_paths("a.md", "`moe/router.py`, `specs/` and `moe/gate.py`") == ["a.md: specs/", "a.md: moe/gate.py"]
+    assert unknown_flags("a.md", "`--num-layers 2 --num-lairs 3 --fault-*`", "") == ["a.md: --num-lairs"]
+
+
 def test_relative_links_of_documents_resolve() -> None:
     report([link for path in PAGES for link in broken_links(path, path.read_text(encoding="utf-8"))], "broken links")
 
@@ -51,11 +96,11 @@ def test_documents_use_the_terms_of_the_field() -> None:
     report(findings, "use the field's terms in documents")
 
 
-def test_the_readme_fits_its_size() -> None:
+def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
-def test_there_are_few_decision_records_and_each_has_every_part() -> None:
+def test_decision_records_are_few_and_complete() -> None:
     assert 0 < len(DECISIONS) <= MAX_DECISIONS
     findings = []
     for path in DECISIONS:

@@ -1,28 +1,28 @@
-"""The catalogue of faults names a test for every one, and every test that it names is there."""
+"""Every fault and guarantee has a test, and every named test exists."""
 
 import ast
 from functools import cache
 from pathlib import Path
 
-from tests.faults.catalogue import FAULTS, HARDWARE, NUM_FAULTS, NUM_PROMISES, PROMISES
+from tests.faults.catalogue import FAULTS, GUARANTEES, HARDWARE, NUM_FAULTS, NUM_GUARANTEES
 
 ROOT = Path(__file__).parents[2]
 
 
 @cache
 def functions(path: Path) -> frozenset[str]:
-    """Names of the test functions of a file, which is not imported; those of a class too."""
+    """Names of the functions of a file, read without importing it."""
     return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
-def test_every_fault_and_promise_has_a_proof() -> None:
+def test_every_fault_and_guarantee_has_a_test() -> None:
     assert sorted(FAULTS) == [number for number in range(1, NUM_FAULTS + 1) if number != HARDWARE]
-    assert sorted(PROMISES) == list(range(1, NUM_PROMISES + 1))
-    assert all(FAULTS.values()) and all(PROMISES.values())
+    assert sorted(GUARANTEES) == list(range(1, NUM_GUARANTEES + 1))
+    assert all(FAULTS.values()) and all(GUARANTEES.values())
 
 
-def test_every_proof_is_a_test_that_exists() -> None:
-    names = {name for table in (FAULTS, PROMISES) for tests in table.values() for name in tests}
+def test_every_named_test_exists() -> None:
+    names = {name for table in (FAULTS, GUARANTEES) for tests in table.values() for name in tests}
     missing = []
     for name in sorted(names):
         file, _, function = name.partition("::")

@@ -1,4 +1,4 @@
-"""R1, R4: imports go down only, and what must be quick knows no torch."""
+"""R1, R4: import directions, and packages that load without torch."""
 
 import subprocess
 import sys
@@ -9,17 +9,17 @@ from tests.house_rules.layers import cycles, late_import_findings, level_finding
 from tests.house_rules.source import PROGRAM, ROOT, report, source, sources
 
 
-def test_imports_go_down_only():
-    report(level_findings(sources(*PROGRAM)), "R1: imports go down only (tests/house_rules/layers.py has the levels)")
+def test_modules_import_lower_levels_only():
+    report(level_findings(sources(*PROGRAM)), "R1: imports of lower levels only, see tests/house_rules/layers.py")
 
 
-def test_no_module_imports_itself_through_others():
+def test_there_are_no_import_cycles():
     rings = [" -> ".join([*ring, ring[0]]) for ring in cycles(sources(*PROGRAM))]
     report(rings, "R1: no import cycles")
 
 
-def test_imports_stand_at_the_top_unless_the_package_is_optional():
-    report(late_import_findings(sources(*PROGRAM)), "imports stand at the top of the file")
+def test_imports_are_at_the_top_unless_the_package_is_optional():
+    report(late_import_findings(sources(*PROGRAM)), "imports are at the top of the file")
 
 
 def test_flags_configs_and_cost_model_load_without_torch():
@@ -33,7 +33,7 @@ def test_flags_configs_and_cost_model_load_without_torch():
     assert done.returncode == 0, f"R4: modules without torch load torch or numpy, or fail:\n{done.stderr}"
 
 
-def test_a_training_starts_without_what_it_does_not_use():
+def test_training_does_not_import_unused_packages():
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "matplotlib", "sympy", "wandb")
     program = "import sys, megatron_moe.build\n"
     program += f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules))"
@@ -93,11 +93,11 @@ def test_the_check_finds_a_forbidden_import(path, text, problem):
         ("pretrain_moe.py", "from arguments.parser import read_plan\nfrom megatron_moe.build import build_model"),
     ],
 )
-def test_the_check_lets_pass_what_is_allowed(path, text):
+def test_the_check_accepts_allowed_imports(path, text):
     assert level_findings([source(path, text)]) == []
 
 
-def test_the_check_finds_a_planted_ring_and_a_planted_late_import():
+def test_the_checks_find_a_planted_cycle_and_a_planted_late_import():
     ring = [
         source("megatron_moe/moe/router.py", "import megatron_moe.moe.balancing"),
         source("megatron_moe/moe/balancing.py", "import megatron_moe.moe.router"),

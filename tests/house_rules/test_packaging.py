@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, the pinned versions, the images, the scripts."""
+"""Wheel, pinned versions, container images, scripts and Makefile."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """The wheel, built from a copy so that the repository stays clean."""
+    """Wheel built from a copy of the repository."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("megatron_moe", "arguments", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -58,7 +58,7 @@ def test_the_wheel_holds_program_packages_and_recipes_and_nothing_else(wheel):
     report(sorted(ours - set(names)), "files missing from the wheel: is there an __init__.py in their folder?")
 
 
-def test_the_wheel_answers_help_away_from_the_repository(wheel, tmp_path):
+def test_the_wheel_prints_help_outside_the_repository(wheel, tmp_path):
     wheel.extractall(tmp_path)
     command = [sys.executable, "-c", "import sys, pretrain_moe; sys.argv[1:] = ['--help']; pretrain_moe.command()"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -66,26 +66,26 @@ def test_the_wheel_answers_help_away_from_the_repository(wheel, tmp_path):
     assert "pretrain_moe.py" in done.stdout
 
 
-def test_everything_required_is_pinned_within_its_bounds(wheel):
+def test_requirements_are_pinned_within_their_bounds(wheel):
     pinned = pins()
     tested = [each for each in requirements(wheel) if each.marker is None or each.marker.evaluate({"extra": "test"})]
     assert {"torch", "pytest"} <= {each.name for each in tested}
     loose = [each.name for each in tested if normal(each.name) not in pinned and each.name != "setuptools"]
-    report(loose, "constraints.txt pins what setup.py asks for")
+    report(loose, "constraints.txt pins the requirements of setup.py")
     outside = [str(each) for each in tested if not each.specifier.contains(pinned.get(normal(each.name), "99999"))]
     report(outside, "the pins of constraints.txt lie within the bounds of setup.py")
     assert pinned["torch"] == "2.13.0"
 
 
-def test_pins_of_what_setup_asks_for_come_first_and_the_rest_says_who_needs_it(wheel):
+def test_direct_requirements_are_pinned_first_and_others_name_their_dependents(wheel):
     head, *groups = CONSTRAINTS.read_text().split("\n# Needed by ")
     direct = {line.partition("==")[0] for line in head.splitlines() if "==" in line}
-    asked = {
+    requested = {
         normal(each.name)
         for each in requirements(wheel)
         if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("text", "test"))
     }
-    assert direct == asked - {"setuptools"}
+    assert direct == requested - {"setuptools"}
     needed_by = {name for group in groups for name in group.splitlines()[0].split(", ")}
     assert needed_by <= direct | {"several of these"}
 
@@ -106,10 +106,10 @@ def test_the_images_install_torch_first_and_start_the_program():
     assert "constraints.txt" not in stages["cuda"], "the tested set is of the CPU"
 
 
-def test_the_images_copy_what_exists():
+def test_the_images_copy_existing_files():
     copied = [line.split()[1:-1] for line in DOCKERFILE.read_text().splitlines() if line.startswith("COPY ")]
     names = [name for names in copied for name in names if not name.startswith("--from") and not name.startswith("/")]
-    report([name for name in names if not (ROOT / name).exists()], "COPY of what is not there")
+    report([name for name in names if not (ROOT / name).exists()], "COPY of missing files")
 
 
 def test_shell_scripts_parse_and_stop_at_errors():
@@ -122,7 +122,7 @@ def test_shell_scripts_parse_and_stop_at_errors():
         assert re.search(r"^(set -e?uo pipefail|exec )", text, re.MULTILINE), script
 
 
-def test_every_tool_starts_from_any_folder_also_where_nothing_is_installed():
+def test_every_tool_starts_from_any_folder_without_installation():
     findings = []
     for file in sources("tools"):
         before = file.text.partition("\nsys.path.insert(0, str(")[0]
@@ -137,7 +137,7 @@ def test_continuous_integration_runs_the_test_script():
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111, ".ci/run can be executed"
 
 
-def test_every_target_of_the_makefile_explains_itself():
+def test_every_makefile_target_has_a_description():
     text = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^([a-z0-9 ]+):(.*)$", text, re.MULTILINE)
     assert {"help", "check", "test", "nightly", "goldens"} <= {name for names, _ in targets for name in names.split()}

@@ -1,4 +1,4 @@
-"""R2, R8: no hidden state, no swallowed errors."""
+"""R2, R8: no global state, no swallowed errors."""
 
 import pytest
 
@@ -10,14 +10,14 @@ def test_nothing_is_global():
     report([finding for file in sources(*PROGRAM) for finding in global_findings(file)], "R2: no global statements")
 
 
-def test_no_mutable_container_is_shared_by_the_whole_process():
+def test_no_mutable_container_is_global():
     findings = [finding for file in sources(*PROGRAM) for finding in container_findings(file)]
     report(findings, "R2: no module-level or class-level mutable containers")
 
 
-def test_no_function_remembers_results_for_the_life_of_the_process():
+def test_no_function_is_cached_for_the_process():
     findings = [finding for file in sources("megatron_moe") for finding in cache_findings(file)]
-    report(findings, "R2: no process-wide caches outside specs, where all values are frozen")
+    report(findings, "R2: no process-wide caches outside config, where all values are frozen")
 
 
 def test_only_telemetry_catches_every_exception():
@@ -53,5 +53,5 @@ def test_the_checks_find_planted_state(check, text):
         (except_findings, "try:\n    f()\nexcept BaseException:\n    clean_up()\n    raise"),
     ],
 )
-def test_the_checks_let_pass_what_is_allowed(check, text):
+def test_the_checks_accept_allowed_code(check, text):
     assert check(source("megatron_moe/moe/router.py", text)) == []

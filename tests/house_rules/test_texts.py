@@ -1,4 +1,4 @@
-"""What is written: docstrings, names of errors, no skipped tests, no private paths."""
+"""Docstrings, raised errors, skipped tests, private paths."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ TEXT_FOLDERS = ("arguments", "megatron_moe", "tools", "tests", "scripts", "docs"
 TEXT_SUFFIXES = (".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ".json", ".cfg", "")
 SKIPS = ("skip", "skipif", "importorskip", "xfail", "skipTest", "skipUnless", "skipIf", "SkipTest")
 PRIVATE = re.compile(r"(?<![\w.$}*])/(?:work|tmp|home|root|Users|opt/wheels|opt/pypi)(?:/|\b)")
-"""Paths of somebody's machine. `/` followed by a word is fine inside longer paths and patterns."""
+"""Absolute paths of one machine. `/` followed by a word is allowed inside longer paths and patterns."""
 PATHS_OF_IMAGES = ("Dockerfile", ".dockerignore")
 
 
@@ -53,7 +53,7 @@ def _is_text(path: Path) -> bool:
     return path.is_file() and path.suffix in TEXT_SUFFIXES and not generated
 
 
-def test_every_file_says_what_it_is():
+def test_every_file_has_a_docstring():
     report(docstring_findings(sources(*EVERYTHING)), "every Python file has a module docstring")
 
 
@@ -83,15 +83,15 @@ def test_every_kind_of_run_error_is_raised_somewhere():
     report(sorted(kinds - raised), "every RunError subclass of config/exit_codes.py is raised")
 
 
-def test_every_test_file_holds_tests_and_every_test_is_named_as_a_claim():
+def test_every_test_file_has_tests_with_descriptive_names():
     findings = []
     for file in sources("tests"):
         if file.path.rsplit("/", 1)[-1].startswith("test_"):
             names = [node.name for node in ast.walk(file.tree) if isinstance(node, ast.FunctionDef)]
             tests = [name for name in names if name.startswith("test")]
             findings += [f"{file.path}: no tests"] * (not tests)
-            findings += [f"{file.path}: {name} claims nothing" for name in tests if name.count("_") < 2]
-    report(findings, "test names are claims")
+            findings += [f"{file.path}: {name} is not descriptive" for name in tests if name.count("_") < 2]
+    report(findings, "test names are descriptive")
 
 
 @pytest.mark.parametrize("line", ["see " + "/" + "work/main", 'open("' + "/" + 'tmp/x")', "cd " + "/" + "home/me/code"])
@@ -100,7 +100,7 @@ def test_the_check_finds_a_planted_path(line):
 
 
 @pytest.mark.parametrize("line", ["tests/work/x", "https://example.org/home", "$HOME/runs", "a/b", "and/or"])
-def test_the_check_lets_ordinary_text_pass(line):
+def test_the_check_accepts_ordinary_text(line):
     assert private_findings("a.md", line) == []
 
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for a Hopper GPU on a machine without one, in a process of their own without the interpreter."""
+"""Compiles kernels for a Hopper GPU on a machine without one, in a subprocess without the interpreter."""
 
 import json
 import os

@@ -10,7 +10,7 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention.tiles import serves
-from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, PositionSpan
 from megatron_moe.parallel.context_parallel import Chunks, split_places, take_places
 from tests.helpers.kernel_comparison import draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
@@ -51,27 +51,27 @@ def block(
         PositionSpan(chunks=c, segments_BS=None if segments_BS is None else take_places(segments_BS, c))
         for c in (query, key)
     )
-    mask = (config, *of_both, None)
+    given = AttentionBlock(q, k, v, config, *of_both)
     out, lse = draw(rows, BATCH, HEADS, value_width, seed=5).to(wide), draw(rows, BATCH, HEADS, seed=6).to(wide)
     out[:2], lse[:2] = 0.0, -torch.inf  # these have found nothing yet
-    kernels.attention_block(q, k, v, *mask, out, lse)
+    kernels.attention_block(given, out, lse)
     found = {"out": out.clone(), "weight": lse.exp(), "found anything": lse > -torch.inf}
     delta = (grad.to(wide) * out).sum(dim=-1)
     into = tuple(torch.ones_like(x, dtype=wide) for x in (q, k, v))
     seen = lse.masked_fill(lse == -torch.inf, 0.0)
-    kernels.attention_block_grad(grad, q, k, v, out.to(dtype), seen, delta, *mask, into)
+    kernels.attention_block_grad(given, AttentionResult(grad, out.to(dtype), seen, delta), into)
     return found | dict(zip(("grad q", "grad k", "grad v"), into, strict=True))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("parts", PARTS)
-def test_a_block_is_the_reference(parts: str, mask: str) -> None:
+def test_blocks_match_the_reference(parts: str, mask: str) -> None:
     check(*PARTS[parts], MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", ["causal", "both sides"])
 @pytest.mark.parametrize("parts", ["own", "uneven"])
-def test_a_block_of_documents_is_the_reference(parts: str, mask: str) -> None:
+def test_blocks_with_documents_match_the_reference(parts: str, mask: str) -> None:
     check(*PARTS[parts], MASKS[mask], documents=True)
 
 
@@ -81,7 +81,7 @@ def check(query: Chunks, key: Chunks, config: CoreAttentionConfig, *, documents:
     FP32_REF.check_all(ours, exact)
 
 
-def test_a_block_in_bf16_keeps_what_it_adds_to_in_fp32() -> None:
+def test_bf16_blocks_accumulate_in_fp32() -> None:
     case = (*PARTS["an earlier rank's"], MASKS["causal"])
     ours = block(triton_kernels, *case, torch.bfloat16, 16, 16, False)
     exact = block(reference.bundle(), *case, torch.float64, 16, 16, False)
@@ -89,21 +89,21 @@ def test_a_block_in_bf16_keeps_what_it_adds_to_in_fp32() -> None:
     BF16_KERNEL.check_all(ours, exact)
 
 
-def test_what_sees_nothing_stays_as_it_was() -> None:
+def test_fully_masked_block_leaves_output_and_lse_unchanged() -> None:
     config, query, key = MASKS["causal"], PositionSpan(chunks=(range(4),)), PositionSpan(chunks=(range(8, 12),))
     q = k = v = draw(4, BATCH, HEADS, 8).float()
     out, lse = draw(4, BATCH, HEADS, 8, seed=1).float(), draw(4, BATCH, HEADS, seed=2).float()
     before = out.clone(), lse.clone()
-    triton_kernels.attention_block(q, k, v, config, query, key, None, out, lse)
+    triton_kernels.attention_block(AttentionBlock(q, k, v, config, query, key), out, lse)
     EXACT.check(out, before[0])
     EXACT.check(lse, before[1])
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 64), (64, 128)])
-def test_what_32_bits_do_not_count_is_not_ours(width: int, value_width: int) -> None:
+def test_tensors_beyond_32_bit_offsets_are_not_served(width: int, value_width: int) -> None:
     """Queries, and outputs with their gradients, which may be wider."""
     q, k, v = (
         torch.empty(2**16, 2, *shape, device="meta", dtype=torch.bfloat16)
         for shape in ((128, width), (1, width), (1, value_width))
     )
-    assert serves(q, k, v, MASKS["causal"], None) == (max(width, value_width) < 128)
+    assert serves(q, k, v) == (max(width, value_width) < 128)

@@ -12,7 +12,7 @@ from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.backends.triton.attention import blocks
-from megatron_moe.kernels.ops import PositionSpan
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, AttentionResult, PositionSpan
 from megatron_moe.parallel.context_parallel import split_places
 from tests.helpers.kernel_comparison import compare, draw, with_gradients
 from tests.helpers.ring_on_one_rank import blocks_of_a_ring
@@ -72,57 +72,57 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sinks", ["learned", "of zero"])
-def test_attention_with_sinks_is_the_reference(backend: Any, sinks: str, causal: bool, dtype: torch.dtype) -> None:
+def test_attention_with_sinks_matches_the_reference(backend: Any, sinks: str, causal: bool, dtype: torch.dtype) -> None:
     config = CoreAttentionConfig(softmax_scale=0.3, causal=causal, off_by_one=sinks == "of zero")
     inputs = [draw(30, 2, 4, 24), draw(30, 2, 2, 24, seed=1), draw(30, 2, 2, 12, seed=2)]
     inputs += [draw(4, seed=3)] if sinks == "learned" else []
 
     def op(kernels: Any) -> Any:
-        return lambda q, k, v, *given: kernels.attention(q, k, v, config, *(given or (None,)), None, None)
+        return lambda q, k, v, *given: kernels.attention(AttentionInputs(q, k, v, config, *given))
 
     compare(backend, op, inputs, dtype)
 
 
 @BACKENDS
 @pytest.mark.parametrize("documents", [False, True], ids=["window", "documents"])
-def test_sinks_are_not_given_to_it_with_a_window_or_documents(
+def test_sinks_with_windows_or_documents_do_not_use_cudnn(
     backend: Any, documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cudnn, "_attend", None)
     inputs = [draw(20, 2, 2, 8, seed=seed) for seed in range(3)] + [draw(2, seed=3)]
     segments = (torch.arange(20) * 3 // 20).expand(2, 20) if documents else None
     config = CoreAttentionConfig(softmax_scale=0.3, window=None if documents else (5, 0))
-    with_gradients(lambda *x: backend.attention(*x[:3], config, x[3], segments, None), inputs, torch.float32)
+    with_gradients(lambda *x: backend.attention(AttentionInputs(*x[:3], config, x[3], segments)), inputs, torch.float32)
 
 
 @BACKENDS
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, FP32_REF), (torch.bfloat16, BF16_BLOCKS)])
-def test_blocks_of_a_ring_add_up_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
+def test_blocks_of_a_ring_sum_to_whole_attention(backend: Any, dtype: torch.dtype, bar: Any) -> None:
     config, shapes = CoreAttentionConfig(softmax_scale=0.3), [(4, 12), (4, 24), (2, 24), (2, 12)]
     grad, *inputs = (draw(48, 2, *shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes))
     actual = blocks_of_a_ring(backend, (grad, *inputs), config, split_places("zigzag", 48, 3))
     leaves = [x.double().requires_grad_() for x in inputs]
-    out = reference.attention(*leaves, config, None, None, None)
+    out = reference.attention(AttentionInputs(*leaves, config))
     exact = (out, *torch.autograd.grad(out, leaves, grad.double()))
     bar.check_all(actual, dict(zip(actual, exact, strict=True)))
 
 
 @BACKENDS
 @pytest.mark.parametrize("what", ["documents", "dropout"])
-def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_and_dropout_do_not_use_cudnn(backend: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "_attend", None)
     monkeypatch.setattr(cudnn, "_differentiate", None)
     segments = torch.tensor([[0] * 5 + [1] * 3] * 2) if what == "documents" else None
     config = CoreAttentionConfig(softmax_scale=0.3, dropout=0.5 if what == "dropout" else 0.0)
     span = PositionSpan(chunks=(range(8),), segments_BS=segments)
-    mask = config, span, span, ("a key",)
     grad, q, k, v = (draw(8, 2, 2, 4, seed=seed).float() for seed in range(4))
+    block = AttentionBlock(q, k, v, config, span, span, ("a key",))
 
     def found_by(kernels: Any) -> list[Tensor]:
         out, lse = torch.zeros(8, 2, 2, 4), torch.full((8, 2, 2), -torch.inf)
-        kernels.attention_block(q, k, v, *mask, out, lse)
+        kernels.attention_block(block, out, lse)
         into = tuple(torch.zeros_like(x) for x in (q, k, v))
-        kernels.attention_block_grad(grad, q, k, v, out, lse, (grad * out).sum(-1), *mask, into)
+        kernels.attention_block_grad(block, AttentionResult(grad, out, lse, (grad * out).sum(-1)), into)
         return [out, lse, *into]
 
     for ours, expected in zip(found_by(backend), found_by(reference), strict=True):
@@ -130,7 +130,7 @@ def test_documents_and_dropout_are_not_given_to_it(backend: Any, what: str, monk
 
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
-def test_blocks_too_large_for_our_offsets_are_its_own_or_plain_torchs(
+def test_blocks_beyond_32_bit_offsets_use_cudnn_or_the_reference(
     window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2^31 numbers; plain torch, which has all logits in memory, is the last resort."""
@@ -141,14 +141,15 @@ def test_blocks_too_large_for_our_offsets_are_its_own_or_plain_torchs(
     monkeypatch.setattr(reference, "attention_block_grad", lambda *known: by_torch.append("gradients"))
     far = torch.empty(2**17, 1, 64, 256, device="meta", dtype=torch.bfloat16)
     span = PositionSpan(chunks=(range(2**17),))
-    mask = CoreAttentionConfig(softmax_scale=0.3, causal=False, window=window), span, span, None
+    config = CoreAttentionConfig(softmax_scale=0.3, causal=False, window=window)
+    block = AttentionBlock(far, far, far, config, span, span)
     lse = far[..., 0].float()
-    triton_kernels.attention_block(far, far, far, *mask, far.float(), lse)
-    triton_kernels.attention_block_grad(far, far, far, far, far, lse, lse, *mask, (far, far, far))
+    triton_kernels.attention_block(block, far.float(), lse)
+    triton_kernels.attention_block_grad(block, AttentionResult(far, far, lse, lse), (far, far, far))
     assert (by_cudnn, by_torch)[window is not None] == ["out", "gradients"]
 
 
-def test_what_is_on_no_gpu_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x = draw(64, 2, 2, 64).bfloat16()
     assert not cudnn.serves(x, x, x, causal=True)

@@ -31,7 +31,7 @@ def table(rows: list[list[float]]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_plain_activation_is_its_formula(kind: str) -> None:
+def test_ungated_activations_follow_their_formulas(kind: str) -> None:
     x = draw(3, 4)
     expected = table([[FORMULAS[kind](float(v)) for v in row] for row in x])
     FP64_REF.check(KERNELS.activation(x, None, ActivationConfig(kind=kind)), expected)
@@ -64,7 +64,7 @@ def test_activation_has_the_gradients_of_finite_differences(kind: str, gated: bo
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_rows_without_probability_give_and_get_zero_even_if_nan(gated: bool) -> None:
+def test_rows_without_probability_have_zero_results_and_gradients(gated: bool) -> None:
     x, probs = draw(4, 6), torch.tensor([0.5, 0.0, 2.0, 0.0], dtype=torch.float64)
     x[1], x[3] = torch.nan, torch.inf
     x.requires_grad_(), probs.requires_grad_()
@@ -76,7 +76,7 @@ def test_rows_without_probability_give_and_get_zero_even_if_nan(gated: bool) -> 
     assert out[[0, 2]].isfinite().all() and grad_x[[0, 2]].abs().min() > 0
 
 
-def test_cross_entropy_is_minus_log_of_the_labels_share_over_all_columns() -> None:
+def test_cross_entropy_is_the_negative_log_likelihood_of_the_label() -> None:
     logits, labels = draw(3, 7), torch.tensor([0, 6, 3])
     expected = [
         -math.log(math.exp(float(row[label])) / sum(math.exp(float(x)) for x in row))
@@ -86,7 +86,7 @@ def test_cross_entropy_is_minus_log_of_the_labels_share_over_all_columns() -> No
     assert torch.autograd.gradcheck(lambda x: KERNELS.cross_entropy(x, labels), (logits.requires_grad_(),))
 
 
-def test_cross_entropy_of_large_and_of_bf16_logits_is_finite_and_wide() -> None:
+def test_cross_entropy_of_large_and_bf16_logits_is_finite_in_fp32() -> None:
     logits = torch.tensor([[3000.0, 0.0], [0.0, 3000.0]], dtype=torch.bfloat16)
     out = KERNELS.cross_entropy(logits, torch.tensor([0, 0]))
     assert out.dtype is torch.float32

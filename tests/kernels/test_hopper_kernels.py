@@ -45,8 +45,8 @@ def test_kernels_compile_and_fit_into_a_multiprocessor(kernels: list[dict[str, A
     assert len(adding) == 2, "sums are added by TMA, and only where they shall be added"
 
 
-def test_programs_remember_how_many_tiles_came_before(kernels: list[dict[str, Any]]) -> None:
-    """Triton 3.6 forgets a loop's variable that only bounds of an inner loop depend on; then every expert's tiles go
+def test_programs_count_the_tiles_of_earlier_experts(kernels: list[dict[str, Any]]) -> None:
+    """Triton 3.6 drops a loop variable that only the bounds of an inner loop depend on; then every expert's tiles go
     to the same few programs."""
     products = [code["ttgir"] for code in kernels if "_grouped_product" in code["ttgir"]]
     assert len(products) == 4
@@ -58,7 +58,7 @@ def test_programs_remember_how_many_tiles_came_before(kernels: list[dict[str, An
 @pytest.mark.parametrize(
     ("start", "end", "row"), [(0, 7, 0), (3, 7, 6), (3, 7, 7), (5, 5, 5), (0, 64, 63), (10, 64, 80)]
 )
-def test_rows_behind_the_end_of_a_slice_are_out_of_bounds(start: int, end: int, row: int) -> None:
+def test_rows_after_the_end_of_a_slice_are_out_of_bounds(start: int, end: int, row: int) -> None:
     matrix = torch.zeros(100, 72, dtype=torch.bfloat16)[:, :64]
     descriptor = rows_by_slice(matrix, [8, 64])
     index = (2**30, end, 2**30 - end + row, 3)
@@ -68,7 +68,7 @@ def test_rows_behind_the_end_of_a_slice_are_out_of_bounds(start: int, end: int, 
     assert inside == (row < end)
 
 
-def test_sizes_that_tma_cannot_read_are_refused_and_other_places_copied() -> None:
+def test_unaligned_widths_are_rejected_and_unaligned_addresses_copied() -> None:
     with pytest.raises(EnvironmentProblem, match=r"rows of \(4, 12\): rows of 24 bytes, .* multiples of 8"):
         aligned(torch.zeros(4, 12, dtype=torch.bfloat16), "rows")
     fits = torch.zeros(4, 16, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_sizes_that_tma_cannot_read_are_refused_and_other_places_copied() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_machine_without_such_a_gpu_is_not_served(dtype: torch.dtype) -> None:
+def test_other_devices_are_not_supported(dtype: torch.dtype) -> None:
     for op in hopper_kernels.PROVIDES:
         assert hopper_kernels.judge(op, torch.device("cpu"), dtype).fit is Priority.NO
 
@@ -88,9 +88,7 @@ def test_a_machine_without_such_a_gpu_is_not_served(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("version", "fit"), [("3.6.0", Priority.TAILORED), ("3.6.1+git", Priority.TAILORED), ("3.9.0", Priority.NO)]
 )
-def test_the_gluon_of_another_triton_is_not_served(
-    version: str, fit: Priority, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_triton_versions_are_not_supported(version: str, fit: Priority, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels would not compile, in the middle of the first step."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -9,12 +9,21 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.triton import backend as triton
 from megatron_moe.kernels.low_precision_state import PackedState, dither, pack, round_weights, unpack
+from megatron_moe.kernels.ops import AdamWState
 from tests.helpers.kernel_comparison import adamw_step
 from tests.helpers.tolerances import EXACT
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 CPU = torch.device("cpu")
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
+ALL_BACKENDS = pytest.mark.parametrize(
+    "ops", [reference, torch_native, triton], ids=["reference", "torch_native", "triton"]
+)
 HALF_UNIT = {"fp16": 2.0**-11, "fp8": 2.0**-4}
 """Largest relative error of a number that is rounded to the nearest, near the largest one of its block."""
 
@@ -37,7 +46,7 @@ def ties(size: int) -> Tensor:
     return torch.where(torch.arange(size) % 2 == 0, wide, -wide)
 
 
-def test_weight_and_remainder_are_the_fp32_number_bit_for_bit() -> None:
+def test_weight_and_remainder_restore_fp32_bitwise() -> None:
     specials = torch.tensor([0.0, -0.0, 1.0, 3.4028234e38, -3.4028234e38, 1e-45, torch.inf, -torch.inf])
     any_bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(1))
     any_bits = any_bits.to(torch.int32).view(torch.float32)
@@ -62,7 +71,7 @@ def test_weights_are_rounded_to_the_nearest_and_ties_away_from_zero() -> None:
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("size", [1, 127, 128, 1000])
-def test_what_was_packed_once_is_packed_again_without_loss(name: str, root: bool, size: int) -> None:
+def test_repacking_is_lossless(name: str, root: bool, size: int) -> None:
     numbers = draw(size).abs() if root else draw(size)
     once = unpack(pack(numbers, empty(name, size, root=root)))
     again = unpack(pack(once, empty(name, size, root=root)))
@@ -70,7 +79,7 @@ def test_what_was_packed_once_is_packed_again_without_loss(name: str, root: bool
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
-def test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block(name: str) -> None:
+def test_rounding_error_is_at_most_half_a_unit(name: str) -> None:
     numbers = draw(100_000)
     error = (unpack(pack(numbers, empty(name, len(numbers)))) - numbers).abs()
     largest = torch.nn.functional.pad(numbers.abs(), (0, -len(numbers) % 128)).view(-1, 128).amax(1)
@@ -81,14 +90,14 @@ def test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block(n
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
-def test_a_second_moment_above_zero_stays_above_zero(name: str) -> None:
+def test_positive_second_moments_stay_positive(name: str) -> None:
     numbers = torch.tensor([1.0, 1e-30, 1e-12, 0.0])
     kept = unpack(pack(numbers, empty(name, 4, root=True)))
     assert (kept > 0).tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
-def test_packing_brings_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_copies_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the host would wait for the copy."""
     state = PackedState.zeros(300, name, torch.float32, torch.device("cpu"), root=True)
     monkeypatch.setattr(torch, "tensor", None)
@@ -96,7 +105,7 @@ def test_packing_brings_nothing_from_the_host(name: str, monkeypatch: pytest.Mon
     assert packed.data.dtype is state.data.dtype and torch.equal(unpack(packed), torch.ones(300))
 
 
-def test_random_rounding_to_fp8_keeps_the_mean() -> None:
+def test_stochastic_rounding_to_fp8_keeps_the_mean() -> None:
     number, size = 1.1, 100_000
     numbers = torch.full((size,), number)
     noise = dither(size, torch.tensor(3), 0, 0, CPU)
@@ -128,10 +137,9 @@ class State:
             grad[::7] = bad
         ends = [0, split, self.SIZE] if split else [0, self.SIZE]
         for start, end in zip(ends, ends[1:], strict=False):
-            ops.adamw_packed_(
-                self.master.part(start, end), grad[start:end].clone(), self.first.part(start, end),
-                self.second.part(start, end), adamw_step(number, proceed=proceed), self.weights[start:end], 5 + start
-            )  # fmt: skip
+            state = AdamWState(*(each.part(start, end) for each in (self.master, self.first, self.second)))
+            move = adamw_step(number, proceed=proceed)
+            ops.adamw_packed_(state, grad[start:end].clone(), move, self.weights[start:end], 5 + start)
 
     def parts(self) -> dict[str, Tensor]:
         states = {"master": self.master, "first": self.first, "second": self.second}
@@ -142,8 +150,8 @@ class State:
         return {name: part.clone() for name, part in self.parts().items()}
 
 
-@BACKENDS
-def test_fifty_steps_on_remainders_are_those_on_fp32_masters_bit_for_bit(ops) -> None:
+@ALL_BACKENDS
+def test_steps_on_remainders_and_fp32_masters_are_bitwise_equal(ops) -> None:
     packed, plain = State("remainder", "plain", "plain"), State("plain", "plain", "plain")
     tied = ties(State.SIZE)
     for number in range(1, 51):
@@ -158,11 +166,11 @@ def test_fifty_steps_on_remainders_are_those_on_fp32_masters_bit_for_bit(ops) ->
         EXACT.check(packed.weights, plain.weights, f"weights after {number} steps")
 
 
-@BACKENDS
+@ALL_BACKENDS
 @pytest.mark.parametrize(
     "formats", [("plain", "plain", "plain"), ("remainder", "fp8", "fp16"), ("fp16", "fp16", "fp8")]
 )
-def test_plain_state_is_that_of_plain_adamw_and_a_refused_step_keeps_every_bit(ops, formats) -> None:
+def test_plain_formats_match_adamw_and_skipped_steps_change_nothing(ops, formats) -> None:
     state = State(*formats)
     state.step(ops, 1)
     before = state.bits()
@@ -179,8 +187,8 @@ def test_plain_state_is_that_of_plain_adamw_and_a_refused_step_keeps_every_bit(o
         EXACT.check(mine[3], fresh.weights, "weights")
 
 
-@BACKENDS
-def test_a_step_in_parts_is_the_step_of_the_whole(ops) -> None:
+@ALL_BACKENDS
+def test_steps_on_slices_equal_the_whole_step(ops) -> None:
     for formats in product(("plain", "remainder", "fp16"), ("plain", "fp8"), ("plain", "fp8", "fp16")):
         whole, parts = State(*formats), State(*formats)
         for number in range(1, 4):
@@ -200,7 +208,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole(ops) -> None:
         (("remainder", "fp8", "fp8"), torch.float32, 0.2),
     ],
 )
-def test_narrow_moments_go_about_where_wide_ones_go(ops, formats, dtype, bound: float) -> None:
+def test_low_precision_training_stays_close_to_fp32(ops, formats, dtype, bound: float) -> None:
     narrow, wide = State(*formats, dtype=dtype), State("plain", "plain", "plain")
     start = wide.master.data.clone()
     for number in range(1, 101):
@@ -211,20 +219,19 @@ def test_narrow_moments_go_about_where_wide_ones_go(ops, formats, dtype, bound: 
     assert bound / 20 < off < bound, f"{off} of the way"
 
 
-def test_a_moment_in_fp8_follows_a_change_that_is_smaller_than_its_steps() -> None:
+def test_fp8_moments_follow_changes_below_their_resolution() -> None:
     """beta2 = 0.999 moves an average by a thousandth a step, and fp8 has steps of a tenth."""
     state = State("plain", "plain", "fp8")
     state.weights.zero_()
     ones = torch.ones(State.SIZE)
     for number in range(1, 1001):
-        reference.adamw_packed_(
-            state.master, ones, state.first, state.second, adamw_step(number, scale=1.0, beta2=0.999), state.weights
-        )  # fmt: skip
+        packed = AdamWState(state.master, state.first, state.second)
+        reference.adamw_packed_(packed, ones, adamw_step(number, scale=1.0, beta2=0.999), state.weights)
     mean = float(unpack(state.second).sqrt().mean())
     assert abs(mean - (1 - 0.999**1000) ** 0.5) < 0.05, mean
 
 
-def test_bytes_of_a_state_are_those_of_its_format() -> None:
+def test_state_bytes_by_format() -> None:
     sizes = {name: empty(name, 1280).num_bytes for name in ("plain", "fp16", "fp8", "remainder")}
     assert sizes == {"plain": 5120, "fp16": 2560 + 10, "fp8": 1280 + 10, "remainder": 2560}
     assert replace(empty("fp8", 1280), root=True).part(128, 1280).num_bytes == 1152 + 9

@@ -40,7 +40,7 @@ def seen_by(found: list[MaskBlock], num_rows: int, num_keys: int) -> Tensor:
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (2, 4), (-1, 3), (4, -1)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_visible_pair_of_places_is_in_one_rectangle(
+def test_every_visible_pair_is_in_exactly_one_rectangle(
     split: str, causal: bool, window: tuple[int, int] | None
 ) -> None:
     config = CoreAttentionConfig(softmax_scale=1.0, causal=causal, window=window)
@@ -50,14 +50,14 @@ def test_every_visible_pair_of_places_is_in_one_rectangle(
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_causal_mask_alone_needs_squares_and_full_rectangles(split: str) -> None:
+def test_causal_masks_give_causal_squares_and_unmasked_rectangles(split: str) -> None:
     config = CoreAttentionConfig(softmax_scale=1.0)
     for query, key in product(SPLITS[split], repeat=2):
         assert all(pair.sees_all or pair.causal_square for pair in mask_blocks(query, key, config)), (query, key)
 
 
-def test_a_step_of_a_causal_ring_is_one_rectangle() -> None:
-    """Of the own part a square; of an earlier rank's its first chunk; of a later rank's both, seen by the last rows."""
+def test_causal_ring_steps_are_single_rectangles() -> None:
+    """The own part is a square; an earlier rank's first chunk is visible; a later rank's to the last rows."""
     config = CoreAttentionConfig(softmax_scale=1.0)
     first, second, third = split_places("zigzag", SEQ, 3)
     all_8, low_4, high_4 = slice(0, 8), slice(0, 4), slice(4, 8)
@@ -66,12 +66,12 @@ def test_a_step_of_a_causal_ring_is_one_rectangle() -> None:
     assert mask_blocks(second, third, config) == [MaskBlock(high_4, all_8)]
 
 
-def test_an_earlier_stretch_of_keys_is_cut_where_the_diagonal_begins() -> None:
+def test_earlier_keys_are_split_where_the_diagonal_begins() -> None:
     chunk, everything_before = (range(8, 12),), (range(0, 12),)
     found = mask_blocks(chunk, everything_before, CoreAttentionConfig(softmax_scale=1.0))
     assert found == [MaskBlock(slice(0, 4), slice(0, 8)), MaskBlock(slice(0, 4), slice(8, 12), right=0)]
 
 
-def test_chunks_that_do_not_stand_in_the_order_of_their_places_are_no_causal_square() -> None:
+def test_unordered_chunks_are_not_one_causal_square() -> None:
     swapped = (range(4, 8), range(0, 4))
     assert len(mask_blocks(swapped, swapped, CoreAttentionConfig(softmax_scale=1.0))) == 3

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import AttentionInputs
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 KERNELS = reference.bundle()
@@ -60,7 +61,7 @@ def cos_and_sin(angles_SD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_turns_each_pair_as_a_complex_number_and_leaves_the_rest(interleaved: bool) -> None:
+def test_rope_rotates_pairs_as_complex_numbers_and_keeps_other_dims(interleaved: bool) -> None:
     x, angles = draw(3, 2, 2, 6), draw(3, 2, seed=1)
     actual = KERNELS.rope(x, *cos_and_sin(angles), interleaved)
     for i in range(2):
@@ -71,7 +72,7 @@ def test_rope_turns_each_pair_as_a_complex_number_and_leaves_the_rest(interleave
     EXACT.check(actual[..., 4:], x[..., 4:], "dims past the rotated ones")
 
 
-def test_rope_may_turn_every_sequence_by_its_own_angles() -> None:
+def test_rope_with_angles_per_sequence() -> None:
     x, angles = draw(3, 2, 1, 4), draw(3, 2, 2, seed=1)
     twice = torch.cat([angles, angles], dim=-1)
     both = KERNELS.rope(x, twice.cos(), twice.sin(), False)
@@ -119,7 +120,7 @@ def test_attention_is_softmax_over_the_visible_keys(causal, window, extra, segme
     config = CoreAttentionConfig(softmax_scale=0.7, causal=causal, window=window, off_by_one=extra == "off_by_one")
     sinks = draw(4, seed=3) if extra == "sinks" else None
     q, k, v = draw(5, 2, 4, 3), draw(5, 2, 2, 3, seed=1), draw(5, 2, 2, 2, seed=2)
-    actual = KERNELS.attention(q, k, v, config, sinks, segments, None)
+    actual = KERNELS.attention(AttentionInputs(q, k, v, config, sinks, segments))
     FP64_REF.check(actual, attend_by_hand(q, k, v, config, sinks, segments))
 
 
@@ -128,15 +129,19 @@ def test_attention_has_the_gradients_of_finite_differences() -> None:
     inputs = [
         t.requires_grad_() for t in (draw(4, 1, 2, 3), draw(4, 1, 1, 3, seed=1), draw(4, 1, 1, 2, seed=2), draw(2))
     ]
-    assert torch.autograd.gradcheck(lambda q, k, v, s: KERNELS.attention(q, k, v, config, s, None, None), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v, s: KERNELS.attention(AttentionInputs(q, k, v, config, s)), inputs)
 
 
 def test_attention_dropout_depends_on_its_key_alone_and_keeps_the_mean() -> None:
     config = CoreAttentionConfig(softmax_scale=0.0, causal=False, dropout=0.4)
     q = torch.zeros(200, 2, 2, 1, dtype=torch.float64)
     ones = torch.ones(200, 2, 2, 1, dtype=torch.float64)
-    first = KERNELS.attention(q, q, ones, config, None, None, (1, "layer 0"))
-    EXACT.check(KERNELS.attention(q, q, ones, config, None, None, (1, "layer 0")), first, "same key")
-    assert (KERNELS.attention(q, q, ones, config, None, None, (1, "layer 1")) != first).any(), "another key"
+
+    def attend(*key: int | str) -> Tensor:
+        return KERNELS.attention(AttentionInputs(q, q, ones, config, dropout_key=key or None))
+
+    first = attend(1, "layer 0")
+    EXACT.check(attend(1, "layer 0"), first, "same key")
+    assert (attend(1, "layer 1") != first).any(), "another key"
     assert float(first.mean()) == pytest.approx(1.0, abs=0.01)
-    EXACT.check(KERNELS.attention(q, q, ones, config, None, None, None).round(decimals=12), ones, "evaluation")
+    EXACT.check(attend().round(decimals=12), ones, "evaluation")

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
+from megatron_moe.kernels.backends.triton import backend as triton
 from tests.helpers.kernel_comparison import OVERFLOWS, adamw_step, check_nonfinite_flag
 from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # numpy, of the interpreter
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 BACKENDS = pytest.mark.parametrize("ops", [reference, torch_native], ids=["reference", "torch_native"])
+ADAMW = pytest.mark.parametrize("ops", [reference, torch_native, triton], ids=["reference", "torch_native", "triton"])
 NUMBERS = dict(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
 
 
@@ -30,7 +36,7 @@ def step(ops, state: list[Tensor], grad: Tensor, number: int, *, scale: float = 
     )
 
 
-def test_adamw_is_the_formula_of_the_paper() -> None:
+def test_adamw_follows_the_formula_of_the_paper() -> None:
     weight, first, second = 0.5, 0.0, 0.0
     state = [torch.tensor([value], dtype=torch.float64) for value in (weight, first, second)]
     for number, grad in enumerate((0.3, -0.2, 1.5), start=1):
@@ -43,9 +49,9 @@ def test_adamw_is_the_formula_of_the_paper() -> None:
         FP64_REF.check(torch.cat(state), [weight, first, second], f"after step {number}")
 
 
-@BACKENDS
+@ADAMW
 @pytest.mark.parametrize("size", [1, 1003])
-def test_adamw_is_that_of_torch(ops, size: int) -> None:
+def test_adamw_matches_torch(ops, size: int) -> None:
     parameter = torch.nn.Parameter(draw(size, 0, torch.float32))
     names = dict(betas=(0.8, 0.9), lr=0.1, eps=1e-3, weight_decay=0.2)
     theirs = torch.optim.AdamW([parameter], foreach=False, fused=False, **names)
@@ -60,9 +66,9 @@ def test_adamw_is_that_of_torch(ops, size: int) -> None:
     FP32_REF.check(ours[2], theirs.state[parameter]["exp_avg_sq"], "second moment")
 
 
-@BACKENDS
+@ADAMW
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nothing_changes_without_proceed_even_if_the_gradient_is_not_finite(ops, bad: float) -> None:
+def test_skipped_steps_ignore_nonfinite_gradients(ops, bad: float) -> None:
     state = [draw(7, seed, torch.float32).abs() for seed in range(3)]
     before = [tensor.clone() for tensor in state]
     grad = draw(7, 3, torch.float32)
@@ -72,14 +78,14 @@ def test_nothing_changes_without_proceed_even_if_the_gradient_is_not_finite(ops,
         EXACT.check(tensor, old)
 
 
-@BACKENDS
+@ADAMW
 @pytest.mark.parametrize("what", OVERFLOWS)
-def test_the_step_flags_numbers_that_are_not_finite(ops, what: str) -> None:
+def test_nonfinite_values_set_the_flag(ops, what: str) -> None:
     check_nonfinite_flag(ops, what)
 
 
 @BACKENDS
-def test_the_step_flags_moments_beyond_the_range_of_their_type(ops) -> None:
+def test_moments_beyond_the_range_of_their_dtype_set_the_flag(ops) -> None:
     exp_avg, exp_avg_sq = torch.zeros(5), torch.full((5,), 3.3895e38).bfloat16()
     move = adamw_step(3, scale=1.0, beta2=0.1)
     ops.adamw_(torch.ones(5), torch.full((5,), 1.8444e19), exp_avg, exp_avg_sq, move)
@@ -87,7 +93,7 @@ def test_the_step_flags_moments_beyond_the_range_of_their_type(ops) -> None:
 
 
 @BACKENDS
-def test_narrow_moments_and_gradients_are_widened_for_the_arithmetic(ops) -> None:
+def test_bf16_moments_and_gradients_are_updated_in_fp32(ops) -> None:
     narrow, wide = torch.bfloat16, torch.float32
     state = [draw(50, 0, wide), draw(50, 1).to(narrow), draw(50, 2).abs().to(narrow)]
     expected = [tensor.double() for tensor in state]
@@ -100,7 +106,7 @@ def test_narrow_moments_and_gradients_are_widened_for_the_arithmetic(ops) -> Non
 
 
 @BACKENDS
-def test_an_empty_buffer_is_no_trouble(ops) -> None:
+def test_empty_buffers(ops) -> None:
     step(ops, [torch.zeros(0), torch.zeros(0), torch.zeros(0)], torch.zeros(0), 1)
     EXACT.check(ops.sum_of_squares(torch.zeros(0)), 0.0)
 
@@ -108,7 +114,7 @@ def test_an_empty_buffer_is_no_trouble(ops) -> None:
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 1023, 1024, 5000])
-def test_sum_of_squares_is_wide_and_right(ops, size: int, dtype: torch.dtype) -> None:
+def test_sum_of_squares_is_computed_in_fp32(ops, size: int, dtype: torch.dtype) -> None:
     flat = draw(size, 0, dtype)
     out = ops.sum_of_squares(flat)
     assert out.dtype is torch.float32 and out.shape == ()
@@ -116,6 +122,6 @@ def test_sum_of_squares_is_wide_and_right(ops, size: int, dtype: torch.dtype) ->
 
 
 @BACKENDS
-def test_sum_of_squares_of_a_long_buffer_keeps_its_digits(ops) -> None:
+def test_sum_of_squares_of_long_buffers_is_accurate(ops) -> None:
     flat = torch.full((4_000_003,), 0.1, dtype=torch.float32)
     FP32_REF.check(ops.sum_of_squares(flat), 4_000_003 * float(flat[0].double()) ** 2)

@@ -30,7 +30,7 @@ def count(number: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_pages_come_back_in_any_order_and_nothing_is_overwritten(name: str) -> None:
+def test_pages_are_freed_in_any_order_without_overwriting_others(name: str) -> None:
     kernels, pages, order = BACKENDS[name], make(17), random.Random(1)
     waiting: list[tuple[Tensor, int, int]] = []
     for number in range(40):
@@ -48,7 +48,7 @@ def test_pages_come_back_in_any_order_and_nothing_is_overwritten(name: str) -> N
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_rows_without_a_page_come_back_as_no_number_and_the_others_as_they_were(name: str) -> None:
+def test_rows_without_a_page_are_restored_as_nan(name: str) -> None:
     kernels, pages = BACKENDS[name], make(5)
     first = kernels.pack_rows(rows(0), count(13), pages)
     assert first.tolist() == [0, 1, 2, 3, NONE, NONE] and not pages.overflowed
@@ -64,8 +64,8 @@ def test_rows_without_a_page_come_back_as_no_number_and_the_others_as_they_were(
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_no_rows_at_all_need_no_page(name: str) -> None:
-    """What a rank sees whose experts nobody chose."""
+def test_zero_rows_allocate_no_page(name: str) -> None:
+    """The case of a rank whose experts receive no token."""
     kernels, pages = BACKENDS[name], make(5)
     table = kernels.pack_rows(rows(0)[:0], count(0), pages)
     assert kernels.unpack_rows(table, 0, pages).shape == (0, WIDTH)
@@ -73,7 +73,7 @@ def test_no_rows_at_all_need_no_page(name: str) -> None:
     assert pages.ends.tolist() == make(5).ends.tolist() and not pages.overflowed
 
 
-def test_triton_is_the_reference_table_by_table() -> None:
+def test_triton_page_tables_match_the_reference() -> None:
     mine, theirs = make(9), make(9)
     tables: list[tuple[Tensor, Tensor]] = []
     for number, used in enumerate((5, 0, 22, 16, 1, 9)):

@@ -59,7 +59,7 @@ def test_linear_has_the_gradients_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
-def test_linear_takes_no_rows_and_one_row(num_rows: int) -> None:
+def test_linear_of_zero_and_one_rows(num_rows: int) -> None:
     x, weight = draw(num_rows, 5).requires_grad_(), draw(4, 5).requires_grad_()
     out = autograd.linear(KERNELS, x, weight)
     out.backward(torch.ones_like(out))
@@ -129,7 +129,7 @@ def parameter(*shape: int, seed: int) -> Parameter:
     return made
 
 
-def test_a_sink_gets_the_weight_gradient_instead_of_autograd_and_may_compute_it_later() -> None:
+def test_sinks_receive_weight_gradients_and_may_defer_them() -> None:
     weight, stack = parameter(4, 5, seed=1), parameter(3, 2, 4, seed=2)
     x, offsets = draw(6, 5).requires_grad_(), ends([2, 2, 6])
 

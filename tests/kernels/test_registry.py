@@ -1,4 +1,4 @@
-"""From wishes to a bundle: what is chosen, what is refused and in which words, and that no op is ever missing."""
+"""Selection of kernel backends: priorities, requests and rejections."""
 
 import subprocess
 import sys
@@ -14,7 +14,6 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels import registry as choosing
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
 from megatron_moe.kernels.registry import discover, select_kernels
-from megatron_moe.kernels.sequential_grouped_gemm import sequential
 
 CPU = torch.device("cpu")
 
@@ -32,7 +31,7 @@ def refusal(config: KernelConfig, dtype: torch.dtype = torch.float32) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_auto_gives_every_op_exactly_one_backend_and_a_reason(device: str, dtype: torch.dtype) -> None:
+def test_auto_selects_one_backend_per_op_with_a_reason(device: str, dtype: torch.dtype) -> None:
     bundle = select_kernels(KernelConfig(), torch.device(device), dtype)
     assert [choice.op for choice in bundle.choices] == list(OPS)
     assert all(callable(getattr(bundle, op)) and choice.reason for op, choice in zip(OPS, bundle.choices, strict=True))
@@ -40,7 +39,7 @@ def test_auto_gives_every_op_exactly_one_backend_and_a_reason(device: str, dtype
     assert len(lines) == len(OPS) and all(op in line for op, line in zip(OPS, lines, strict=True))
 
 
-def test_a_bundle_without_an_op_or_with_an_unknown_one_cannot_be_made() -> None:
+def test_kernel_sets_reject_missing_and_unknown_ops() -> None:
     functions = {op: getattr(reference, op) for op in OPS}
     for op in OPS:
         with pytest.raises(AssertionError, match=f"missing ops \\['{op}'\\]"):
@@ -49,14 +48,7 @@ def test_a_bundle_without_an_op_or_with_an_unknown_one_cannot_be_made() -> None:
         KernelSet.of({**functions, "sort": sorted}, ())
 
 
-@pytest.mark.parametrize(
-    "bundle", [reference.bundle(), sequential(reference.bundle()), select_kernels(KernelConfig(), CPU, torch.float32)]
-)
-def test_no_op_of_a_bundle_is_left_to_the_protocol(bundle: KernelSet) -> None:
-    assert set(OPS) <= set(vars(bundle)), set(OPS) - set(vars(bundle))
-
-
-def test_every_backend_has_the_ops_that_it_promises_and_judges_them() -> None:
+def test_backends_implement_and_judge_their_declared_ops() -> None:
     installed = [backend for backend in discover(choosing.BACKENDS) if not backend.missing()]
     assert {"torch_native", "triton"} <= {backend.name for backend in installed}
     for backend in installed:
@@ -68,11 +60,11 @@ def test_every_backend_has_the_ops_that_it_promises_and_judges_them() -> None:
                     assert module.judge(op, torch.device(device), dtype).reason
 
 
-def test_proofs_in_fp64_run_on_plain_torch() -> None:
+def test_fp64_selects_the_reference_only() -> None:
     assert set(backend_of(select_kernels(KernelConfig(), CPU, torch.float64)).values()) == {"reference"}
 
 
-def test_on_a_gpu_expert_products_in_bf16_keep_their_offsets_on_the_device() -> None:
+def test_bf16_grouped_products_on_gpus_keep_offsets_on_the_device() -> None:
     chosen = backend_of(select_kernels(KernelConfig(), torch.device("cuda"), torch.bfloat16))
     taken = {op: name for op, name in chosen.items() if op.startswith("grouped_")}
     assert taken == dict.fromkeys(("grouped_forward", "grouped_input_grad"), "torch_native") | {
@@ -82,36 +74,40 @@ def test_on_a_gpu_expert_products_in_bf16_keep_their_offsets_on_the_device() -> 
     assert {chosen[op] for op in OPS if op.startswith("grouped_")} == {"reference"}
 
 
-def test_a_wish_for_one_op_overrides_the_wish_for_all() -> None:
-    config = KernelConfig(backend="reference", per_op=(("rms_norm", "torch_native"), ("attention", "auto")))
+def test_per_op_requests_override_the_backend_request() -> None:
+    config = KernelConfig(
+        kernel_backend="reference", kernel_per_op=(("rms_norm", "torch_native"), ("attention", "auto"))
+    )
     chosen = backend_of(select_kernels(config, CPU, torch.float32))
     assert {op for op, name in chosen.items() if name == "torch_native"} == {"rms_norm", "attention"}
 
 
-def test_a_wish_for_a_whole_backend_leaves_to_plain_torch_what_it_does_not_have_and_says_so() -> None:
-    bundle = select_kernels(KernelConfig(backend="torch_native"), CPU, torch.float32)
+def test_ops_missing_in_the_requested_backend_use_the_reference_with_a_reason() -> None:
+    bundle = select_kernels(KernelConfig(kernel_backend="torch_native"), CPU, torch.float32)
     (rope,) = [choice for choice in bundle.choices if choice.op == "rope"]
     assert rope.backend == "reference" and "torch_native has no rope" in rope.reason
     assert backend_of(bundle)["permute"] == "torch_native", "asked for, though auto would not"
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    assert refusal(KernelConfig(backend="tritn")) == (
+def test_unknown_names_are_rejected_with_the_known_ones() -> None:
+    assert refusal(KernelConfig(kernel_backend="tritn")) == (
         "Kernel backend 'tritn' does not exist; use auto, reference, apex, grouped_gemm, hopper, torch_native, "
         "transformer_engine or triton."
     )
-    assert "'rms' does not exist; the ops are linear_forward" in refusal(KernelConfig(per_op=(("rms", "reference"),)))
-    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(per_op=(("rope", "aten"),)))
+    assert "'rms' does not exist; the ops are linear_forward" in refusal(
+        KernelConfig(kernel_per_op=(("rms", "reference"),))
+    )
+    assert "'aten', requested for 'rope', does not exist" in refusal(KernelConfig(kernel_per_op=(("rope", "aten"),)))
 
 
-def test_what_a_backend_cannot_do_is_refused_with_reason_and_alternatives() -> None:
-    assert refusal(KernelConfig(backend="torch_native"), torch.float64) == (
+def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:
+    assert refusal(KernelConfig(kernel_backend="torch_native"), torch.float64) == (
         "Kernel backend 'torch_native' cannot compute 'linear_weight_grad' in float64 on cpu: "
         "fp64 is for proofs, which run on plain torch. It can be computed by auto or reference, "
         "for instance with --kernel-per-op linear_weight_grad=auto."
     )
     assert "cannot compute 'rope' in float32 on cpu: it has no rope" in refusal(
-        KernelConfig(per_op=(("rope", "torch_native"),))
+        KernelConfig(kernel_per_op=(("rope", "torch_native"),))
     )
 
 
@@ -123,13 +119,13 @@ raise RuntimeError("imported although its package is missing")
 """
 
 
-def test_a_backend_file_is_found_by_name_and_not_imported_while_its_package_is_missing(tmp_path, monkeypatch) -> None:
+def test_backends_with_missing_packages_are_discovered_without_importing_them(tmp_path, monkeypatch) -> None:
     (tmp_path / "shiny.py").write_text(BACKEND)
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(choosing, "BACKENDS", tmp_path)
     (rope,) = [choice for choice in select_kernels(KernelConfig(), CPU, torch.float32).choices if choice.op == "rope"]
     assert rope.backend == "reference" and "shiny: it needs a_package_nobody_has, not installed here" in rope.reason
-    assert "it needs a_package_nobody_has, not installed here" in refusal(KernelConfig(backend="shiny"))
+    assert "it needs a_package_nobody_has, not installed here" in refusal(KernelConfig(kernel_backend="shiny"))
 
 
 @pytest.mark.parametrize(
@@ -139,13 +135,13 @@ def test_a_backend_file_is_found_by_name_and_not_imported_while_its_package_is_m
         ('NAME = "x"\nNEEDS = ()\nPROVIDES = ("rop",)', r"does not know: \['rop'\]"),
     ],
 )
-def test_a_backend_file_with_wrong_constants_is_an_error(tmp_path: Path, text: str, complaint: str) -> None:
+def test_wrong_backend_constants_are_rejected(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "x.py").write_text(text)
     with pytest.raises(AssertionError, match=complaint):
         discover(tmp_path)
 
 
-def test_a_better_backend_wins_and_its_op_is_called(tmp_path, monkeypatch) -> None:
+def test_backend_of_highest_priority_is_selected_and_called(tmp_path, monkeypatch) -> None:
     package = tmp_path / "shiny_backends"
     package.mkdir()
     (package / "shiny.py").write_text(
@@ -164,10 +160,10 @@ def test_a_better_backend_wins_and_its_op_is_called(tmp_path, monkeypatch) -> No
     assert backend_of(bundle)["sum_of_squares"] == "shiny" and bundle.sum_of_squares(torch.ones(1)) == 42
     assert backend_of(bundle)["rope"] == "reference", "it can, but does not say that it should"
     assert choosing.support_of("rope", discover(package)[0], CPU, torch.float32).fit is Priority.YES
-    assert select_kernels(KernelConfig(per_op=(("rope", "shiny"),)), CPU, torch.float32).rope() == 43
+    assert select_kernels(KernelConfig(kernel_per_op=(("rope", "shiny"),)), CPU, torch.float32).rope() == 43
 
 
-def test_importing_the_chooser_imports_no_backend() -> None:
+def test_importing_the_registry_imports_no_backend() -> None:
     code = (
         "import sys; import megatron_moe.kernels.registry; "
         "assert not [m for m in sys.modules if m.startswith('megatron_moe.kernels.backends.')], sys.modules.keys()"

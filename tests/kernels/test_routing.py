@@ -31,7 +31,7 @@ def choose(
 
 
 def balance_of_each(logits: Tensor, config: RouterConfig) -> BalanceSums:
-    """Every token is a set of its own."""
+    """Each token is one set."""
     balance = KERNELS.route(logits, None, config, balance_sets=len(logits)).balance
     assert balance is not None
     return balance
@@ -82,7 +82,7 @@ SCORES = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftp
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (3, 3)])
 @pytest.mark.parametrize("scaling", [None, 2.5])
 @pytest.mark.parametrize("function, pre", SCORES)
-def test_experts_are_chosen_and_weighed_as_by_hand(function, pre, scaling, groups, topk) -> None:
+def test_routing_matches_a_computation_by_hand(function, pre, scaling, groups, topk) -> None:
     if groups[1] and topk < groups[1]:
         groups = (groups[0], 1)
     config = spec_of(
@@ -103,7 +103,7 @@ def test_experts_are_chosen_and_weighed_as_by_hand(function, pre, scaling, group
 
 
 @pytest.mark.parametrize("function, pre", SCORES)
-def test_the_bias_moves_the_choice_and_not_the_weights(function, pre) -> None:
+def test_expert_bias_changes_the_choice_but_not_the_weights(function, pre) -> None:
     config, logits = spec_of(score_function=function, pre_softmax=pre, topk=2), draw(6, EXPERTS)
     bias = torch.zeros(EXPERTS)
     bias[[3, 7]] = torch.tensor([10.0, 20.0])
@@ -114,7 +114,7 @@ def test_the_bias_moves_the_choice_and_not_the_weights(function, pre) -> None:
 
 
 @pytest.mark.parametrize("function, pre", SCORES)
-def test_equal_scores_go_to_the_lowest_ids(function, pre) -> None:
+def test_ties_select_the_lowest_expert_ids(function, pre) -> None:
     config = spec_of(score_function=function, pre_softmax=pre, num_groups=4, group_topk=2)
     ids, _ = choose(torch.zeros(3, EXPERTS), None, config)
     EXACT.check(ids, torch.tensor([[0, 1, 2, 3]]).expand(3, 4))
@@ -132,7 +132,7 @@ def test_weights_have_the_gradients_of_finite_differences(function, pre) -> None
 
 
 @pytest.mark.parametrize("function, pre", SCORES)
-def test_given_ids_are_kept_and_none_gets_weight_zero_and_a_finite_gradient(function, pre) -> None:
+def test_replayed_ids_are_kept_and_missing_ids_have_weight_zero(function, pre) -> None:
     config = spec_of(score_function=function, pre_softmax=pre)
     given = torch.tensor([[5, -1, 0, -1], [-1, -1, -1, -1], [1, 2, 3, 4]])
     logits = draw(3, EXPERTS).requires_grad_()
@@ -146,8 +146,8 @@ def test_given_ids_are_kept_and_none_gets_weight_zero_and_a_finite_gradient(func
 
 
 @pytest.mark.parametrize("score_function, pre_softmax", SCORES)
-def test_a_score_that_underflows_has_a_gradient_of_zero(score_function: str, pre_softmax: bool) -> None:
-    """Of an expert that is not chosen, too."""
+def test_underflowing_scores_have_zero_gradients(score_function: str, pre_softmax: bool) -> None:
+    """Applies to experts that are not chosen, too."""
     logits = draw(3, EXPERTS).index_fill(1, torch.tensor([0, 5]), -800.0).requires_grad_()
     config = spec_of(score_function=score_function, pre_softmax=pre_softmax)
     routed = KERNELS.route(logits, None, config, balance_sets=1)
@@ -167,7 +167,7 @@ def test_balance_scores_sum_to_one_and_rank_without_groups(function: str) -> Non
         assert counts[t].nonzero().flatten().tolist() == sorted(sorted(range(EXPERTS), key=lambda e: -row[e])[:4])
 
 
-def test_sums_are_over_the_valid_tokens_of_every_set() -> None:
+def test_balance_sums_cover_the_valid_tokens_of_each_set() -> None:
     """Six tokens of two sequences, token t of sequence t % 2; one is padding, and its logits may be anything."""
     config, logits = spec_of(num_experts=3, topk=1), draw(6, 3)
     logits[3] = torch.nan
@@ -185,7 +185,7 @@ def test_sums_are_over_the_valid_tokens_of_every_set() -> None:
     FP64_REF.check(routed.z_sum, sum(squares), "z")
 
 
-def test_a_replay_leaves_the_sums_as_they_are() -> None:
+def test_replayed_ids_do_not_change_the_balance_sums() -> None:
     config, logits = spec_of(num_groups=4, group_topk=2), draw(5, EXPERTS)
     free = KERNELS.route(logits, None, config, balance_sets=1, z=True)
     replayed = KERNELS.route(logits, None, config, given_ids_TK=torch.full((5, 4), -1), balance_sets=1, z=True)
@@ -213,7 +213,7 @@ def test_bf16_logits_are_scored_in_fp32_and_weights_returned_in_bf16() -> None:
     assert probs.dtype is torch.bfloat16 and balance_of_each(logits, config).scores_GE.dtype is torch.float32
 
 
-def test_counts_leave_out_none_and_include_experts_without_tokens() -> None:
+def test_counts_exclude_missing_ids_and_include_unused_experts() -> None:
     ids = torch.tensor([[0, 3], [3, -1], [-1, -1], [3, 0]])
     EXACT.check(KERNELS.count_tokens(ids, 5), [2, 0, 0, 3, 0])
     EXACT.check(KERNELS.count_tokens(ids[:0], 5), [0, 0, 0, 0, 0])

@@ -50,7 +50,7 @@ def test_rows_are_sorted_by_expert_then_by_token_with_aligned_experts(case, alig
 
 
 @given(routings(), st.integers(0, 4), st.integers(1, 3))
-def test_with_a_capacity_every_expert_owns_as_many_rows_filled_in_token_order(case, capacity: int, align: int) -> None:
+def test_capacity_gives_every_expert_equal_rows_in_token_order(case, capacity: int, align: int) -> None:
     ids, num_experts = case
     index = KERNELS.sort_rows(ids, num_experts, capacity, align)
     owned = capacity + -capacity % align
@@ -73,7 +73,7 @@ def check_inverse(index: RowIndex, ids: Tensor) -> None:
 
 
 @given(routings(), st.integers(0, 4) | st.none())
-def test_the_dense_form_gives_the_rows_of_the_sparse_form(case, capacity: int | None) -> None:
+def test_dense_and_sparse_routing_give_equal_rows(case, capacity: int | None) -> None:
     ids, num_experts = case
     sparse = KERNELS.sort_rows(ids, num_experts, capacity)
     dense = KERNELS.sort_rows_dense(dense_map(ids, num_experts), ids.numel(), capacity)
@@ -91,7 +91,7 @@ def dense_map(ids: Tensor, num_experts: int) -> Tensor:
 
 
 @given(st.integers(0, 5), st.integers(0, 3), st.integers(0, 20))
-def test_the_dense_form_takes_more_rows_than_it_needs_and_cuts_what_does_not_fit(tokens, experts, rows) -> None:
+def test_dense_routing_pads_and_truncates_rows(tokens, experts, rows) -> None:
     map_TE = torch.rand(tokens, experts + 1, generator=torch.Generator().manual_seed(rows)) < 0.5
     index = KERNELS.sort_rows_dense(map_TE, rows, None)
     wanted = [t for e in range(experts + 1) for t in range(tokens) if map_TE[t, e]]
@@ -104,7 +104,7 @@ BACKENDS = pytest.mark.parametrize("ops", [KERNELS, torch_native], ids=["referen
 
 @BACKENDS
 @given(case=routings(), capacity=st.integers(0, 4) | st.none())
-def test_permute_copies_and_unpermute_adds_up(ops, case, capacity) -> None:
+def test_permute_copies_and_unpermute_sums(ops, case, capacity) -> None:
     ids, num_experts = case
     index = KERNELS.sort_rows(ids, num_experts, capacity)
     tokens = torch.arange(len(ids) * 3, dtype=torch.float64).view(-1, 3) + 1
@@ -135,7 +135,7 @@ def test_gradients_of_permute_unpermute_and_probs(ops, capacity, dense) -> None:
 
 
 @BACKENDS
-def test_gradients_of_rows_that_hold_nothing_do_not_reach_tokens_even_if_nan(ops) -> None:
+def test_nan_gradients_of_unused_rows_do_not_reach_tokens(ops) -> None:
     ids = torch.tensor([[0], [-1], [1]])
     index = KERNELS.sort_rows(ids, 2, 2)
     tokens, probs = torch.ones(3, 2, requires_grad=True), torch.ones(3, 1, requires_grad=True)
@@ -147,7 +147,7 @@ def test_gradients_of_rows_that_hold_nothing_do_not_reach_tokens_even_if_nan(ops
 
 
 @BACKENDS
-def test_bf16_sums_are_made_in_fp32(ops) -> None:
+def test_bf16_rows_are_summed_in_fp32(ops) -> None:
     ids = torch.arange(8)[None]
     index = KERNELS.sort_rows(ids, 8, None)
     rows = torch.full((8, 1), 2.0**-9, dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def test_bf16_sums_are_made_in_fp32(ops) -> None:
     EXACT.check(token.grad, exact, "backward")
 
 
-def test_probs_are_gathered_to_their_rows_with_zero_where_nothing_is_held() -> None:
+def test_probs_are_gathered_with_zeros_in_unused_rows() -> None:
     ids = torch.tensor([[2, 0], [-1, 2]])
     probs = torch.tensor([[0.7, 0.3], [9.0, 0.4]], dtype=torch.float64)
     EXACT.check(KERNELS.gather_probs(probs, KERNELS.sort_rows(ids, 3, None)), [0.3, 0.7, 0.4, 0.0])

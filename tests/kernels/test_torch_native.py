@@ -9,16 +9,15 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import autograd, registry
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.ops import GroupedPart
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
 from tests.helpers import kernel_comparison
 from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
 from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_REF
 
-NATIVE = registry.select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
+NATIVE = registry.select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
 KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 
@@ -26,81 +25,16 @@ KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 compare = partial(kernel_comparison.compare, NATIVE)
 
 
-@DTYPES
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 2, 7), (4, 64)])
-def test_norms_agree_with_the_reference(shape: tuple[int, ...], zero_centered: bool, dtype: torch.dtype) -> None:
-    x, weight, bias = draw(*shape), draw(shape[-1], seed=1), draw(shape[-1], seed=2)
-    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-5, zero_centered), (x, weight), dtype)
-    if shape[-1] > 1:  # over one channel the layer norm is its bias, and its gradient is rounding
-        compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-5, zero_centered), (x, weight, bias), dtype)
-
-
-@DTYPES
-@pytest.mark.parametrize("seq, heads, groups, qk_dim, v_dim", [(1, 1, 1, 1, 1), (7, 4, 2, 6, 6), (5, 6, 1, 12, 8)])
-@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, (2, 0)), (False, (1, 2))])
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("extra", ["none", "sinks", "off_by_one"])
-def test_attention_agrees_with_the_reference(
-    seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, dtype
-) -> None:
-    config = CoreAttentionConfig(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
-    segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
-    inputs = [draw(seq, 2, heads, qk_dim), draw(seq, 2, groups, qk_dim, seed=1), draw(seq, 2, groups, v_dim, seed=2)]
-    if extra == "sinks":
-        inputs.append(draw(heads, seed=3))
-
-    def op(kernels) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks=None: kernels.attention(q, k, v, config, sinks, segments, None)
-
-    compare(op, inputs, dtype)
-
-
-def test_attention_dropout_is_that_of_the_reference() -> None:
+def test_attention_dropout_matches_the_reference() -> None:
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
     q, k, v = draw(6, 1, 2, 4).float(), draw(6, 1, 1, 4, seed=1).float(), draw(6, 1, 1, 4, seed=2).float()
-    EXACT.check(
-        NATIVE.attention(q, k, v, config, None, None, (7, "x")),
-        REFERENCE.attention(q, k, v, config, None, None, (7, "x")),
-    )
-
-
-@DTYPES
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 37])
-def test_activations_agree_with_the_reference(kind: str, weighed: bool, rows: int, dtype: torch.dtype) -> None:
-    for config in (
-        ActivationConfig(kind=kind),
-        ActivationConfig(kind=kind, gated=True),
-        ActivationConfig(kind=kind, gated=True, clamp=0.7, linear_offset=1.0),
-    ):
-        inputs = [draw(rows, 6)] + ([draw(rows, seed=1).abs() + 0.1] if weighed else [])
-        compare(lambda k, config=config: lambda x, p=None: k.activation(x, p, config), inputs, dtype)
-
-
-def test_activation_gives_and_gets_zero_where_there_is_no_probability_even_if_nan() -> None:
-    x, probs = draw(4, 6).float(), torch.tensor([0.5, 0.0, 2.0, 0.0], requires_grad=True)
-    x[1], x[3] = torch.nan, torch.inf
-    x.requires_grad_()
-    out = NATIVE.activation(x, probs, ActivationConfig(kind="silu", gated=True, linear_offset=1.0))
-    out.sum().backward()
-    empty = [1, 3]
-    for what, value in (("result", out[empty]), ("grad of x", x.grad[empty]), ("grad of probs", probs.grad[empty])):
-        EXACT.check(value, torch.zeros_like(value), what)
-    assert x.grad[[0, 2]].abs().min() > 0
-
-
-@DTYPES
-@pytest.mark.parametrize("rows, vocab", [(0, 5), (1, 1), (5, 11)])
-def test_cross_entropy_agrees_with_the_reference(rows: int, vocab: int, dtype: torch.dtype) -> None:
-    labels = torch.arange(rows) % vocab
-    compare(lambda k: lambda logits: k.cross_entropy(logits, labels), [draw(rows, vocab) * 5], dtype)
+    inputs = AttentionInputs(q, k, v, config, dropout_key=(7, "x"))
+    EXACT.check(NATIVE.attention(inputs), REFERENCE.attention(inputs))
 
 
 @DTYPES
 @pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0]])
-def test_grouped_products_agree_with_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
+def test_grouped_products_match_the_reference(offsets: list[int], dtype: torch.dtype) -> None:
     ends = torch.tensor(offsets, dtype=torch.int32)
 
     def op(kernels) -> Callable[..., Tensor]:
@@ -115,7 +49,7 @@ def test_grouped_products_agree_with_the_reference(offsets: list[int], dtype: to
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wide: torch.dtype) -> None:
+def test_weight_gradients_accumulate_in_wider_buffers(accumulate: bool, wide: torch.dtype) -> None:
     grad, rows = draw(6, 24).bfloat16(), draw(6, 16, seed=1).bfloat16()
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     cases = (
@@ -132,7 +66,7 @@ def test_weight_gradients_go_to_a_buffer_that_may_be_wider(accumulate: bool, wid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch.dtype) -> None:
+def test_grouped_mm_computes_all_three_grouped_products(dtype: torch.dtype) -> None:
     """The products of the CUDA path, which torch computes on the CPU as well; gradients may be expanded."""
     rows, weight = draw(9, 16).to(dtype), draw(4, 8, 16, seed=1).to(dtype)
     ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
@@ -148,7 +82,7 @@ def test_grouped_mm_itself_gives_forward_input_and_weight_gradients(dtype: torch
     bar.check(weight_grad, expected, "weight gradient")
 
 
-def test_grouped_products_of_no_rows_give_no_rows_and_zero_gradients() -> None:
+def test_grouped_products_without_rows_have_zero_weight_gradients() -> None:
     rows, weight = torch.zeros(0, 16, requires_grad=True), draw(4, 8, 16).float().requires_grad_()
     out = autograd.grouped_linear(NATIVE, rows, weight, torch.zeros(4, dtype=torch.int32))
     out.sum().backward()
@@ -156,7 +90,7 @@ def test_grouped_products_of_no_rows_give_no_rows_and_zero_gradients() -> None:
     EXACT.check(weight.grad, torch.zeros(4, 8, 16))
 
 
-def test_grouped_mm_refuses_rows_that_do_not_start_at_16_bytes_with_a_remedy() -> None:
+def test_grouped_mm_rejects_rows_not_aligned_to_16_bytes_with_a_remedy() -> None:
     rows, weight = draw(4, 12).bfloat16(), draw(2, 8, 12).bfloat16()
     with pytest.raises(
         EnvironmentProblem, match=r"rows of 24 bytes.*multiples of 8, or take --kernel-backend reference"
@@ -164,7 +98,7 @@ def test_grouped_mm_refuses_rows_that_do_not_start_at_16_bytes_with_a_remedy() -
         torch_native._grouped_mm(rows, weight.transpose(1, 2), torch.tensor([2, 4], dtype=torch.int32))
 
 
-def test_the_three_parts_of_a_single_precision_gradient_add_up_to_it() -> None:
+def test_bf16_parts_sum_to_the_fp32_gradient() -> None:
     x_TE = torch.randn(64, 5, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 5)
     parts_T3E = torch_native.bf16_parts(x_TE)
     assert parts_T3E.dtype is torch.bfloat16 and parts_T3E.is_contiguous()

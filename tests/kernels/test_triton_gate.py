@@ -37,13 +37,13 @@ def check(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> None:
 @pytest.mark.parametrize(
     ("tokens", "width", "experts"), [(1, 1, 1), (0, 32, 4), (300, 40, 8), (64, 256, 64), (70, 300, 128), (67, 130, 100)]
 )
-def test_logits_and_gradients_are_those_of_fp64(tokens: int, width: int, experts: int) -> None:
+def test_logits_and_gradients_match_fp64(tokens: int, width: int, experts: int) -> None:
     """The third has several programs that share the tokens; the last three several tiles of columns."""
     grad = draw(tokens, experts, seed=2).float()
     check(draw(tokens, width).to(BF16), draw(experts, width, seed=1).to(BF16), grad)
 
 
-def test_what_stands_between_rows_is_never_seen() -> None:
+def test_strided_rows() -> None:
     hidden, weight, grad = draw(140, 50), draw(6, 80, seed=1), draw(70, 9, seed=2)
     for wide, first, end in ((hidden, 3, 43), (weight, 8, 48), (grad, 2, 8)):
         wide[:, :first], wide[:, end:] = torch.nan, torch.nan
@@ -52,7 +52,7 @@ def test_what_stands_between_rows_is_never_seen() -> None:
     check(hidden_TH, weight_EH, torch.tensor(0.3).expand(70, 6))
 
 
-def test_gradients_lose_no_digit_of_fp32() -> None:
+def test_gradients_are_accurate_to_fp32() -> None:
     """Two experts with the same weight cancel but for what is beyond the 16 digits of two bf16 numbers."""
     grad = 2.0**14 * draw(70, 1, seed=2).float()
     grad_TE = torch.cat([grad, -grad * (1 + 2.0**-14)], dim=1)
@@ -67,13 +67,13 @@ def test_gradients_lose_no_digit_of_fp32() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "weight", "dtype"), [(BF16, FP32, FP32), (FP32, FP32, FP32), (BF16, BF16, BF16)])
-def test_other_dtypes_are_computed_as_before(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dtype) -> None:
+def test_other_dtypes_use_torch(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dtype) -> None:
     inputs = draw(7, 24).to(hidden), draw(5, 24, seed=1).to(weight)
     EXACT.check(triton_kernels.gate_product(*inputs, dtype), REFERENCE.gate_product(*inputs, dtype))
 
 
 @pytest.mark.parametrize(("experts", "is_theirs"), [(128, False), (129, True)])
-def test_many_experts_are_torchs(experts: int, is_theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_experts_use_torch(experts: int, is_theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     theirs = gate.torch_native.gate_product
     monkeypatch.setattr(gate.torch_native, "gate_product", lambda *given: asked.append(given) or theirs(*given))
@@ -95,7 +95,7 @@ for width, experts in ((2048, 128), (7168, 64), (72, 3)):
 """
 
 
-def test_kernels_compile_for_matrix_units_and_spill_next_to_nothing() -> None:
+def test_kernels_use_tensor_cores_with_almost_no_spills() -> None:
     found = compiled(LAUNCHES)
     assert len(found) == 6
     for code in found:

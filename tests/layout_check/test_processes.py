@@ -1,4 +1,4 @@
-"""Ranks of a comparison that are processes."""
+"""Port of the rank processes."""
 
 import socket
 from datetime import timedelta
@@ -6,10 +6,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_moe.layout_check.processes import _reserved_port
+from megatron_moe.layout_check.verify import _reserved_port
 
 
-def test_the_port_of_the_ranks_is_given_to_nobody_before_they_listen_there() -> None:
+def test_reserved_port_is_free_only_for_the_store_of_the_ranks() -> None:
     with _reserved_port() as holder:
         port = holder.getsockname()[1]
         for host in ("127.0.0.1", ""):

@@ -1,4 +1,4 @@
-"""The comparison with one rank can fail, and says what the difference looks like."""
+"""Comparison with one rank: injected differences are detected and explained."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from tests.parity.cells import oracle_of, ranks_of
 CELL = "dp=2 ep=2 dispatcher=alltoall"
 
 
-def spoiled(change):
-    """The comparison of a right layout after `change` was done to the gradients of every rank."""
+def compare_changed(change):
+    """Comparison of a correct layout after `change` was applied to the gradients of every rank."""
     ranks = ranks_of(CELL)
     for record in ranks:
         for name, held in record.gradients.items():
@@ -18,8 +18,8 @@ def spoiled(change):
     return compare_runs(oracle_of(CELL), ranks)
 
 
-def test_a_right_layout_is_equal():
-    comparison = spoiled(lambda rank, name, held: None)
+def test_correct_layout_is_equal():
+    comparison = compare_changed(lambda rank, name, held: None)
     assert comparison.equal, comparison.text()
 
 
@@ -29,44 +29,44 @@ def test_a_constant_ratio_is_explained_with_the_axes_of_that_size(factor, kind):
         if held.meta.grid == "expert":
             held.value.mul_(factor)
 
-    comparison = spoiled(scale_experts)
+    comparison = compare_changed(scale_experts)
     assert {row.grid for row in comparison.bad} == {"expert"} and len(comparison.bad) == 6
     for row in comparison.bad:
         assert row.ratio == pytest.approx(factor)
         assert row.remark == f"looks like a {kind} reduction over a group of 2 (dp or ep)"
 
 
-def test_copies_that_were_never_summed_are_recognised():
+def test_missing_reduction_is_explained():
     def keep_own_share(rank, name, held):
         if name.endswith("router.weight"):
             held.value.mul_(0.25 if rank == 0 else 0.75)
 
-    comparison = spoiled(keep_own_share)
+    comparison = compare_changed(keep_own_share)
     assert len(comparison.bad) == 3
     for row in comparison.bad:
         assert row.remark.startswith("copies on ranks [0, 1] differ")
         assert row.remark.endswith("their sum is the right value: a reduction over them is missing")
 
 
-def test_an_element_that_no_rank_knows_is_told():
+def test_missing_element_is_reported():
     def forget(rank, name, held):
         if name == "output_layer.weight":
             held.value[3, 5] = float("nan")
 
-    (row,) = spoiled(forget).bad
+    (row,) = compare_changed(forget).bad
     assert row.remark == "1 elements are held by no rank"
 
 
-def test_an_error_of_a_thousandth_in_one_gradient_is_found():
+def test_relative_error_of_a_thousandth_is_detected():
     def bend(rank, name, held):
         if name == "decoder.layers.2.input_layernorm.weight":
             held.value[0] *= 1.001
 
-    (row,) = spoiled(bend).bad
+    (row,) = compare_changed(bend).bad
     assert row.name == "decoder.layers.2.input_layernorm.weight" and row.ratio is None
 
 
-def test_a_norm_that_counts_elements_twice_is_found():
+def test_wrong_norm_is_detected():
     ranks = ranks_of(CELL)
     for record in ranks:
         record.norms[0]["all"] *= 1.07
@@ -74,7 +74,7 @@ def test_a_norm_that_counts_elements_twice_is_found():
     assert (row.what, row.name) == ("norm", "all, step 1")
 
 
-def test_a_ratio_is_constant_only_when_it_holds_for_every_element():
+def test_constant_ratio_holds_for_every_element():
     expected = torch.arange(1.0, 9.0, dtype=torch.float64)
     assert constant_ratio(3 * expected, expected) == pytest.approx(3)
     assert constant_ratio(expected + 1, expected) is None

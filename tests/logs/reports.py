@@ -1,10 +1,10 @@
-"""Reports with simple figures, for tests of lines, tags and the reporter."""
+"""Step results and reports with simple values."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from megatron_moe.logs.log_line import StepReport
+from megatron_moe.logs.log_line import StepReport, StepResult
 from megatron_moe.logs.metrics import Metric
 
 METRICS = {
@@ -16,38 +16,41 @@ METRICS = {
 }
 
 
-def step_report(**changes: Any) -> StepReport:
-    """Iteration 20 of 250 with a batch of 8 sequences of 256 tokens in half a second."""
-    report = StepReport(
-        when=datetime(2026, 1, 2, 3, 4, 5, 678901),
-        iteration=20,
-        train_iters=250,
-        consumed_samples=160,
-        consumed_tokens=40960,
-        batch_size=8,
-        tokens_per_step=2048,
-        num_steps=10,
-        step_seconds=0.5,
+def step_result(iteration: int = 20, **changes: Any) -> StepResult:
+    """A batch of 8 sequences in half a second."""
+    result = StepResult(
+        iteration=iteration,
+        loss=7.25,
+        norms={"all": 1.2345, "experts": 0.75},
+        proceed=True,
+        sound=True,
         learning_rate=3e-3,
         applied_learning_rate=2e-3,
-        losses={"lm loss": 7.25},
+        num_samples=8,
+        seconds=0.5,
+    )
+    return replace(result, **changes)
+
+
+def step_report(*steps: StepResult, **changes: Any) -> StepReport:
+    """Iteration 20 of 250 with sequences of 256 tokens."""
+    report = StepReport(
+        when=datetime(2026, 1, 2, 3, 4, 5, 678901),
+        steps=steps or (step_result(),),
+        train_iters=250,
+        consumed_samples=160,
+        seq_length=256,
         metrics=METRICS,
-        grad_norm=1.2345,
-        grad_norm_parts={"experts": 0.75},
         flops_per_step=1e12,
     )
     return replace(report, **changes)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One step's results."""
+class Clock:
+    """Manually advanced clock."""
 
-    iteration: int
-    loss: float = 2.0
-    norms: dict[str, float] = field(default_factory=lambda: {"all": 1.5, "router": 0.5})
-    proceed: bool = True
-    learning_rate: float = 0.1
-    applied_learning_rate: float = 0.05
-    num_samples: int = 8
-    seconds: float = 0.25
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills, resumes and any JSON reader."""
+"""Tags of reports, and metrics.jsonl."""
 
 import json
 
@@ -19,7 +19,7 @@ from megatron_moe.logs.metrics_file import (
     validation_tags,
     wanted_tags,
 )
-from tests.logs.reports import METRICS, step_report
+from tests.logs.reports import METRICS, step_report, step_result
 
 RECORDS = [{"iteration": i, "lm loss": 3.5 - i} for i in (1, 2, 3)]
 
@@ -31,103 +31,82 @@ def path(tmp_path):
     return path
 
 
-def test_records_come_back_as_they_were(path):
+def test_records_round_trip(path):
     assert read_metrics(path) == RECORDS
 
 
-def test_a_torn_last_line_is_skipped(path):
+def test_incomplete_last_line_is_skipped(path):
     path.write_bytes(path.read_bytes()[:-5])
     assert read_metrics(path) == RECORDS[:2]
 
 
-def test_a_last_record_without_its_newline_counts(path):
+def test_complete_last_line_without_newline_is_read(path):
     path.write_bytes(path.read_bytes()[:-1])
     assert read_metrics(path) == RECORDS
 
 
 @pytest.mark.parametrize("line", [b'{"iteration": 1', b"[1]", b"nonsense", b""])
-def test_a_broken_line_elsewhere_is_refused_with_its_number(path, line):
+def test_broken_line_elsewhere_is_rejected_with_its_number(path, line):
     first, *rest = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([first, line, *rest]))
     with pytest.raises(DataProblem, match="metrics.jsonl: line 2 is not a JSON object"):
         read_metrics(path)
 
 
-def test_a_resumed_run_drops_later_records_and_the_torn_line(path):
+def test_resumed_run_drops_later_records_and_the_incomplete_line(path):
     with open(path, "ab") as file:
         file.write(b'{"iteration": 4, "lm')
+    truncate_metrics(path.with_name("missing.jsonl"), 2)
     truncate_metrics(path, 2)
     assert path.read_bytes() == b"".join(map(encode, RECORDS[:2]))
     assert [each.name for each in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_truncating_what_is_not_there_makes_nothing(tmp_path):
-    truncate_metrics(tmp_path / "metrics.jsonl", 5)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_numbers_that_are_not_finite_become_null_and_vectors_are_rounded():
+def test_nonfinite_values_become_null_and_vectors_are_rounded():
     line = encode({"lm loss": float("nan"), "load": [1.0, float("inf"), 0.12345678], "count": 3.0, "time": "now"})
     assert line.endswith(b"\n")
     text = line.decode()
     assert "NaN" not in text and "Infinity" not in text
+    assert json.loads(encode({"lm loss": 0.1 + 0.2}))["lm loss"] == 0.1 + 0.2, "scalars keep all digits"
     assert json.loads(text) == {"lm loss": None, "load": [1, None, 0.123457], "count": 3, "time": "now"}
 
 
-def test_scalars_keep_all_their_digits():
-    assert json.loads(encode({"lm loss": 0.1 + 0.2}))["lm loss"] == 0.1 + 0.2
-
-
-def test_scalars_have_megatrons_names():
-    report = step_report(num_zeros=3, params_norm=2.0, skipped_samples=1, peak_flops=1e14)
+def test_step_tags_are_megatrons_and_omit_missing_values():
+    report = step_report(step_result(figures={"num_zeros": 3.0, "params_norm": 2.0}), peak_flops=1e14)
     assert list(step_tags(report)) == [
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "world-size",
-        "grad-norm",
-        "grad-norm experts",
-        "num-zeros",
-        "params-norm",
-        "iteration-time",
-        "throughput",
-        "tokens-per-second-per-gpu",
-        "mfu",
-        "skipped-train-samples",
-        "load_balancing_loss",
-        "z_loss",
-        "mtp_1 loss",
-        "moe/max_violation",
+        *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "grad-norm experts"),
+        *("num-zeros", "params-norm", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu"),
+        *("load_balancing_loss", "z_loss", "mtp_1 loss", "moe/max_violation"),
     ]
+    assert not {"num-zeros", "params-norm", "mfu"} & step_tags(step_report()).keys()
 
 
-def test_what_was_not_measured_has_no_tag():
-    tags = step_tags(step_report())
-    assert not {"num-zeros", "params-norm", "mfu", "skipped-train-samples"} & tags.keys()
-
-
-def test_layers_stand_under_moe_counted_from_zero_with_vectors_as_lists():
+def test_layer_tags():
     tags = layer_tags(METRICS)
     assert tags["moe/load_balancing_loss_layer_1"] == 1.0
     assert tags["moe/max_violation_layer_2"] == 0.4
     assert tags["moe/tokens_per_expert_layer_1"] == [2.0, 6.0]
 
 
-def test_flags_decide_what_dashboards_show():
+def test_flags_select_dashboard_tags():
     tags = {**step_tags(step_report(peak_flops=1e14)), "mem-reserved-bytes": 1.0, "forward-backward-time": 0.1}
     plain = wanted_tags(tags, LoggingConfig())
     hidden = {"iteration-time", "throughput", "mfu", "world-size", "mem-reserved-bytes", "forward-backward-time"}
     assert not hidden & plain.keys()
     assert "lm loss" in plain
-    timed = wanted_tags(tags, LoggingConfig(log_timers=True))
+    timed = wanted_tags(tags, LoggingConfig(log_timers_to_tensorboard=True))
     assert "iteration-time" in timed and "forward-backward-time" in timed and "throughput" not in timed
-    everything = LoggingConfig(log_timers=True, log_throughput=True, log_world_size=True, log_memory=True)
+    everything = LoggingConfig(
+        log_timers_to_tensorboard=True,
+        log_throughput=True,
+        log_world_size_to_tensorboard=True,
+        log_memory_to_tensorboard=True,
+    )
     assert wanted_tags(tags, everything) == tags
 
 
-def test_the_record_keeps_everything():
-    record = step_record(step_report(skipped_iterations=1))
+def test_step_record_has_all_values():
+    record = step_record(step_report(step_result(proceed=False)))
     assert record["iteration"] == 20
     assert record["samples"] == 160
     assert record["tokens"] == 40960
@@ -139,16 +118,18 @@ def test_the_record_keeps_everything():
     assert "moe/tokens_per_expert" not in record
 
 
-def test_validation_tags_are_megatrons_and_name_the_data_set_among_several():
-    report = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0})
+def test_validation_tags():
+    report = ValidationReport(iteration=50, consumed_samples=400, loss=0.0)
     assert validation_tags(report) == {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
     assert wanted_tags(validation_tags(report), LoggingConfig()) == {"lm loss validation": 0.0}
-    assert "lm loss validation ppl" in wanted_tags(validation_tags(report), LoggingConfig(log_validation_ppl=True))
-    several = ValidationReport(iteration=50, consumed_samples=400, losses={"lm loss": 0.0}, data_set="code")
+    assert "lm loss validation ppl" in wanted_tags(
+        validation_tags(report), LoggingConfig(log_validation_ppl_to_tensorboard=True)
+    )
+    several = ValidationReport(iteration=50, consumed_samples=400, loss=0.0, data_set="code")
     assert "lm loss validation-code" in validation_tags(several)
     assert validation_record(report)["samples"] == 400
 
 
-def test_losses_and_norms_are_also_drawn_over_samples():
+def test_tags_with_a_curve_over_samples():
     assert all(has_samples_variant(tag) for tag in ("lm loss", "learning-rate", "grad-norm", "lm loss validation"))
     assert not any(has_samples_variant(tag) for tag in ("mem-reserved-bytes", "moe/max_violation", "throughput", "mfu"))

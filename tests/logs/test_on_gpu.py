@@ -1,4 +1,6 @@
-"""What only a GPU can show: timers that do not wait, the allocator's figures, the share of the peak."""
+"""Timers, memory statistics and MFU on a GPU."""
+
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from megatron_moe.logs.reporter import MB, memory_line, memory_tags
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
-from tests.logs.reports import Reading
+from tests.logs.reports import step_result
 
 pytestmark = pytest.mark.gpu1
 
@@ -19,7 +21,7 @@ def context():
     return ParallelContext.single(device="cuda", dtype=torch.bfloat16)
 
 
-def test_a_span_is_timed_on_the_stream_without_waiting(context):
+def test_span_is_timed_on_the_stream_without_synchronising(context):
     a = torch.randn(8192, 8192, device=context.device, dtype=torch.bfloat16)
     a @ a
     torch.cuda.synchronize()
@@ -38,7 +40,7 @@ def test_a_span_is_timed_on_the_stream_without_waiting(context):
     assert seconds > least, f"50 products cannot take less than {least} s"
 
 
-def test_recording_a_metric_does_not_wait(context):
+def test_recording_a_metric_does_not_synchronise(context):
     metrics, value = MetricAccumulator(), torch.ones(8, device=context.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -51,7 +53,7 @@ def test_recording_a_metric_does_not_wait(context):
     assert (metrics["load"].layers[1], metrics["loss"].value) == ([3.0] * 8, 8.0)
 
 
-def test_memory_is_that_of_the_allocator(context):
+def test_memory_tags_and_line_on_a_gpu(context):
     before = memory_tags(context.device)["mem-allocated-bytes"]
     held = torch.empty(64 * MB, dtype=torch.uint8, device=context.device)
     tags = memory_tags(context.device)
@@ -61,8 +63,9 @@ def test_memory_is_that_of_the_allocator(context):
     assert " | max reserved: " in memory_line(0, 1, context.device)
 
 
-def test_the_share_of_the_peak_is_reported(context):
-    reporter = build_reporter(tiny.plan(), context, sinks=[])
-    reporter.observe(Reading(1))
-    utilization = reporter.summary({}).model_flops_utilization
-    assert utilization is not None and utilization > 0
+def test_model_flops_utilization_on_a_gpu(context):
+    sink = Mock(rest_seconds=0.0)
+    reporter = build_reporter(tiny.plan(), context, sinks=[sink])
+    reporter.observe(step_result(1))
+    reporter.step({})
+    assert sink.log.call_args.args[0].record["mfu"] > 0

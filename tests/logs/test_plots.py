@@ -1,4 +1,4 @@
-"""Plots are drawn from the metrics alone."""
+"""Plots from metrics.jsonl."""
 
 import math
 import struct
@@ -25,31 +25,28 @@ def step(iteration: int, **more):
     }
 
 
-def test_both_plots_are_drawn_as_images(tmp_path):
+def test_loss_and_expert_load_plots(tmp_path):
     load = {"moe/tokens_per_expert_layer_1": [4.0, 4.0], "moe/tokens_per_expert_layer_10": [8.0, 0.0]}
     write(tmp_path, step(1), step(2, **load), {"iteration": 2, "samples": 16, "lm loss validation": 5.0})
     assert draw_plots(tmp_path) == [tmp_path / "plots" / "loss.png", tmp_path / "plots" / "expert_load.png"]
     assert all(path.read_bytes().startswith(PNG) for path in (tmp_path / "plots").iterdir())
-
-
-def test_a_dense_run_gets_a_loss_plot_alone(tmp_path):
     write(tmp_path, step(1), step(2))
-    assert [path.name for path in draw_plots(tmp_path)] == ["loss.png"]
+    assert [path.name for path in draw_plots(tmp_path)] == ["loss.png"], "a dense model"
 
 
 @pytest.mark.parametrize("records", [[], [{"iteration": 1, "samples": 8, "lm loss validation": 2.0}]])
-def test_without_steps_nothing_is_drawn(tmp_path, records):
+def test_no_plots_without_steps(tmp_path, records):
     write(tmp_path, *records)
     assert draw_plots(tmp_path) == []
     assert not (tmp_path / "plots").exists()
 
 
-def test_losses_that_are_not_finite_and_experts_without_tokens_are_drawn(tmp_path):
+def test_plots_with_nan_losses_and_unused_experts(tmp_path):
     write(tmp_path, step(1), step(2, **{"lm loss": math.nan, "moe/tokens_per_expert_layer_1": [0.0, 0.0]}))
     assert len(draw_plots(tmp_path)) == 2
 
 
-def test_loads_are_those_of_the_last_report_by_layer_number(tmp_path):
+def test_latest_loads_are_sorted_by_layer(tmp_path):
     write(
         tmp_path,
         step(1, **{"moe/tokens_per_expert_layer_2": [1.0, 1.0]}),
@@ -59,7 +56,7 @@ def test_loads_are_those_of_the_last_report_by_layer_number(tmp_path):
     assert latest_loads(read_metrics(tmp_path / "metrics.jsonl")) == {2: [2, 2], 10: [3, 1]}
 
 
-def test_a_large_model_fits_on_a_page(tmp_path):
+def test_plot_of_a_large_model_has_limited_size(tmp_path):
     write(
         tmp_path, step(1, **{f"moe/tokens_per_expert_layer_{i}": [float(e) for e in range(256)] for i in range(3, 61)})
     )

@@ -1,4 +1,4 @@
-"""Profiles: the steps that were asked for, on the ranks that were asked for, and names for the parts of the model."""
+"""Profiler traces of selected steps and ranks, and module ranges."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from tests.helpers import tiny_models
 
 
 def run(tmp_path, config, num_steps=5):
-    """Every step computes a power of its own number, so that a trace shows which steps it saw."""
+    """Step function whose kernel shapes identify the step in a trace."""
     profile = StepProfile(config, ParallelContext.single(), tmp_path, log_interval=2)
     for number in range(1, num_steps + 1):
         profile.enter("step", number)
@@ -30,32 +30,36 @@ def names(path):
     return {event["name"] for event in events}
 
 
-def test_the_trace_holds_the_chosen_iterations_and_no_others(tmp_path):
-    run(tmp_path, ProfileConfig(tool="torch", after=1, last=3))
+def test_trace_has_the_selected_iterations_only(tmp_path):
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=1, profile_step_end=3))
     found = names(tmp_path / "profile" / "rank-0.json.gz")
     assert {name for name in found if name.startswith("iteration")} == {"iteration 2", "iteration 3"}
 
 
-def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
-    run(tmp_path, ProfileConfig(tool="torch", after=4, last=30))
+def test_trace_is_written_when_the_run_ends_early(tmp_path):
+    run(tmp_path, ProfileConfig(tool="torch", profile_step_start=4, profile_step_end=30))
     assert "iteration 5" in names(tmp_path / "profile" / "rank-0.json.gz")
 
 
 @pytest.mark.parametrize(
-    "config", [ProfileConfig(after=1, last=3), ProfileConfig(tool="torch", after=1, last=3, ranks=(1,))]
+    "config",
+    [
+        ProfileConfig(profile_step_start=1, profile_step_end=3),
+        ProfileConfig(tool="torch", profile_step_start=1, profile_step_end=3, profile_ranks=(1,)),
+    ],
 )
-def test_other_ranks_and_other_runs_write_nothing(tmp_path, config):
+def test_unselected_ranks_and_runs_write_no_trace(tmp_path, config):
     run(tmp_path, config)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("config", [ProfileConfig(tool="cuda"), ProfileConfig(memory_snapshot="snapshot.pickle")])
-def test_what_needs_a_gpu_is_refused_on_a_cpu(tmp_path, config):
+def test_gpu_features_are_rejected_on_a_cpu(tmp_path, config):
     with pytest.raises(EnvironmentProblem, match="this run is on a CPU"):
         StepProfile(config, ParallelContext.single(), tmp_path, log_interval=1)
 
 
-def test_parts_of_the_model_have_names(tmp_path):
+def test_module_ranges_are_named(tmp_path):
     model = tiny_models.build(tiny_models.model_config())
     mark_parts(model, torch.device("cpu"))
     with torch.profiler.profile() as profiler:
@@ -64,6 +68,6 @@ def test_parts_of_the_model_have_names(tmp_path):
     assert {"embedding", "decoder.layers.1.self_attention", "decoder.layers.1.mlp", "output_layer"} <= found
 
 
-def test_every_rank_has_its_own_snapshot():
+def test_snapshot_path_per_rank():
     assert snapshot_path(Path("/a/profile"), "memory.pickle", 3) == Path("/a/profile/memory_3.pickle")
     assert snapshot_path(Path("/a/profile"), "/b/memory.pickle", 0) == Path("/b/memory_0.pickle")

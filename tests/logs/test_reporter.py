@@ -1,4 +1,4 @@
-"""The Reporter tells the right listeners the right things, and none of them can stop training."""
+"""Contents and destinations of reports, and failures of telemetry."""
 
 import fcntl
 import os
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,11 +23,11 @@ from megatron_moe.logs.writers import Entry
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
 from tests.helpers.ranks import REPOSITORY, on_threads
-from tests.logs.reports import METRICS, Reading
+from tests.logs.reports import METRICS, step_result
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Sink that keeps its entries."""
 
     name = "listener"
     rest_seconds = 0.0
@@ -43,7 +44,7 @@ class Listener:
 
 
 class Broken(Listener):
-    """Fails whatever it is asked."""
+    """Sink that always fails."""
 
     name = "broken"
 
@@ -59,12 +60,12 @@ def plan(logging: LoggingConfig, **changes):
 
 
 def run(reporter: Reporter, iterations: range, consumed_samples: int = 0) -> None:
-    """What the training loop does with a reporter."""
+    """Calls the reporter as the training loop does."""
     reporter.begin(iteration=iterations.start - 1, last_iteration=100, consumed_samples=consumed_samples)
     for iteration in iterations:
-        reporter.observe(Reading(iteration, loss=1.0 / iteration))
+        reporter.observe(step_result(iteration, loss=1.0 / iteration))
         if reporter.due(iteration):
-            reporter.step(reporter.summary(METRICS))
+            reporter.step(METRICS)
 
 
 @pytest.fixture
@@ -72,13 +73,13 @@ def context():
     return ParallelContext.single()
 
 
-def test_a_run_leaves_its_folder(tmp_path, context):
+def test_contents_of_the_run_folder(tmp_path, context):
     folder = tmp_path / "runs" / "one"
-    config = LoggingConfig(run_dir=folder, log_interval=2, style="short")
+    config = LoggingConfig(run_dir=folder, log_interval=2, log_style="short")
     reporter = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="pretrain_moe.py --lr 0.1"), context)
     reporter.note("hello")
     run(reporter, range(1, 5))
-    reporter.validation(ValidationReport(iteration=4, consumed_samples=32, losses={"lm loss": 2.0}))
+    reporter.validation(ValidationReport(iteration=4, consumed_samples=32, loss=2.0))
     reporter.close()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock",
@@ -104,7 +105,7 @@ def test_a_run_leaves_its_folder(tmp_path, context):
     assert lines[-1] == "4 on validation set: lm loss 2.0000 (ppl 7.39)"
 
 
-def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch, capsys):
+def test_nothing_is_written_without_a_run_folder(tmp_path, context, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context)
     run(reporter, range(1, 3))
@@ -113,12 +114,12 @@ def test_without_a_run_folder_nothing_is_written(tmp_path, context, monkeypatch,
     assert "iteration        2/     100 | consumed samples:           16 |" in capsys.readouterr().out
 
 
-def test_reports_are_due_every_interval_and_at_both_ends_of_a_run(context):
+def test_reports_are_due_every_interval_and_after_first_and_last_iteration(context):
     reporter = build_reporter(plan(LoggingConfig(log_interval=30)), context)
     assert [iteration for iteration in range(1, 101) if reporter.due(iteration)] == [1, 30, 60, 90, 100]
 
 
-def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
+def test_dashboards_get_steps_and_records_get_averages(context):
     listener = Listener()
     reporter = build_reporter(plan(LoggingConfig(log_interval=2)), context, sinks=[listener])
     run(reporter, range(1, 5))
@@ -132,19 +133,23 @@ def test_dashboards_get_single_steps_and_the_record_gets_averages(context):
     assert listener.closed
 
 
-def test_dashboards_are_thinned_by_their_interval(context):
+def test_tensorboard_interval(context):
     listener = Listener()
-    reporter = build_reporter(plan(LoggingConfig(log_interval=3, tensorboard_interval=2)), context, sinks=[listener])
+    reporter = build_reporter(
+        plan(LoggingConfig(log_interval=3, tensorboard_log_interval=2)), context, sinks=[listener]
+    )
     run(reporter, range(1, 5))
     assert [each.iteration for each in listener.entries if each.record is None] == [2, 4]
     (third,) = [each for each in listener.entries if each.iteration == 3]
     assert "lm loss" in third.tags, "no single step was drawn at iteration 3, so the average is"
 
 
-def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
+def test_per_layer_tags(context):
     for wanted in (False, True):
         listener = Listener()
-        reporter = build_reporter(plan(LoggingConfig(log_interval=1, per_layer_moe=wanted)), context, sinks=[listener])
+        reporter = build_reporter(
+            plan(LoggingConfig(log_interval=1, moe_per_layer_logging=wanted)), context, sinks=[listener]
+        )
         run(reporter, range(1, 2))
         report = listener.entries[-1]
         assert ("moe/max_violation_layer_1" in report.tags) == wanted
@@ -152,7 +157,7 @@ def test_layers_reach_dashboards_when_asked_for_and_the_record_always(context):
         assert report.record["moe/tokens_per_expert_layer_1"] == [2.0, 6.0]
 
 
-def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsys):
+def test_failing_sink_is_reported_once_and_does_not_stop_training(context, capsys):
     listener = Listener()
     reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[Broken(), listener])
     run(reporter, range(1, 6))
@@ -161,7 +166,7 @@ def test_a_sink_that_raises_never_stops_training_and_is_told_once(context, capsy
     assert listener.closed and [each.iteration for each in listener.entries if each.record] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, capsys):
+def test_removed_run_folder_does_not_stop_training(tmp_path, context, capsys):
     folder = tmp_path / "run"
     reporter = build_reporter(plan(LoggingConfig(run_dir=folder, log_interval=1)), context)
     for path in folder.iterdir():
@@ -174,13 +179,13 @@ def test_a_run_folder_that_vanishes_does_not_stop_training(tmp_path, context, ca
     assert all(f"telemetry: {name} failed" in err for name in ("metrics.jsonl", "TensorBoard", "log.txt"))
 
 
-def test_a_closed_terminal_does_not_stop_training():
+def test_closed_terminal_does_not_stop_training():
     program = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from megatron_moe.logs.writers import PlainConsole\n"
+        "from megatron_moe.logs.writers import Console\n"
         "from megatron_moe.logs.writers import Guard\n"
         "from functools import partial\n"
-        "guard, console = Guard(lambda text: print(text, file=sys.stderr)), PlainConsole()\n"
+        "guard, console = Guard(lambda text: print(text, file=sys.stderr)), Console()\n"
         "sys.stdin.readline()\n"
         "for _ in range(3): guard.run('console', partial(console.write, 'line'))\n"
         "print('went on', file=sys.stderr)\n"
@@ -200,13 +205,7 @@ def test_a_closed_terminal_does_not_stop_training():
     assert "went on" in err
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused_before_training(tmp_path, context):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentProblem, match=r"run folder .*file/run cannot be written: .*--run-dir"):
-        build_reporter(plan(LoggingConfig(run_dir=tmp_path / "file" / "run")), context)
-
-
-def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is(tmp_path, context):
+def test_run_folder_of_another_job_is_rejected_on_every_rank(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, plots=False)
     first = build_reporter(plan(config, resolved_yaml="lr: 0.1\n", command_line="first"), context)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -229,15 +228,15 @@ def test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left
 
 
 class WithoutWandB(Reporter):
-    """On rank 1 of a run that wants it."""
+    """Reporter whose package check fails on rank 1."""
 
     def _refuse_missing_packages(self) -> None:
         if self.context.rank == 1:
             raise EnvironmentProblem("wandb is not installed")
 
 
-def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
-    """Or the others would wait for one that has left, and end with a traceback."""
+def test_missing_package_on_one_rank_is_raised_on_every_rank(tmp_path):
+    """All ranks raise, instead of waiting for one that has ended."""
 
     def main(context: ParallelContext) -> str:
         with pytest.raises(EnvironmentProblem) as caught:
@@ -254,18 +253,15 @@ def test_what_one_rank_lacks_is_told_on_every_rank(tmp_path):
     assert on_threads(ParallelConfig(world_size=3), main) == ["on rank 1: wandb is not installed"] * 3
 
 
-def test_a_run_folder_without_locks_is_told_once(tmp_path, context, monkeypatch, capsys):
-    def unknown(file: object, operation: int) -> None:
-        raise OSError("no locks")
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
+def test_file_system_without_locks_is_reported(tmp_path, context, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
     reporter = build_reporter(plan(LoggingConfig(run_dir=tmp_path, plots=False)), context)
     reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
     reporter.close()
     assert capsys.readouterr().out.count("without locks: a second job would not be noticed") == 1
 
 
-def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_training(context, monkeypatch):
+def test_wandb_without_run_name_or_package_is_rejected(context, monkeypatch):
     with pytest.raises(EnvironmentProblem, match="--wandb-exp-name"):
         build_reporter(plan(LoggingConfig(wandb_project="moe")), context)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -273,7 +269,7 @@ def test_wandb_without_a_run_name_or_without_the_package_is_refused_before_train
         build_reporter(plan(LoggingConfig(wandb_project="moe", wandb_exp_name="one")), context)
 
 
-def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, context):
+def test_resumed_run_drops_later_records_and_appends_its_command(tmp_path, context):
     config = LoggingConfig(run_dir=tmp_path, log_interval=1, plots=False)
     first = build_reporter(plan(config, command_line="first"), context)
     run(first, range(1, 6))
@@ -288,27 +284,17 @@ def test_a_resumed_run_drops_later_records_and_adds_its_command(tmp_path, contex
     assert [line for line in commands if not line.startswith("#")] == ["first", "second"]
 
 
-def test_reports_of_a_resumed_run_equal_those_of_one_that_never_stopped(context):
-    def losses(*parts: range) -> list:
-        listener = Listener()
-        for part in parts:
-            reporter = build_reporter(plan(LoggingConfig(log_interval=3)), context, sinks=[listener])
-            run(reporter, part, consumed_samples=8 * (part.start - 1))
-        records = [each.record for each in listener.entries if each.record is not None]
-        return [(record["iteration"], record["samples"], record["lm loss"]) for record in records]
-
-    assert losses(range(1, 13)) == losses(range(1, 7), range(7, 13))
-
-
-def test_flops_of_a_report_are_those_of_its_model_and_batch(context):
+def test_throughput_counts_the_flops_of_model_and_batch(context):
     config = plan(LoggingConfig())
-    reporter = build_reporter(config, context, sinks=[])
-    reporter.observe(Reading(1, num_samples=6))
-    assert reporter.summary({}).flops_per_step == flops_per_step(config.model, 6, tiny.SEQ)
+    listener = Listener()
+    reporter = build_reporter(config, context, sinks=[listener])
+    reporter.observe(step_result(1, num_samples=6))
+    reporter.step({})
+    assert listener.entries[-1].record["throughput"] == flops_per_step(config.model, 6, tiny.SEQ) / 0.5e12
 
 
-def test_the_first_rank_notes_and_the_last_reports(tmp_path):
-    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_level=1, plots=False))
+def test_first_rank_writes_notes_and_last_rank_reports(tmp_path):
+    config = plan(LoggingConfig(run_dir=tmp_path, log_interval=1, timing_log_level=1, plots=False))
 
     def rank(context: ParallelContext) -> int:
         listener = Listener()
@@ -317,8 +303,8 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         with reporter.timers.span("forward-backward", level=1):
             pass
-        reporter.observe(Reading(1))
-        reporter.step(reporter.summary(METRICS))
+        reporter.observe(step_result(1))
+        reporter.step(METRICS)
         reporter.close()
         return len(listener.entries)
 
@@ -331,23 +317,7 @@ def test_the_first_rank_notes_and_the_last_reports(tmp_path):
     assert any(line.startswith("    forward-backward ....") for line in lines)
 
 
-def test_the_arguments_of_a_run_are_printed_without_their_groups(tmp_path, context):
-    config = plan(LoggingConfig(run_dir=tmp_path), resolved_yaml="moe:\n  num-experts: 8\nlr: 0.1\n")
-    reporter = build_reporter(config, context)
-    reporter.arguments()
-    lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == ["lr", "num_experts"]
-
-
-def test_training_does_not_wait_for_a_report(context):
-    """What is observed must be host numbers already: a tensor would make the reporter wait for the device."""
-    reporter = build_reporter(plan(LoggingConfig(log_interval=1)), context, sinks=[listener := Listener()])
-    run(reporter, range(1, 2))
-    values = [value for each in listener.entries for value in each.tags.values()]
-    assert values and not any(isinstance(value, torch.Tensor) for value in values)
-
-
-def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
+def test_telemetry_threads_do_not_keep_the_process_alive(tmp_path):
     program = (
         "from megatron_moe.logs.writers import Entry, TensorBoard\n"
         "from pathlib import Path\n"
@@ -358,15 +328,15 @@ def test_no_telemetry_thread_keeps_the_process_alive(tmp_path):
     assert done.returncode == 0
 
 
-def test_memory_lines_come_as_often_as_asked_for(tmp_path):
-    config = plan(LoggingConfig(run_dir=tmp_path, memory_interval=2, log_device_memory=True, plots=False))
+def test_memory_interval(tmp_path):
+    config = plan(LoggingConfig(run_dir=tmp_path, log_memory_interval=2, log_device_memory_used=True, plots=False))
 
     def rank(context: ParallelContext) -> None:
         reporter = build_reporter(config, context, sinks=[])
         reporter.begin(iteration=0, last_iteration=100, consumed_samples=0)
         for iteration in (1, 2, 3, 4):
-            reporter.observe(Reading(iteration))
-        reporter.step(reporter.summary(METRICS))
+            reporter.observe(step_result(iteration))
+        reporter.step(METRICS)
         reporter.close()
 
     on_threads(ParallelConfig(world_size=2), rank)
@@ -378,27 +348,14 @@ def test_memory_lines_come_as_often_as_asked_for(tmp_path):
 CPU = torch.device("cpu")
 
 
-def test_the_line_names_rank_iteration_and_megabytes():
-    line = memory_line(3, 10, CPU)
-    assert re.fullmatch(
-        r"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| resident: \d+\.\d\d \| max resident: \d+\.\d\d", line
+def test_memory_line_of_a_cpu():
+    line = memory_line(3, 10, torch.device("cpu"), whole_device=True)
+    size = r"(\d+\.\d\d)"
+    match = re.fullmatch(
+        rf"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| resident: {size} \| max resident: {size} \| "
+        rf"used on the device: {size}",
+        line,
     )
-
-
-def test_resident_memory_grows_with_what_is_held():
-    def resident() -> float:
-        return float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
-
-    before = resident()
-    held = torch.ones(16 * 2**20)
-    assert 60 < resident() - before < 80, held.shape
-
-
-def test_a_cpu_has_no_allocator_to_report():
-    assert memory_tags(CPU) == {}
-
-
-def test_what_all_processes_occupy_is_told_on_request():
-    used = float(memory_line(0, 0, CPU, whole_device=True).split("used on the device: ")[1])
-    resident = float(memory_line(0, 0, CPU).split("resident: ")[1].split(" ")[0])
-    assert used > resident
+    resident, _, used = map(float, match.groups())
+    assert 10 < resident < used
+    assert memory_tags(torch.device("cpu")) == {}

@@ -1,4 +1,4 @@
-"""Jobs that want the same folder."""
+"""Locks of run and checkpoint folders."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ def lock(folder: Path) -> RunLock:
     return RunLock(folder, does="writes into", option="--run-dir")
 
 
-def test_a_folder_is_free_again_when_its_job_was_killed(tmp_path: Path) -> None:
+def test_lock_of_a_killed_job_is_released(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
@@ -42,15 +42,17 @@ def test_a_folder_is_free_again_when_its_job_was_killed(tmp_path: Path) -> None:
     lock(tmp_path).release()
 
 
-def test_a_released_folder_is_free_though_a_child_still_has_the_file(tmp_path: Path) -> None:
+def test_release_with_a_file_descriptor_open_in_a_child(tmp_path: Path) -> None:
     held = lock(tmp_path)
-    copy = os.dup(held._file.fileno())  # as a fork would leave it
+    copy = os.dup(held._file.fileno())  # like a forked process
     held.release()
     assert held_by(tmp_path) is None
     os.close(copy)
 
 
-def test_who_asks_for_the_holder_keeps_no_job_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_is_retried_while_another_process_reads_the_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / LOCK).write_text("")
     with open(tmp_path / LOCK) as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
@@ -66,9 +68,7 @@ def test_who_asks_for_the_holder_keeps_no_job_out(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
-def test_a_lock_that_cannot_be_written_is_refused_with_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_unwritable_lock_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(held: RunLock) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -77,12 +77,12 @@ def test_a_lock_that_cannot_be_written_is_refused_with_its_path(
         lock(tmp_path)
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     assert lock(tmp_path).warning is None
     monkeypatch.setattr(fcntl, "flock", unknown)
     held = lock(tmp_path)
-    assert not held.works and "without locks" in (held.warning or "") and held_by(tmp_path) is None
+    assert "without locks" in (held.warning or "") and held_by(tmp_path) is None
     held.release()

@@ -1,4 +1,6 @@
-"""Timers measure what they are asked for, across ranks, in Megatron's words."""
+"""Timers over ranks, and Megatron's timer lines."""
+
+import itertools
 
 import pytest
 import torch
@@ -12,23 +14,13 @@ CPU = torch.device("cpu")
 TIMINGS = {"forward-backward": [0.1, 0.3], "optimizer": [0.01, 0.02]}
 
 
-class Clock:
-    """Each reading is one second after the one before."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("time.perf_counter", Clock())
+    """Advances by one second per reading."""
+    monkeypatch.setattr("time.perf_counter", itertools.count(1.0).__next__)
 
 
-def test_spans_add_up_and_are_divided_by_the_steps(clock):
+def test_spans_are_summed_and_divided_by_steps(clock):
     timers = Timers(1, CPU)
     for _ in range(4):
         with timers.span("forward-backward", level=1):
@@ -37,21 +29,21 @@ def test_spans_add_up_and_are_divided_by_the_steps(clock):
     assert timers.take(ParallelContext.single(), num_steps=2) == {}
 
 
-def test_spans_above_the_level_of_the_run_are_not_timed(clock):
+def test_spans_above_the_timing_level_are_not_measured(clock):
     timers = Timers(1, CPU)
     with timers.span("forward-compute", level=2), timers.span("forward-backward", level=1):
         pass
     assert timers.take(ParallelContext.single(), num_steps=1) == {"forward-backward": [1.0]}
 
 
-def test_a_span_that_fails_is_timed_and_fails(clock):
+def test_failing_span_is_timed(clock):
     timers = Timers(1, CPU)
     with pytest.raises(ValueError), timers.span("optimizer", level=1):
         raise ValueError
     assert timers.take(ParallelContext.single(), num_steps=1) == {"optimizer": [1.0]}
 
 
-def test_every_rank_learns_the_times_of_all_and_a_missing_span_is_zero(clock):
+def test_times_are_gathered_and_missing_spans_are_zero(clock):
     def rank(context: ParallelContext) -> dict:
         timers = Timers(2, CPU)
         if context.rank == 1:
@@ -63,7 +55,7 @@ def test_every_rank_learns_the_times_of_all_and_a_missing_span_is_zero(clock):
     assert all(list(result) == ["send"] and result["send"][0] == 0.0 < result["send"][1] for result in results)
 
 
-def test_lines_are_megatrons():
+def test_timer_lines():
     assert timer_lines(TIMINGS, "minmax") == [
         "(min, max) time across ranks (ms):",
         "    forward-backward ...............................: (100.00, 300.00)",
@@ -79,7 +71,4 @@ def test_lines_are_megatrons():
         "     rank  0: 100.00",
         "     rank  1: 300.00",
     ]
-
-
-def test_without_timings_there_are_no_lines():
     assert timer_lines({}, "minmax") == []

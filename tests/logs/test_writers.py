@@ -1,4 +1,4 @@
-"""Sinks write what they are told, and their failures stay theirs (promise P11)."""
+"""Destinations of logs, and isolation of their failures (P11)."""
 
 import errno
 import io
@@ -15,17 +15,17 @@ from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.metrics_file import read_metrics
 from megatron_moe.logs.writers import (
     HOUR,
+    Console,
     Entry,
     Guard,
     JsonLines,
     LiveConsole,
     LogFile,
-    PlainConsole,
     TensorBoard,
     WandB,
     has_live_line,
 )
-from tests.logs.reports import Reading
+from tests.logs.reports import Clock, step_result
 
 
 def entry(iteration: int, **tags: float) -> Entry:
@@ -40,39 +40,29 @@ def read_scalars(folder) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def fail() -> None:
     raise OSError("no space left")
 
 
-def test_a_failure_is_told_once_per_hour_and_per_sink():
-    told, clock = [], Clock()
-    guard = Guard(told.append, clock)
+def test_failures_are_reported_once_per_hour_and_sink():
+    reported, clock = [], Clock()
+    guard = Guard(reported.append, clock)
     for _ in range(3):
         guard.run("W&B", fail)
         guard.run("log.txt", fail)
-    assert told == [
+    assert reported == [
         "telemetry: W&B failed (OSError: no space left); training continues without it",
         "telemetry: log.txt failed (OSError: no space left); training continues without it",
     ]
-    clock.now = HOUR - 1
+    clock.now += HOUR - 1
     guard.run("W&B", fail)
-    assert len(told) == 2
-    clock.now = HOUR
+    assert len(reported) == 2
+    clock.now += 1
     guard.run("W&B", fail)
-    assert len(told) == 3
+    assert len(reported) == 3
 
 
-def test_a_sink_that_costs_time_rests_after_a_failure():
+def test_expensive_sink_pauses_after_a_failure():
     attempts, clock = [], Clock()
     guard = Guard(lambda text: None, clock)
 
@@ -85,7 +75,7 @@ def test_a_sink_that_costs_time_rests_after_a_failure():
     assert attempts == [0.0, 60.0]
 
 
-def test_the_interrupt_of_the_user_is_no_failure_of_telemetry():
+def test_keyboard_interrupt_propagates():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -93,29 +83,23 @@ def test_the_interrupt_of_the_user_is_no_failure_of_telemetry():
         Guard(print).run("console", interrupt)
 
 
-def test_records_are_on_disk_at_once(tmp_path):
+def test_records_are_written_immediately_and_appended(tmp_path):
     sink = JsonLines(tmp_path / "metrics.jsonl")
     sink.log(entry(1, loss=2.0))
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "loss": 2}
     sink.log(Entry(iteration=2, samples=0, tags={"loss": 1.0}))
-    sink.log(entry(3, loss=1.0))
+    JsonLines(tmp_path / "metrics.jsonl").log(entry(3, loss=1.0))  # a resumed run
     assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
-def test_records_append_to_those_of_an_earlier_start(tmp_path):
-    JsonLines(tmp_path / "metrics.jsonl").log(entry(1))
-    JsonLines(tmp_path / "metrics.jsonl").log(entry(2))
-    assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line(tmp_path):
+def test_failed_records_are_retried_without_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path)
     sink.log(entry(1, loss=1.5))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # The disk fills up in the middle of the second record.
+        # The disk becomes full within the second record.
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
         for iteration in (2, 3):
             with pytest.raises(OSError):
@@ -128,7 +112,7 @@ def test_records_that_could_not_be_written_go_out_later_and_leave_no_torn_line(t
     assert [record["iteration"] for record in read_metrics(path)] == [1, 2, 3]
 
 
-def test_the_log_file_keeps_earlier_lines_and_is_shared(tmp_path):
+def test_log_file_is_appended_by_several_ranks(tmp_path):
     (tmp_path / "log.txt").write_text("before\n")
     first, second = LogFile(tmp_path / "log.txt"), LogFile(tmp_path / "log.txt")
     first.write("one")
@@ -139,10 +123,10 @@ def test_the_log_file_keeps_earlier_lines_and_is_shared(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "before\none\ntwo\nthree\n"
 
 
-def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tmp_path, monkeypatch, capfd):
-    """Fault 15: the writer's thread prints no traceback, and its end is not the end of the curves."""
-    said, clock = [], [0.0]
-    guard, sink = Guard(said.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
+def test_tensorboard_recovers_from_a_full_disk(tmp_path, monkeypatch, capfd):
+    """Fault 15: the writer thread prints no traceback, and a new writer continues the curves."""
+    reported, clock = [], [0.0]
+    guard, sink = Guard(reported.append, clock=lambda: clock[0]), TensorBoard(tmp_path, resumed_iteration=0)
 
     def full(system, filename, content, binary_mode=False):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -155,10 +139,10 @@ def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tm
         patch.setattr(gfile.LocalFileSystem, "append", full)
         patch.setattr(gfile.LocalFileSystem, "write", full)
         until = time.monotonic() + 60
-        while not said and time.monotonic() < until:
+        while not reported and time.monotonic() < until:
             log(2)
             time.sleep(0.01)
-    assert len(said) == 1 and "No space left on device" in said[0]
+    assert len(reported) == 1 and "No space left on device" in reported[0]
     clock[0] += 61
     log(3)
     sink.close()
@@ -166,7 +150,7 @@ def test_a_full_disk_under_tensorboard_is_one_sentence_and_a_new_file_follows(tm
     assert len(list(tmp_path.glob("events.*"))) == 2
 
 
-def test_tensorboard_gets_scalars_by_iteration_and_by_samples(tmp_path):
+def test_tensorboard_scalars_over_iterations_and_samples(tmp_path):
     sink = TensorBoard(tmp_path, resumed_iteration=0)
     sink.log(entry(1, **{"lm loss": 2.0, "moe/max_violation": 0.5}))
     sink.log(entry(2, **{"lm loss": 1.5, "moe/max_violation": 0.25}))
@@ -178,7 +162,7 @@ def test_tensorboard_gets_scalars_by_iteration_and_by_samples(tmp_path):
     }
 
 
-def test_a_resumed_run_replaces_what_the_interrupted_one_drew_beyond(tmp_path):
+def test_tensorboard_of_a_resumed_run_replaces_later_points(tmp_path):
     first = TensorBoard(tmp_path, resumed_iteration=0)
     for iteration in (1, 2, 3):
         first.log(entry(iteration, mfu=float(iteration)))
@@ -189,10 +173,10 @@ def test_a_resumed_run_replaces_what_the_interrupted_one_drew_beyond(tmp_path):
     assert read_scalars(tmp_path) == {"mfu": [(1, 1.0), (2, 20.0)]}
 
 
-def test_wandb_works_offline_and_continues_a_given_run(tmp_path, monkeypatch):
+def test_wandb_offline_with_a_given_run_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # that process may be slow to start
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # its service process may start slowly
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
     config = LoggingConfig(wandb_project="moe", wandb_exp_name="first", wandb_save_dir=tmp_path / "there")
     sink = WandB(config, {"lr": 0.1})
@@ -202,7 +186,7 @@ def test_wandb_works_offline_and_continues_a_given_run(tmp_path, monkeypatch):
     assert sink._run.settings.resume == "allow"
     sink.close()
     (stored,) = (tmp_path / "there" / "wandb").glob("offline-run-*-abc123/*.wandb")
-    # a process of its own writes the file, on a busy machine some time after `finish` has returned
+    # a separate process writes the file, possibly after `finish` has returned
     deadline = time.monotonic() + 300
     while b"samples vs steps" not in stored.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -210,14 +194,14 @@ def test_wandb_works_offline_and_continues_a_given_run(tmp_path, monkeypatch):
 
 
 class Terminal(io.StringIO):
-    """A screen of 100 columns."""
+    """Terminal with 100 columns."""
 
     def isatty(self) -> bool:
         return True
 
 
 def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Replaced inside the test, because pytest gives every phase of a test its own output."""
+    """Replaces stdout within the test, because pytest replaces it for each phase."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
@@ -225,24 +209,24 @@ def sit_at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return screen
 
 
-def test_a_file_or_pipe_gets_plain_lines(capsys):
+def test_plain_console(capsys):
     assert not has_live_line()
-    console = PlainConsole()
+    console = Console()
     console.start(0, 10)
     console.write(" iteration 1 | [not markup] |")
-    console.progress(Reading(1))
+    console.progress(step_result(1))
     console.close()
     assert capsys.readouterr().out == " iteration 1 | [not markup] |\n"
 
 
 @pytest.mark.parametrize(("kind", "redrawn"), [("xterm", True), ("dumb", False), ("unknown", False)])
-def test_only_terminals_that_can_redraw_a_line_have_a_live_one(kind, redrawn, monkeypatch):
+def test_live_line_requires_a_capable_terminal(kind, redrawn, monkeypatch):
     sit_at_terminal(monkeypatch)
     monkeypatch.setenv("TERM", kind)
     assert has_live_line() is redrawn
 
 
-def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(monkeypatch):
+def test_live_console(monkeypatch):
     terminal = sit_at_terminal(monkeypatch)
     console = LiveConsole(seq_length=32)
     console.write("before the start")
@@ -250,7 +234,7 @@ def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(mon
     line = " [2026] iteration 3 | [bold]not markup | " + "x" * 200
     console.write(line)
     for iteration, seconds in ((3, 60.0), (4, 0.5), (5, 0.5)):  # the first step compiles
-        console.progress(Reading(iteration, loss=2.5, num_samples=8, seconds=seconds))
+        console.progress(step_result(iteration, loss=2.5, num_samples=8, seconds=seconds))
     console.close()
     shown = terminal.getvalue()
     assert shown.startswith("before the start\n")
@@ -259,7 +243,7 @@ def test_lines_stand_uncut_above_the_live_line_with_loss_speed_and_time_left(mon
     assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
 
 
-def test_closing_twice_or_before_the_start_is_fine(monkeypatch):
+def test_live_console_can_be_closed_twice_and_before_start(monkeypatch):
     sit_at_terminal(monkeypatch)
     console = LiveConsole(seq_length=32)
     console.close()

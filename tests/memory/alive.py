@@ -1,4 +1,4 @@
-"""How much memory tensors occupy that were made since a moment: every storage is followed until it is freed."""
+"""Memory of the tensors created in a scope: tracks every storage until it is freed."""
 
 from typing import Any
 
@@ -10,24 +10,23 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """As a context: follows what is made inside of it. Memory is not reused for another storage while it is followed,
-    since a weak reference holds its place."""
+    """Tracks storages created inside the context. Weak references prevent reuse of a storage's identifier."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._followed: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._tracked: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
-                self._follow(each.untyped_storage())
+                self._track(each.untyped_storage())
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        self._followed.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        self._tracked.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
 
     def bytes(self) -> int:
-        """Of all storages that still exist."""
-        return sum(size for reference, size in self._followed.values() if not reference.expired())
+        """Bytes of all tracked storages that still exist."""
+        return sum(size for reference, size in self._tracked.values() if not reference.expired())

@@ -1,4 +1,4 @@
-"""What waits on the host comes back as the same bits, in time and once; memory on both sides is free afterwards."""
+"""Activation offload: results are identical to the bit, copies happen once and in time, and memory is freed."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, Re
 from megatron_moe.config.model import ModelConfig, MTPConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.kernels.registry import select_kernels
-from megatron_moe.memory.activation_offload import ActivationOffload, to_send
+from megatron_moe.memory.activation_offload import ActivationOffload, select_groups
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT, LossOutput
 from megatron_moe.parallel.context import ParallelContext
@@ -27,7 +27,7 @@ HIDDEN_STATE = BATCH * SEQ * HIDDEN * NUMBER
 
 
 def offload(*modules: str, **changes) -> ActivationOffloadConfig:
-    return ActivationOffloadConfig(modules=modules, **{"min_elements": 1, **changes})
+    return ActivationOffloadConfig(offload_modules=modules, **{"min_offloaded_tensor_size": 1, **changes})
 
 
 class RecordingHostCopies(HostCopies):
@@ -55,12 +55,12 @@ class Net:
         self, config: ActivationOffloadConfig, recompute: RecomputeConfig | None = None, num_layers: int = 3
     ) -> None:
         context = ParallelContext.single(dtype=torch.float32)
-        kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+        kernels = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
         self.copies = RecordingHostCopies()
         self.offload = ActivationOffload(config, self.copies)
         self.pool = self.offload.pool
         layers = tuple(layer_config(mla_config(v_head_dim=9), moe_config()) for _ in range(num_layers))
-        saved_tensors = SavedTensorPolicy(recompute, offload=self.offload if config.modules else None)
+        saved_tensors = SavedTensorPolicy(recompute, offload=self.offload if config.offload_modules else None)
         self.model = GPT(tiny.model(layers=layers), context, kernels, saved_tensors=saved_tensors)
         generator = torch.Generator().manual_seed(5)
         for parameter in self.model.parameters():
@@ -79,7 +79,7 @@ class Net:
 
 
 @pytest.mark.parametrize("modules", [*((module,) for module in MODULES), MODULES])
-def test_gradients_are_the_same_bits_and_nothing_is_left(modules):
+def test_gradients_are_identical_to_the_bit_and_all_memory_is_freed(modules):
     plain, moved = Net(offload()), Net(offload(*modules))
     for number in range(2):
         plain.forward(number).backward()
@@ -96,7 +96,7 @@ def test_gradients_are_the_same_bits_and_nothing_is_left(modules):
     assert moved.pool.bytes_to_host == moved.pool.bytes_to_device > 0
 
 
-def test_every_byte_of_a_module_moves_once():
+def test_every_byte_of_a_module_is_copied_once():
     net = Net(offload("attn_norm"))
     net.forward().backward()
     assert net.pool.bytes_to_host >= 3 * HIDDEN_STATE, "the inputs of three norms"
@@ -108,7 +108,7 @@ def test_every_byte_of_a_module_moves_once():
     )
 
 
-def test_host_memory_is_used_again():
+def test_host_buffers_are_reused_by_later_steps():
     net = Net(offload(*MODULES))
     net.forward(0).backward()
     first = net.pool.num_buffers
@@ -117,7 +117,7 @@ def test_host_memory_is_used_again():
     assert first > 3 and net.pool.num_buffers == first
 
 
-def test_where_the_backward_follows_at_once_the_last_layer_stays():
+def test_the_last_layer_stays_if_its_backward_follows_immediately():
     net = Net(offload("core_attn"))
     net.forward(0).backward()
     whole, events = net.pool.bytes_to_host, len(net.copies.events)
@@ -129,13 +129,13 @@ def test_where_the_backward_follows_at_once_the_last_layer_stays():
     net.offload.begin_pass([("forward", (2, 0)), ("forward", (3, 0)), ("backward", (2, 0)), ("backward", (3, 0))])
     sent = net.pool.bytes_to_host
     first, second = net.forward(2), net.forward(3)
-    assert net.pool.bytes_to_host - sent == whole * 2, "another backward follows, so all of both"
+    assert net.pool.bytes_to_host - sent == whole * 2, "another backward follows, so both are offloaded completely"
     first.backward()
     second.backward()
 
 
-def test_a_group_comes_back_while_the_one_behind_it_is_differentiated():
-    """Layer 2 stays; when the backward comes to it, layer 1 sets out; when it comes to layer 1, layer 0 does."""
+def test_a_group_is_reloaded_during_the_backward_of_the_next_one():
+    """Layer 2 stays; its backward starts the reload of layer 1, whose backward starts the reload of layer 0."""
     net = Net(offload("attn_proj", "core_attn"))
     net.forward(0).backward()
     net.offload.begin_pass([("forward", (1, 0)), ("backward", (1, 0))])
@@ -152,28 +152,32 @@ def test_a_group_comes_back_while_the_one_behind_it_is_differentiated():
     last_back = max(place for place, (kind, _) in enumerate(net.copies.events) if kind == "back")
     assert waits[0] > half - 1 and last_back < waits[-1]
     late = [place for place in waits if place < last_back]
-    assert len(late) <= len(waits) - half, "the first layer is on its way before the second one has been used up"
+    assert len(late) <= len(waits) - half, (
+        "the reload of the first layer starts before the end of the second one's backward"
+    )
 
 
-def test_which_groups_wait_on_the_host():
+def test_groups_are_selected_by_fraction_bytes_and_last_use():
     groups = [("a", 10), ("b", 4)] * 3
-    assert to_send(groups, fraction=1.0, stay_bytes=0, keep_last=False) == {0, 1, 2, 3, 4, 5}
-    assert to_send(groups, fraction=1.0, stay_bytes=0, keep_last=True) == {0, 1, 2, 3}
-    assert to_send(groups, fraction=0.5, stay_bytes=0, keep_last=True) == {0, 1, 2}
-    assert to_send(groups, fraction=0.0, stay_bytes=0, keep_last=True) == frozenset()
-    assert to_send(groups, fraction=1.0, stay_bytes=5, keep_last=False) == {0, 1, 2, 3}
-    assert to_send(groups, fraction=1.0, stay_bytes=1000, keep_last=False) == frozenset()
+    assert select_groups(groups, fraction=1.0, stay_bytes=0, keep_last=False) == {0, 1, 2, 3, 4, 5}
+    assert select_groups(groups, fraction=1.0, stay_bytes=0, keep_last=True) == {0, 1, 2, 3}
+    assert select_groups(groups, fraction=0.5, stay_bytes=0, keep_last=True) == {0, 1, 2}
+    assert select_groups(groups, fraction=0.0, stay_bytes=0, keep_last=True) == frozenset()
+    assert select_groups(groups, fraction=1.0, stay_bytes=5, keep_last=False) == {0, 1, 2, 3}
+    assert select_groups(groups, fraction=1.0, stay_bytes=1000, keep_last=False) == frozenset()
 
 
-def test_small_tensors_and_parameters_stay():
+def test_small_tensors_and_parameters_stay_on_the_device():
     net = Net(offload(*MODULES, min_elements=1 << 20))
     net.forward().backward()
     assert net.pool.bytes_to_host == 0
 
 
-def test_inputs_of_forgotten_outputs_wait_on_the_host_too():
-    """The norm's output is made again from an input that comes back for it."""
-    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act", "mla_up_proj", "core_attn"))
+def test_inputs_of_discarded_outputs_are_offloaded_too():
+    """The norm's output is recomputed from a reloaded input."""
+    chosen = RecomputeConfig(
+        recompute_granularity="selective", recompute_modules=("layernorm", "moe_act", "mla_up_proj", "core_attn")
+    )
     plain, both = Net(offload()), Net(offload("attn_norm", "mlp_norm", "moe_act", "qkv_linear", "core_attn"), chosen)
     for number in range(2):
         plain.forward(number).backward()
@@ -188,8 +192,13 @@ def plan(config: ActivationOffloadConfig, recompute: RecomputeConfig | None = No
 
 
 def test_steps_over_a_pipeline_with_virtual_stages_are_the_same_bits():
-    config = offload(*MODULES, fraction=0.8, stay_bytes_per_stage=5000, max_inflight=2)
-    chosen = RecomputeConfig(granularity="selective", modules=("layernorm", "moe_act"))
+    config = offload(
+        *MODULES,
+        activation_offload_fraction=0.8,
+        delta_offload_bytes_across_pp_ranks=5000,
+        fine_grained_offloading_max_inflight_offloads=2,
+    )
+    chosen = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
     plain, moved = (laid_out(each, "Et|t|t|tmL", 2) for each in (plan(offload()), plan(config, chosen)))
     EXACT.check_all(train_on_ranks(moved, steps=1), train_on_ranks(plain, steps=1), "two ranks, two stages each")
 

@@ -1,4 +1,4 @@
-"""Recorded parts of layers and whole steps: a replay is the computation, bit for bit, in memory that never moves."""
+"""CUDA graphs of layers and full iterations: replays equal eager steps bit for bit, at fixed addresses."""
 
 import gc
 from collections import Counter, deque
@@ -17,7 +17,7 @@ from megatron_moe.config.moe import SharedExpertsConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
-from megatron_moe.memory.cuda_graphs.capture import CaptureReport, EagerRecorder, check_recordable, no_garbage_collected
+from megatron_moe.memory.cuda_graphs.capture import CaptureReport, check_capturable, garbage_collection_disabled
 from megatron_moe.memory.output_discard import DiscardedOutput
 from megatron_moe.memory.pytree import flatten, unflatten
 from megatron_moe.optim import param_store
@@ -27,18 +27,19 @@ from megatron_moe.pipeline.actions import Action, parts
 from megatron_moe.pipeline.schedule import build_schedule
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.pipelines import laid_out, run_steps, together
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 from tests.optim.test_gather_in_forward import gather_when_waited_for
 
 KERNELS = reference.bundle()
-WHOLE = CudaGraphConfig(full_iteration=True, warmup_steps=1)
+WHOLE = CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)
 ROUTER = {"score_function": "sigmoid", "expert_bias": True, "balancing": ("seq_aux_loss",), "aux_loss_coeffs": (0.02,)}
 
 
 def parts_of(*modules: str) -> CudaGraphConfig:
-    return CudaGraphConfig(modules=modules, warmup_steps=1)
+    return CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1)
 
 
 ALL = parts_of("attn", "mlp", "moe_router", "moe_preprocess")
@@ -54,32 +55,32 @@ SPECS = {
 def the_plan(**changes):
     """Two microbatches a step: the first stores its weight gradients, the second adds them."""
     model = changes.pop("model", None) or tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER, z_loss_coeff=0.1)))
-    return tiny.plan(model=model, batch=BatchConfig(micro=2, global_size=4), **changes)
+    return tiny.plan(model=model, batch=BatchConfig(micro_batch_size=2, global_batch_size=4), **changes)
 
 
 def make_trainer(plan, context=None):
     context = context or ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-    record_steps(trainer, EagerRecorder(), plan.graphs, plan.memory.expert_wgrad_interval)
+    record_steps(trainer, EagerRecorder(), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval)
     return trainer
 
 
-def figures(plan, steps=3):
+def results(plan, steps=3):
     return run_steps(plan, make_trainer(plan), TrainState(), steps)
 
 
 @pytest.fixture(scope="module")
-def computed():
-    return figures(the_plan())
+def eager():
+    return results(the_plan())
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
-def test_replayed_steps_are_computed_steps_bit_for_bit(computed, config):
+def test_replayed_steps_equal_eager_steps_bit_for_bit(eager, config):
     plan = the_plan(graphs=config)
     trainer = make_trainer(plan)
     found = run_steps(plan, trainer, TrainState(), 3)
-    assert (trainer.full_iteration or trainer.pipeline.graph_instances).has_recorded
-    EXACT.check_all(found, computed, str(config))
+    assert (trainer.full_iteration or trainer.pipeline.graph_instances).summary()
+    EXACT.check_all(found, eager, str(config))
 
 
 MODELS = {
@@ -94,25 +95,25 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_other_models_too(model):
-    expected = figures(the_plan(model=model), steps=2)
+def test_replays_of_other_models_equal_eager_steps(model):
+    expected = results(the_plan(model=model), steps=2)
     for config in (parts_of("attn", "mlp", "moe"), WHOLE):
-        EXACT.check_all(figures(the_plan(model=model, graphs=config), steps=2), expected, str(config))
+        EXACT.check_all(results(the_plan(model=model, graphs=config), steps=2), expected, str(config))
 
 
-def test_experts_beside_recorded_attention_are_computed_again(computed):
-    """What the flags of recompute ask for happens in layers that are recorded in part, too."""
-    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe",)))
+def test_experts_are_reeager_alongside_captured_attention(eager):
+    """Selective recompute applies to the eager modules of partly captured layers."""
+    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
     plan = the_plan(graphs=parts_of("attn"), memory=again)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
-    EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), computed, "experts again")
+    EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), eager, "experts again")
     assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_what_travels_between_ranks_is_in_no_recording(dispatcher):
-    """Neither its collectives nor what the host reads for them."""
+def test_graphs_contain_no_exchange_between_ranks(dispatcher):
+    """Neither collectives nor their host reads are captured."""
     model = tiny.model(num_layers=2, moe_config=tiny.moe(dispatcher=dispatcher))
     config = ParallelConfig(world_size=2, ep=2)
 
@@ -120,22 +121,24 @@ def test_what_travels_between_ranks_is_in_no_recording(dispatcher):
         trainer = make_trainer(plan, context)
         found = run_steps(plan, trainer, TrainState(), 2)
         names = {
-            part.name.split()[0] for flight in trainer.pipeline.graph_instances or () for part, *_ in flight._recorded
+            part.name.split()[0]
+            for instance in trainer.pipeline.graph_instances or ()
+            for part, *_ in instance._captured
         }
         return found, names
 
     plan = the_plan(model=model, parallel=config)
     expected, found = (
         on_threads(config, lambda context, each=each: train(context, each))
-        for each in (plan, replace(plan, graphs=parts_of("attn", "moe_router", "moe_preprocess")))
+        for each in (plan, replace(plan, cuda_graphs=parts_of("attn", "moe_router", "moe_preprocess")))
     )
-    for rank, ((figures, names), (computed, _)) in enumerate(zip(found, expected, strict=True)):
+    for rank, ((figures, names), (eager, _)) in enumerate(zip(found, expected, strict=True)):
         assert names == {"attn", "moe_router"}
-        EXACT.check_all(figures, computed, f"rank {rank}")
+        EXACT.check_all(figures, eager, f"rank {rank}")
 
 
-def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch):
-    """Each microbatch has a scope of its own for those who take its norm; a recording knows that of its first one."""
+def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
+    """Each microbatch has its own scope for the consumers of the norm; a capture sees only the first scope."""
     notes, pack = Counter(), DiscardedOutput.pack
 
     def count(self, tensor):
@@ -145,28 +148,28 @@ def test_a_norm_behind_a_recorded_router_is_forgotten_in_every_step(monkeypatch)
 
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
-    again = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("layernorm",)))
-    plan = the_plan(model=model, memory=again, graphs=parts_of("moe_router", "moe_preprocess"))
+    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",)))
+    plan = the_plan(model=model, memory=again, cuda_graphs=parts_of("moe_router", "moe_preprocess"))
     trainer = make_trainer(plan)
     trainer.recent = deque()
     monkeypatch.setattr(DiscardedOutput, "pack", count)
     found = run_steps(plan, trainer, TrainState(), 4)
-    assert notes[0] and notes == dict.fromkeys(range(4), notes[0]), "tensors that are forgotten, by step"
-    EXACT.check_all(found, figures(the_plan(model=model), steps=4), "layernorm")
+    assert notes[0] and notes == dict.fromkeys(range(4), notes[0]), "discarded tensors by step"
+    EXACT.check_all(found, results(the_plan(model=model), steps=4), "layernorm")
 
 
-def test_prediction_layers_draw_what_benchmarks_force_as_they_are_computed():
+def test_prediction_layers_repeat_the_forced_balance_of_eager_steps():
     model = replace(MODELS["forced balance"], mtp=MTPConfig(num_layers=2))
     config = parts_of("attn", "mlp", "moe")
-    EXACT.check_all(figures(the_plan(model=model, graphs=config)), figures(the_plan(model=model)), str(config))
+    EXACT.check_all(results(the_plan(model=model, graphs=config)), results(the_plan(model=model)), str(config))
 
 
-def test_every_microbatch_in_flight_has_memory_of_its_own():
+def test_every_in_flight_microbatch_has_its_own_instance():
     """Four stages on two ranks."""
     layout, pp = "Et*1|t*1|t*1|t*1L", 2
     model = tiny.model(num_layers=4)
-    plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro=1, global_size=6)), layout, pp)
-    recorded = replace(plan, graphs=ALL)
+    plan = laid_out(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=6)), layout, pp)
+    recorded = replace(plan, cuda_graphs=ALL)
     schedule = build_schedule(plan.schedule(6))
 
     def train(context, plan):
@@ -197,12 +200,12 @@ def computations(entries) -> Iterator[Action]:
         yield from (action for action in parts(entry) if not action.is_transfer)
 
 
-def test_gradients_of_replays_start_reductions():
-    sharing = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+def test_gradients_of_replays_start_reductions_early():
+    sharing = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=500)
     parallel = ParallelConfig(world_size=2)
 
     def train(config):
-        plan = the_plan(data_parallel=sharing, parallel=parallel, graphs=config)
+        plan = the_plan(data_parallel=sharing, parallel=parallel, cuda_graphs=config)
         return on_threads(parallel, lambda context: run_steps(plan, make_trainer(plan, context), TrainState(), 4))
 
     for found, expected in zip(train(ALL), train(CudaGraphConfig()), strict=True):
@@ -221,7 +224,7 @@ class StrictRecorder(EagerRecorder):
 
         monkeypatch.setattr(ParamStore, "acquire", checked)
 
-    def record(self, work, pool):
+    def capture(self, work, pool):
         def run():
             self.rank.captures = True
             try:
@@ -229,55 +232,57 @@ class StrictRecorder(EagerRecorder):
             finally:
                 self.rank.captures = False
 
-        return super().record(run, pool)
+        return super().capture(run, pool)
 
 
 @pytest.mark.parametrize("in_forward", [False, True])
 def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, monkeypatch):
-    early = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=500)
+    early = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=500)
     parallel = ParallelConfig(world_size=2)
 
     def train(plan, recorder):
         def on_rank(context):
             trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-            record_steps(trainer, recorder, plan.graphs)
+            record_steps(trainer, recorder, plan.cuda_graphs)
             return run_steps(plan, trainer, TrainState(), 4)
 
         return on_threads(parallel, on_rank)
 
-    plan = the_plan(data_parallel=early, parallel=parallel, graphs=ALL)
+    plan = the_plan(data_parallel=early, parallel=parallel, cuda_graphs=ALL)
     expected = train(plan, EagerRecorder())
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
     overlapped = replace(
         plan,
         data_parallel=replace(early, overlap_param_gather=True),
-        optimizer=replace(plan.optimizer, in_forward=in_forward),
+        optimizer=replace(plan.optimizer, overlap_optimizer_step=in_forward),
     )
     for found, reference_run in zip(train(overlapped, StrictRecorder(monkeypatch)), expected, strict=True):
         EXACT.check_all(found, reference_run, "weights gathered in the forward")
 
 
-def test_nothing_moves_and_nothing_is_recorded_twice():
+def test_addresses_are_fixed_and_nothing_is_captured_twice():
     plan = the_plan(graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
-    (flight,) = trainer.pipeline.graph_instances
-    number, places = flight.num_recordings, places_of(flight)
+    (instance,) = trainer.pipeline.graph_instances
+    number, places = instance.num_graphs, places_of(instance)
     # a dense layer with two parts and two MoE layers with three; one of these has no weights
     assert number == 2 * 4 + 2 * (4 + 4 + 2)
     run_steps(plan, trainer, TrainState(iteration=2, consumed_samples=8), 3)
-    assert tuple(trainer.pipeline.graph_instances) == (flight,)
-    assert flight.num_recordings == number and places_of(flight) == places
+    assert tuple(trainer.pipeline.graph_instances) == (instance,)
+    with torch.no_grad():  # evaluation is eager
+        trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, batch: output.loss_BS.sum())
+    assert instance.num_graphs == number and places_of(instance) == places
 
 
-def places_of(flight) -> set[int]:
-    """Addresses of all that recordings leave and take."""
-    return {*flight._left, *(tensor.data_ptr() for tensor in flight._landings.values())}
+def places_of(instance) -> set[int]:
+    """Addresses of outputs and static gradients."""
+    return {*instance._outputs, *(tensor.data_ptr() for tensor in instance._static_grads.values())}
 
 
-def test_padding_is_another_form_and_is_recorded_for_itself():
+def test_padded_microbatches_are_captured_separately():
     def train(config):
-        plan = the_plan(graphs=config)
+        plan = the_plan(cuda_graphs=config)
         trainer = make_trainer(plan)
         first = run_steps(plan, trainer, TrainState(), 2)
         batches = [padded(tiny_models.microbatch(2, tiny.SEQ, seed=seed), seed) for seed in (1, 2)]
@@ -294,36 +299,25 @@ def padded(batch, number):
     return replace(batch, loss_mask_BS=batch.loss_mask_BS * valid_BS, context=context)
 
 
-def test_evaluations_compute():
-    plan = the_plan(graphs=ALL)
-    trainer = make_trainer(plan)
-    run_steps(plan, trainer, TrainState(), 2)
-    (flight,) = trainer.pipeline.graph_instances
-    number = flight.num_recordings
-    with torch.no_grad():
-        trainer.pipeline.run([tiny_models.microbatch(2, tiny.SEQ)], lambda output, batch: output.loss_BS.sum())
-    assert flight.num_recordings == number
-
-
-def test_what_was_recorded_is_told_once():
+def test_captures_are_reported_once():
     said = []
-    plan = the_plan(graphs=ALL)
+    plan = the_plan(cuda_graphs=ALL)
     trainer = make_trainer(plan)
-    report = CaptureReport(trainer.pipeline.graph_instances, said.append)
+    report = CaptureReport(trainer.pipeline.graph_instances.summary, said.append)
     run_steps(plan, trainer, TrainState(), 1)
     report.enter("step", 2)
     assert not said
     run_steps(plan, trainer, TrainState(iteration=1, consumed_samples=4), 1)
     report.enter("step", 3)
     report.enter("step", 4)
-    assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 recorded for 1 microbatches in flight")
+    assert len(said) == 1 and said[0].startswith("CUDA graphs: 28 captured for 1 microbatches in flight")
 
 
-def test_a_structure_comes_apart_and_together():
+def test_a_pytree_is_flattened_and_restored():
     a, b = torch.ones(2), torch.zeros(3)
     structure = (tiny_models.make_mb(1, 4, valid_BS=a), {"x": b, "y": (a, None, 7)})
     tensors, form = flatten(structure)
-    assert len(tensors) == 3, "a tensor that stands twice is one"
+    assert len(tensors) == 3, "a tensor that occurs twice is one leaf"
     others = [torch.full_like(tensor, 5) for tensor in tensors]
     mb, rest = unflatten(structure, tensors, others)
     assert mb.tokens.valid_BS is rest["y"][0] and rest["y"][1:] == (None, 7)
@@ -333,21 +327,21 @@ def test_a_structure_comes_apart_and_together():
     assert flatten((mb, {"x": b, "y": (a, None, 8)}))[1] != form
 
 
-def test_no_garbage_is_collected_while_something_is_recorded():
-    with pytest.raises(ValueError, match="in between"), no_garbage_collected():
+def test_the_garbage_collector_is_disabled_during_capture():
+    with pytest.raises(ValueError, match="in between"), garbage_collection_disabled():
         assert not gc.isenabled()
         raise ValueError("in between")
     assert gc.isenabled()
     gc.disable()
-    with no_garbage_collected():
+    with garbage_collection_disabled():
         pass
-    assert not gc.isenabled(), "off by wish"
+    assert not gc.isenabled(), "it was off before"
     gc.enable()
 
 
-def test_experts_whose_kernels_read_the_host_are_not_recorded():
+def test_experts_whose_kernels_read_the_host_cannot_be_captured():
     for config in (parts_of("attn", "moe"), WHOLE):
         with pytest.raises(EnvironmentProblem, match="grouped_forward of the backend reference, which reads"):
-            check_recordable(config, KERNELS)
-    check_recordable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
-    check_recordable(CudaGraphConfig(), KERNELS)
+            check_capturable(config, KERNELS)
+    check_capturable(parts_of("attn", "moe_router", "moe_preprocess"), KERNELS)
+    check_capturable(CudaGraphConfig(), KERNELS)

@@ -1,4 +1,4 @@
-"""Rows in pages: the same bits in any order of microbatches, and less memory; too few pages are noticed."""
+"""Paged stash: identical results in any order of microbatches, less memory, and detection of too few pages."""
 
 from dataclasses import replace
 
@@ -13,32 +13,32 @@ from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.cost_model.memory import RankMemory
-from megatron_moe.cost_model.paged_stash import pages_of_rank
+from megatron_moe.cost_model.memory import RankMemory, pages_of_rank
 from megatron_moe.kernels import reference
 from megatron_moe.memory.paged_stash import PagedStash
 from megatron_moe.memory_emulation.rank import emulate_rank, make_batches
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.nan_diagnosis import RankReport, sentence
+from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome, Trainer
+from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
-PAGES = PagedStashConfig(page_size=4, factor=4.0)
-ACT = RecomputeConfig(granularity="selective", modules=("moe_act",))
+PAGES = PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=4.0)
+ACT = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act",))
 ALL_GATHER = tiny.moe(dispatcher="allgather")
 KERNELS = reference.bundle()
 
 
 def over_experts(stash: PagedStashConfig | None, *, num_ranks: int = 2, **changes) -> RunPlan:
-    """Ranks that share out the experts of two layers."""
+    """Expert-parallel ranks of two layers."""
     parallel = ParallelConfig(world_size=num_ranks, ep=num_ranks)
-    model, memory = tiny.model(moe_config=ALL_GATHER), MemoryConfig(stash=stash)
+    model, memory = tiny.model(moe_config=ALL_GATHER), MemoryConfig(paged_stash=stash)
     config = tiny.plan(model=model, memory=memory, parallel=parallel)
-    return replace(config, batch=BatchConfig(micro=1, global_size=2 * num_ranks), **changes)
+    return replace(config, batch=BatchConfig(micro_batch_size=1, global_batch_size=2 * num_ranks), **changes)
 
 
 def trainer_of(plan: RunPlan, context: ParallelContext) -> Trainer:
@@ -54,7 +54,7 @@ def stash_of(trainer: Trainer) -> PagedStash:
 def figures_and_free_pages(plan: RunPlan, context: ParallelContext) -> dict[str, Tensor]:
     trainer = trainer_of(plan, context)
     figures = run_steps(plan, trainer, TrainState(), 1)
-    if plan.memory.stash is not None:
+    if plan.memory.paged_stash is not None:
         stash = stash_of(trainer)
         assert stash._pages and not stash.overflowed()
         for pages in stash._pages.values():
@@ -63,23 +63,31 @@ def figures_and_free_pages(plan: RunPlan, context: ParallelContext) -> dict[str,
     return figures
 
 
-def same_bits(plain: RunPlan, paged: RunPlan) -> None:
+def check_identical(plain: RunPlan, paged: RunPlan) -> None:
     expected = on_threads(plain.parallel, lambda context: figures_and_free_pages(plain, context))
     got = on_threads(paged.parallel, lambda context: figures_and_free_pages(paged, context))
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         EXACT.check_all(mine, theirs, f"rank {rank}")
 
 
-def test_steps_over_ranks_of_experts_are_the_same_bits() -> None:
-    """With the activation computed again from a product that comes out of pages."""
-    same_bits(over_experts(None), over_experts(None, memory=MemoryConfig(stash=PAGES, recompute=ACT)))
+def test_steps_with_expert_parallelism_are_identical_to_the_bit() -> None:
+    """The activation is recomputed from an output that was unpacked from pages."""
+    check_identical(over_experts(None), over_experts(None, memory=MemoryConfig(paged_stash=PAGES, recompute=ACT)))
 
 
-def test_pages_of_stages_that_take_turns_come_back_in_their_order() -> None:
+def test_pages_of_interleaved_stages_are_freed_in_the_order_of_their_backwards() -> None:
     """Two ranks of two stages each, with no page to spare."""
-    config = tiny.plan(model=tiny.model(num_layers=4), batch=BatchConfig(micro=1, global_size=4))
+    config = tiny.plan(model=tiny.model(num_layers=4), batch=BatchConfig(micro_batch_size=1, global_batch_size=4))
     plain = laid_out(config, "Et|t|t|tL", 2)
-    same_bits(plain, replace(plain, memory=MemoryConfig(stash=PagedStashConfig(page_size=4, factor=1.0))))
+    check_identical(
+        plain,
+        replace(
+            plain,
+            memory=MemoryConfig(
+                paged_stash=PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0)
+            ),
+        ),
+    )
 
 
 def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool, bool]:
@@ -91,9 +99,11 @@ def one_step(plan: RunPlan, context: ParallelContext) -> tuple[StepOutcome, bool
     return outcome, same, stash_of(trainer).overflowed()
 
 
-def test_a_step_whose_rows_find_no_room_is_refused_on_every_rank() -> None:
-    """All tokens are alike and go to the same two experts, which have pages for a quarter of all choices."""
-    plan = over_experts(PagedStashConfig(page_size=4, factor=1.0), num_ranks=4)
+def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
+    """All tokens are equal and go to two experts, which have pages for a quarter of all rows."""
+    plan = over_experts(
+        PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.0), num_ranks=4
+    )
     found = on_threads(plan.parallel, lambda context: one_step(plan, context))
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
@@ -102,12 +112,12 @@ def test_a_step_whose_rows_find_no_room_is_refused_on_every_rank() -> None:
         assert not outcome.proceed and not outcome.norms["all"].isfinite() and same
 
 
-def test_pages_are_counted_at_the_fullest_moment_of_the_schedule() -> None:
+def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
     """Tokens of a microbatch: 2 sequences of 32, two choices each; the tensors of a layer have widths 32, 48 and 24."""
-    config = PagedStashConfig(page_size=64, factor=1.5)
-    one_rank = replace(tiny.plan(), memory=MemoryConfig(stash=config))
+    config = PagedStashConfig(moe_paged_stash_page_size=64, moe_paged_stash_buffer_size_factor_cuda=1.5)
+    one_rank = replace(tiny.plan(), memory=MemoryConfig(paged_stash=config))
     assert pages_of_rank(one_rank, 0) == {width: 2 * (3 + 1) for width in (32, 48, 24)}
-    again = replace(one_rank, memory=MemoryConfig(stash=config, recompute=ACT))
+    again = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
     assert pages_of_rank(again, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # of 1F1B in two chunks of one layer each: the first stage has a dense layer
@@ -116,7 +126,7 @@ def test_pages_are_counted_at_the_fullest_moment_of_the_schedule() -> None:
     assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).moments(0, 4))
 
 
-def test_an_emulation_sees_what_pages_save() -> None:
+def test_memory_emulation_shows_the_memory_saved_by_pages() -> None:
     """Four ranks: worst-case rows are four times the fair share."""
     base = over_experts(
         None,
@@ -126,7 +136,12 @@ def test_an_emulation_sees_what_pages_save() -> None:
         kernels=KernelConfig(),
         emulation=EmulationConfig(),
     )
-    paged = replace(base, memory=MemoryConfig(stash=PagedStashConfig(page_size=4, factor=1.1)))
+    paged = replace(
+        base,
+        memory=MemoryConfig(
+            paged_stash=PagedStashConfig(moe_paged_stash_page_size=4, moe_paged_stash_buffer_size_factor_cuda=1.1)
+        ),
+    )
     whole, saved = (
         emulate_rank(each, 1, torch.device("meta"), num_microbatches=2).timeline.peak() for each in (base, paged)
     )

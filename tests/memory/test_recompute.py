@@ -1,4 +1,4 @@
-"""What runs again in the backward changes no bit of a step, and what is forgotten is really gone until then."""
+"""Recompute and output discard: results are identical to the bit, and memory is freed until backward."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -36,11 +36,11 @@ BATCH, SEQ = 2, 9
 
 
 def selective(*modules: str) -> RecomputeConfig:
-    return RecomputeConfig(granularity="selective", modules=modules)
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
 
 
 def full(method: str, num_layers: int) -> RecomputeConfig:
-    return RecomputeConfig(granularity="full", method=method, num_layers=num_layers)
+    return RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers)
 
 
 WAYS = {
@@ -55,7 +55,7 @@ WAYS = {
 
 
 def moe() -> MoEConfig:
-    """Everything that a second forward could do twice: losses, counts, jitter, and a gated shared expert."""
+    """Everything that a second forward could repeat: losses, counts, jitter, and a gated shared expert."""
     router = tiny.router(
         balancing=("aux_loss", "seq_aux_loss", "global_aux_loss"),
         aux_loss_coeffs=(0.02, 0.01, 0.03),
@@ -70,7 +70,7 @@ def moe() -> MoEConfig:
 def layers(
     mixer: AttentionConfig | MLAConfig, *, hidden_dropout: float = 0.0, dropout: float = 0.1, sinks: bool = True
 ) -> tuple[LayerConfig, ...]:
-    """A dense one and two with experts."""
+    """One dense layer and two MoE layers."""
     mixer = replace(mixer, core=replace(mixer.core, dropout=dropout, sinks=sinks))
     kinds = (mlp_config(), moe(), moe())
     return tuple(
@@ -91,8 +91,8 @@ def models() -> dict[str, ModelConfig]:
     }
 
 
-def figures(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor]:
-    """Losses, what was recorded, gradients and statistics of the routers, of two microbatches."""
+def results(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor]:
+    """Losses, metrics, gradients and router statistics of two microbatches."""
     net, metrics = build(config, saved_tensors=SavedTensorPolicy(recompute)), MetricAccumulator()
     found: dict[str, Tensor] = {}
     for number in range(2):
@@ -100,7 +100,7 @@ def figures(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor
         scalar, _ = objective(losses_of(net, given), given, mtp=config.mtp, per_token=False)
         scalar.backward()
         found[f"loss {number}"] = scalar.detach()
-        # As in a step: what autograd leaves is taken away after every backward.
+        # as in a step, where gradients are collected after every backward
         found |= {f"gradient {number} of {name}": gradient for name, gradient in gradients(net).items()}
         net.zero_grad()
     for (name, layer), entry in metrics.cut().entries.items():
@@ -109,8 +109,8 @@ def figures(config: ModelConfig, recompute: RecomputeConfig) -> dict[str, Tensor
 
 
 @cache
-def kept_whole(name: str) -> dict[str, Tensor]:
-    found = figures(models()[name], RecomputeConfig())
+def without_recompute(name: str) -> dict[str, Tensor]:
+    found = results(models()[name], RecomputeConfig())
     assert any("tokens_since_update" in name and value.any() for name, value in found.items())
     assert any("load_balancing_loss" in name for name in found)
     return found
@@ -118,22 +118,30 @@ def kept_whole(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["GQA", "MLA", "MLA without latent queries", "repeated MTP"])
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_metrics_gradients_and_statistics_are_the_same_bits(way, name):
-    """Counted twice, the balancing losses or the load for the expert bias would differ; drawn anew, dropout."""
-    EXACT.check_all(figures(models()[name], WAYS[way]), kept_whole(name), f"{name}, {way}")
+def test_losses_metrics_gradients_and_statistics_are_identical_to_the_bit(way, name):
+    """Balancing losses and expert load are counted once, and dropout masks are repeated."""
+    EXACT.check_all(results(models()[name], WAYS[way]), without_recompute(name), f"{name}, {way}")
 
 
-@pytest.mark.parametrize("way", ["small ones together", "uniform, two at a time"])
-def test_whole_steps_are_the_same_bits(way):
-    """With gradients in buffers, the optimizer and the routers' update."""
-    plain = tiny.plan(model=models()["MLA"])
-    again = replace(plain, memory=MemoryConfig(recompute=WAYS[way]))
+@pytest.mark.parametrize(
+    ("way", "model", "pipeline"),
+    [
+        ("small ones together", "MLA", PipelineConfig()),
+        ("uniform, two at a time", "MLA", PipelineConfig()),
+        ("small ones together", "GQA", PipelineConfig(overlap=True, delay_wgrad_compute=True)),
+    ],
+    ids=["selective", "full", "selective, overlapped"],
+)
+def test_whole_steps_are_identical_to_the_bit(way, model, pipeline):
+    """With gradient buffers, the optimizer and the update of the routers; overlapped layers run node by node."""
+    plain = tiny.plan(model=models()[model], pipeline=pipeline)
+    recomputed = replace(plain, memory=MemoryConfig(recompute=WAYS[way]))
     alone = ParallelContext.single()
-    EXACT.check_all(train(again, alone, steps=2), train(plain, alone, steps=2), way)
+    EXACT.check_all(train(recomputed, alone, steps=2), train(plain, alone, steps=2), way)
 
 
 def test_weight_gradients_are_computed_once(monkeypatch):
-    """Sinks are given every product once a microbatch, whatever runs twice."""
+    """Accumulators get every weight gradient once per microbatch."""
 
     def num_products(recompute: RecomputeConfig) -> dict[str, int]:
         net, calls = build(models()["GQA"], saved_tensors=SavedTensorPolicy(recompute)), dict.fromkeys((), 0)
@@ -168,9 +176,9 @@ def losses_of(net: GPT, given: MicroBatch) -> LossOutput:
 
 
 def kept_bytes(config: ModelConfig, recompute: RecomputeConfig) -> int:
-    """What exists between forward and backward, and nothing must exist of it afterwards but gradients."""
+    """Bytes that exist between forward and backward. After backward only gradients may be left."""
     context = ParallelContext.single(dtype=torch.float32)
-    kernels = select_kernels(KernelConfig(backend="torch_native"), context.device, context.dtype)
+    kernels = select_kernels(KernelConfig(kernel_backend="torch_native"), context.device, context.dtype)
     net = GPT(config, context, kernels, saved_tensors=SavedTensorPolicy(recompute))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -199,7 +207,7 @@ NUMBER, TOKENS, NUM_ROWS = 4, BATCH * SEQ, BATCH * SEQ * 2
         ("mla_up_proj", 3 * TOKENS * 3 * (9 + 9 + 5 + 9)),
     ],
 )
-def test_forgotten_outputs_are_gone_until_the_backward(module, numbers):
+def test_discarded_outputs_are_freed_until_backward(module, numbers):
     # attention on the CPU keeps copies where values have another width than keys
     config = tiny.model(layers=layers(mla_config(v_head_dim=9), dropout=0.0, sinks=False))
     saved = kept_bytes(config, RecomputeConfig()) - kept_bytes(config, selective(module))
@@ -208,12 +216,12 @@ def test_forgotten_outputs_are_gone_until_the_backward(module, numbers):
 
 
 @pytest.mark.parametrize("module", ["core_attn", "mlp", "moe", "shared_experts"])
-def test_modules_that_run_again_keep_their_inputs_alone(module):
+def test_recomputed_modules_save_only_their_inputs(module):
     config = tiny.model(layers=layers(tiny.attention()))
     assert kept_bytes(config, selective(module)) < kept_bytes(config, RecomputeConfig())
 
 
-def test_whole_layers_keep_one_hidden_state_for_every_chunk():
+def test_full_recompute_saves_one_hidden_state_per_group():
     config = tiny.model(layers=layers(tiny.attention()) * 2)
     one_by_one, in_threes = (kept_bytes(config, full("uniform", number)) for number in (1, 3))
     assert one_by_one - in_threes == (6 - 2) * TOKENS * HIDDEN * NUMBER
@@ -221,7 +229,7 @@ def test_whole_layers_keep_one_hidden_state_for_every_chunk():
     assert in_threes < one_by_one < first_two < kept_bytes(config, RecomputeConfig())
 
 
-def test_what_somebody_else_holds_is_not_freed_and_not_made_again():
+def test_outputs_with_other_references_are_kept_and_recomputed_once():
     x, calls = randn(4, 3).requires_grad_(), []
 
     def make(given: Tensor) -> Tensor:
@@ -234,15 +242,15 @@ def test_what_somebody_else_holds_is_not_freed_and_not_made_again():
         out = (y * y).sum() + (y.t()[1:] * 2.0 * y.t()[1:]).sum()
     elsewhere = y[2].clone()
     out.backward()
-    EXACT.check(y[2], elsewhere, "the output that is still held")
-    assert len(calls) == 1, "one for all who saved it"
+    EXACT.check(y[2], elsewhere, "the output with another reference")
+    assert len(calls) == 1, "recomputed once for all consumers"
     plain = x.detach().requires_grad_()
     z = plain.exp()
     ((z * z).sum() + (z.t()[1:] * 2.0 * z.t()[1:]).sum()).backward()
     EXACT.check(x.grad, plain.grad, "gradient")
 
 
-def test_without_gradients_nothing_runs_twice():
+def test_nothing_is_recomputed_in_no_grad_mode():
     calls = []
 
     def run(x: Tensor) -> Tensor:
@@ -254,18 +262,20 @@ def test_without_gradients_nothing_runs_twice():
     assert len(calls) == 1
 
 
-def test_parameters_inside_get_gradients_where_no_input_has_one():
+def test_parameters_get_gradients_if_no_input_requires_one():
     weight = randn(3).requires_grad_()
     checkpoint(lambda x: x * weight, lambda x: x * weight, randn(3)).sum().backward()
     EXACT.check(weight.grad, randn(3), "gradient of the weight")
 
 
-def test_ranks_that_hold_the_same_keep_a_part_each():
+def test_replicated_inputs_can_be_saved_as_shards():
     """Tensor parallelism without sequence parallelism: the residual stream is the same on every rank."""
 
     def kept_and_gradient(context: ParallelContext, tp: str | None) -> tuple[int, Tensor]:
         group = None if tp is None else context.group(tp)
-        saved_tensors = SavedTensorPolicy(replace(full("uniform", 1), distribute=tp is not None), tp=group)
+        saved_tensors = SavedTensorPolicy(
+            replace(full("uniform", 1), distribute_saved_activations=tp is not None), tp=group
+        )
         x, mb = randn(SEQ, BATCH, HIDDEN).requires_grad_(), batch().context
         with Alive() as alive:
             out = saved_tensors.checkpoint(lambda hidden, mb: (hidden * 2).sin(), x * 3, mb=mb)
@@ -280,23 +290,8 @@ def test_ranks_that_hold_the_same_keep_a_part_each():
         assert 0 < kept_part == kept // 2
 
 
-def test_an_overlapped_chain_recomputes_its_nodes():
-    """Layers run node by node beside another microbatch: the norm's note travels from node to node."""
-    config = models()["GQA"]
-    plain, again = (
-        tiny.plan(
-            model=config,
-            memory=MemoryConfig(recompute=recompute),
-            pipeline=PipelineConfig(overlap=True, split_backward=True),
-        )
-        for recompute in (RecomputeConfig(), WAYS["small ones together"])
-    )
-    alone = ParallelContext.single()
-    EXACT.check_all(train(again, alone, steps=1), train(plain, alone, steps=1), "overlapped")
-
-
 def test_fake_tensors_are_recomputed_too():
-    """Emulation runs the same code without memory behind it. Dense layers: reference experts read their counts."""
+    """Memory emulation runs the same code on fake tensors. Dense layers only: reference experts read counts."""
     config = tiny.model(layers=layers(mla_config())[:1] * 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for way in ("small ones together", "uniform, two at a time"):

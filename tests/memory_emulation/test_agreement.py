@@ -1,55 +1,154 @@
-"""The closed form of the dry run and the emulation of the real program say the same of every shipped recipe."""
+"""Memory of the dry run agrees with that of the emulated run for every shipped recipe.
 
-from dataclasses import replace
+`python -m tests.memory_emulation.test_agreement [RECIPE ...]` prints the table of
+`benchmarks/2026-11-21-2-cores-agreement.md`, by default for all recipes that can be emulated.
+"""
+
+import sys
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
+from arguments import plan_search
+from arguments.checks.run import broken_rules
 from arguments.flags import Registry
+from arguments.parser import Settings
+from arguments.proxy.rewrite import Draft
+from arguments.recipes import about, recipe_names
 from megatron_moe.config.attention import ContextExchange
+from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.parallel import Launch
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GIB
+from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
+from megatron_moe.memory_emulation.rank import emulate_rank
+from megatron_moe.parallel.grid import all_groups
+from tests.cost_model.test_memory import with_standard_permutation
 from tests.helpers.thinned import thinned
-from tests.memory_emulation.agreement import FEATURES, can_be_emulated, compare, missing, plan_of, without_hardware
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 REGISTRY = Registry.declared()
 WITHIN = 0.03
-"""Of the closed form."""
+"""Relative tolerance."""
 SMALL = ("quickstart", "q6", "m8", "ds4", "olmoe-1b-7b-h100-8")
+STATE = ("weights", "gradients", "master weights", "moments")
+FEATURES = frozenset(
+    {
+        "deepseek-v4-flash-gb200-128",
+        "deepseek-v4-pro-gb300-256",
+        "nemotron-3-nano-30b-a3b-h100-16",
+        "qwen3-next-80b-a3b-h100-128",
+    }
+)
+"""Recipes whose layers are not available."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Memory of the fullest rank of a plan, emulated and by the cost model."""
+
+    emulated: dict[str, int]
+    """Bytes by category."""
+    closed: RankBytes
+
+    @property
+    def peak(self) -> int:
+        return sum(self.emulated.values())
+
+    @property
+    def ratio(self) -> float:
+        """Emulated over closed form."""
+        return self.peak / self.closed.total
+
+
+def can_be_emulated() -> list[str]:
+    """Recipes whose layers are available."""
+    return [name for name in recipe_names() if name not in FEATURES]
+
+
+def without_hardware(recipe: str) -> tuple[Settings, list[str]]:
+    """Settings of a recipe without features of other hardware (dispatcher libraries, CUDA graphs, FP8, paged stash),
+    and the flags that were reset."""
+    settings = plan_search.settings_of(["--recipe", recipe], REGISTRY)
+    draft = Draft(settings, {})
+    if draft.value("moe_token_dispatcher_type") == "flex":
+        draft.put("moe_token_dispatcher_type", "alltoall", "no such library here")
+    for name in ("cuda_graph_impl", "cuda_graph_modules", "moe_paged_stash"):
+        draft.reset("only with other hardware", name)
+    for name, flag in REGISTRY.flags.items():
+        waits = draft.settings.known(name) and not flag.available(draft.value(name))
+        if waits and (flag.group == "precision" or flag.declaration.harmless):
+            draft.reset("not available", name)
+    changed = [name for name, old in settings.values.items() if draft.settings.setting(name).value != old.value]
+    return draft.settings, [REGISTRY.flags[name].option for name in changed]
+
+
+def missing(settings: Settings, world_size: int) -> list[str]:
+    """Requested features that are unavailable, and violated rules."""
+    flags = REGISTRY.flags
+    found = [
+        flag.option
+        for name, flag in flags.items()
+        if settings.known(name) and not flag.available(settings.setting(name).value)
+    ]
+    broken = broken_rules(settings, Launch(world_size=world_size, launcher="dry run"))
+    return found + [problem.what for problem in broken]
+
+
+def plan_of(recipe: str) -> RunPlan:
+    """Plan of a recipe without features of other hardware."""
+    settings, _ = without_hardware(recipe)
+    world_size = about(recipe, REGISTRY).gpus
+    assert not missing(settings, world_size), f"{recipe}: {missing(settings, world_size)}"
+    return plan_search.as_given(settings, world_size)
+
+
+def compare(plan: RunPlan) -> Compared:
+    """Emulates the rank with the highest peak of the cost model."""
+    plan = replace(plan, emulation=EmulationConfig(), device="cpu")
+    closed = heaviest(RankMemory(plan).all_ranks(plan.num_microbatches))
+    rank = all_groups(plan.parallel)["pp"][0][closed.rank]
+    return Compared(dict(emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories), closed)
+
+
+def line(recipe: str, found: Compared, taken_back: list[str]) -> str:
+    """One row of the table."""
+    closed, emulated = found.closed, found.emulated
+    at_work = found.peak - emulated["activations"] - sum(emulated[name] for name in STATE)
+    cells = [
+        recipe,
+        str(closed.rank),
+        *(f"{size / GIB:.2f}" for size in (found.peak, closed.total)),
+        f"{found.ratio:.4f}",
+        f"{emulated['activations'] / GIB:.2f} / {closed.kept / GIB:.2f}",
+        f"{at_work / GIB:.2f} / {(closed.total - closed.state.total - closed.kept) / GIB:.2f}",
+        " ".join(f"`{flag}`" for flag in taken_back),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_closed_form_and_emulation_agree(name: str) -> None:
-    assert abs(compare(plan_of(name, REGISTRY)).ratio - 1) < WITHIN
+    assert abs(compare(plan_of(name)).ratio - 1) < WITHIN
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in can_be_emulated() if name not in SMALL])
 def test_closed_form_and_emulation_agree_for_every_recipe(name: str) -> None:
-    assert abs(compare(plan_of(name, REGISTRY)).ratio - 1) < WITHIN
+    assert abs(compare(plan_of(name)).ratio - 1) < WITHIN
 
 
 @pytest.mark.parametrize("name", sorted(FEATURES))
-def test_a_recipe_that_is_left_out_asks_for_layers_that_are_not_available(name: str) -> None:
-    assert missing(without_hardware(name, REGISTRY)[0], 1024)
+def test_excluded_recipes_need_unavailable_layers(name: str) -> None:
+    assert missing(without_hardware(name)[0], 1024)
 
 
-def weighed_behind_the_experts(plan: RunPlan) -> RunPlan:
-    """--no-moe-memory-efficient-permutation"""
-    layers = []
-    for layer in plan.model.layers:
-        config = layer.feed_forward
-        if isinstance(config, MoEConfig):
-            config = replace(config, experts=replace(config.experts, probs_on_output=True))
-        layers.append(replace(layer, feed_forward=config))
-    return replace(plan, model=replace(plan.model, layers=tuple(layers)))
-
-
-def test_the_standard_permutation_keeps_the_experts_results() -> None:
-    plan = plan_of("m8", REGISTRY)
-    efficient, standard = compare(plan), compare(weighed_behind_the_experts(plan))
+def test_standard_permutation_saves_the_expert_outputs() -> None:
+    plan = plan_of("m8")
+    efficient, standard = compare(plan), compare(with_standard_permutation(plan))
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * plan.model.hidden_size * 2
     assert standard.emulated["activations"] - efficient.emulated["activations"] == expected
@@ -57,9 +156,11 @@ def test_the_standard_permutation_keeps_the_experts_results() -> None:
     assert abs(standard.ratio - 1) < WITHIN
 
 
-def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_products() -> None:
-    plan = plan_of("m8", REGISTRY)
-    one, two = (compare(replace(plan, memory=replace(plan.memory, expert_wgrad_interval=number))) for number in (1, 2))
+def test_delayed_expert_wgrad_keeps_inputs_and_output_gradients() -> None:
+    plan = plan_of("m8")
+    one, two = (
+        compare(replace(plan, memory=replace(plan.memory, moe_expert_wgrad_interval=number))) for number in (1, 2)
+    )
     rows, num_moe = 2 * 4096 * 6, sum(layer.is_moe for layer in plan.model.layers)
     expected = num_moe * rows * (2 * 2048 + 3 * 1408) * 2
     assert two.closed.kept - one.closed.kept == expected
@@ -70,48 +171,62 @@ def test_rows_that_wait_for_weight_gradients_are_inputs_and_gradients_of_both_pr
 @pytest.mark.parametrize(
     "memory",
     [
-        MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("moe", "mla_up_proj", "layernorm"))),
-        MemoryConfig(recompute=RecomputeConfig(granularity="full", method="uniform", num_layers=1)),
-        MemoryConfig(offload=ActivationOffloadConfig(modules=("expert_fc1", "moe_act"))),
         MemoryConfig(
-            recompute=RecomputeConfig(granularity="selective", modules=("moe_act", "layernorm")),
-            expert_wgrad_interval=3,
+            recompute=RecomputeConfig(
+                recompute_granularity="selective", recompute_modules=("moe", "mla_up_proj", "layernorm")
+            )
+        ),
+        MemoryConfig(
+            recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        ),
+        MemoryConfig(offload=ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"))),
+        MemoryConfig(
+            recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe_act", "layernorm")),
+            moe_expert_wgrad_interval=3,
         ),
     ],
     ids=["moe", "whole layers", "offload", "weight gradients of experts together"],
 )
-def test_switches_are_counted_alike(memory: MemoryConfig) -> None:
-    assert abs(compare(replace(plan_of("m8", REGISTRY), memory=memory)).ratio - 1) < WITHIN
+def test_memory_options_agree(memory: MemoryConfig) -> None:
+    assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
 
 
-def test_query_groups_that_ranks_share_are_counted_alike() -> None:
-    plan = plan_of("q6", REGISTRY)
+def test_shared_query_groups_agree() -> None:
+    plan = plan_of("q6")
     layers = tuple(replace(layer, mixer=replace(layer.mixer, num_query_groups=2)) for layer in plan.model.layers)
     parallel = replace(plan.parallel, tp=8, world_size=8, sequence_parallel=True)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
     assert abs(found.ratio - 1) < WITHIN
 
 
-def with_dropout_of_attention(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
-    """--attention-dropout 0.1 --cp-comm-type EXCHANGE --context-parallel-size CP, on so many times the ranks"""
-    layers = []
-    for layer in plan.model.layers:
-        core = replace(layer.mixer.core, dropout=0.1, context_exchange=exchange)
-        layers.append(replace(layer, mixer=replace(layer.mixer, core=core)))
+def with_attention_dropout(plan: RunPlan, exchange: ContextExchange, cp: int) -> RunPlan:
+    """The plan with --attention-dropout 0.1, --cp-comm-type `exchange` and `cp` times the ranks."""
+    changes = {"dropout": 0.1, "context_exchange": exchange}
+    mixers = [replace(each.mixer, core=replace(each.mixer.core, **changes)) for each in plan.model.layers]
+    layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(plan.model.layers, mixers, strict=True))
     parallel = replace(plan.parallel, cp=cp, world_size=plan.parallel.world_size * cp)
-    return replace(plan, model=replace(plan.model, layers=tuple(layers)), parallel=parallel)
+    return replace(plan, model=replace(plan.model, layers=layers), parallel=parallel)
 
 
 @pytest.mark.parametrize(("exchange", "cp"), [("p2p", 1), ("p2p", 2), ("allgather", 2), ("a2a", 2)])
 @pytest.mark.parametrize("name", thinned(["m8", "ds4"]))
-def test_dropout_of_attention_takes_a_number_per_pair_of_query_and_key(
-    name: str, exchange: ContextExchange, cp: int
-) -> None:
-    found = compare(with_dropout_of_attention(plan_of(name, REGISTRY), exchange, cp))
+def test_attention_dropout_saves_values_per_query_key_pair(name: str, exchange: ContextExchange, cp: int) -> None:
+    found = compare(with_attention_dropout(plan_of(name), exchange, cp))
     assert abs(found.ratio - 1) < WITHIN
 
 
-def test_dropout_of_attention_is_freed_where_attention_is_computed_again() -> None:
-    plan = with_dropout_of_attention(plan_of("m8", REGISTRY), "p2p", 1)
-    memory = MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=("core_attn",)))
+def test_attention_recompute_frees_the_values_of_dropout() -> None:
+    plan = with_attention_dropout(plan_of("m8"), "p2p", 1)
+    memory = MemoryConfig(
+        recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+    )
     assert abs(compare(replace(plan, memory=memory)).ratio - 1) < WITHIN
+
+
+def main(names: list[str]) -> None:
+    for name in names or can_be_emulated():
+        print(line(name, compare(plan_of(name)), without_hardware(name)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A rank that is played on tensors without data takes what the same rank takes with real ones."""
+"""Emulation of one rank: memory on meta tensors equals that on real tensors."""
 
 from dataclasses import replace
 
@@ -47,9 +47,9 @@ def plan(*, pp: int = 1, vpp: int = 1, ep: int = 1, imbalance: float = 1.0, **ch
         pipeline=PipelineConfig(layout=layout),
         precision=PrecisionConfig(params="bf16"),
         kernels=KernelConfig(),
-        data_parallel=DataParallelConfig(sharded_optimizer=True),
-        batch=BatchConfig(micro=2, global_size=32 * ep),
-        emulation=EmulationConfig(imbalance=imbalance),
+        data_parallel=DataParallelConfig(use_distributed_optimizer=True),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=32 * ep),
+        emulation=EmulationConfig(emulate_imbalance=imbalance),
     )
     return replace(config, **changes)
 
@@ -61,12 +61,14 @@ PLANS = {
     "stages": plan(pp=2),
     "interleaved stages with experts": plan(pp=2, vpp=2, ep=2),
     "overlapped": plan(pp=2, vpp=2, ep=2, pipeline=OVERLAPPED),
-    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, split_backward=True)),
-    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(expert_wgrad_interval=3)),
-    "reduction and gather beside other work": plan(
+    "overlapped with split backward": plan(pp=2, vpp=2, ep=2, pipeline=replace(OVERLAPPED, delay_wgrad_compute=True)),
+    "weight gradients of experts together": plan(pp=2, vpp=2, ep=2, memory=MemoryConfig(moe_expert_wgrad_interval=3)),
+    "overlapped reduction and gather": plan(
         pp=2,
         ep=2,
-        data_parallel=DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+        data_parallel=DataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        ),
     ),
     "tensor parallel": plan(parallel=ParallelConfig(world_size=4, tp=2, ep=2, sequence_parallel=True)),
     "context parallel": plan(parallel=ParallelConfig(world_size=4, cp=2, ep=2)),
@@ -74,14 +76,14 @@ PLANS = {
 
 
 def without_host_reads() -> KernelSet:
-    """Plain torch with fakes of the ops that read sizes on the host; for tensors with and without data alike."""
-    return emulated.emulated_bundle(KernelConfig(backend=reference.NAME), torch.float32)
+    """Plain torch with fakes of the ops that read sizes on the host; runs on meta and real tensors."""
+    return emulated.emulated_kernels(KernelConfig(kernel_backend=reference.NAME), torch.float32)
 
 
 def on(
     device: torch.device, config: RunPlan, rank: int, kernels: Kernels | None = None, number: int = 0
 ) -> EmulatedRun:
-    """A rank on tensors of this device, with its choices as assumed."""
+    """Runs a rank on tensors of this device with the assumed routing."""
     context = ParallelContext.fake(config.parallel, rank, dtype=torch_dtype(config.precision.params), device=device)
     try:
         load = assumed_load(context)
@@ -92,7 +94,7 @@ def on(
 
 
 @pytest.mark.parametrize("name", thinned(PLANS))
-def test_tensors_without_data_take_exactly_what_real_ones_take(name: str) -> None:
+def test_meta_tensors_take_the_memory_of_real_ones(name: str) -> None:
     config = PLANS[name]
     rank = config.parallel.world_size - 1
     free, real = (
@@ -102,8 +104,7 @@ def test_tensors_without_data_take_exactly_what_real_ones_take(name: str) -> Non
     assert free.peak().categories == real.peak().categories
 
 
-def test_a_run_that_has_no_peers_takes_exactly_what_was_emulated() -> None:
-    """No world is played here: the context of a real run of one process, and its initial weights."""
+def test_single_rank_run_takes_the_emulated_memory() -> None:
     config = plan()
     context = ParallelContext.single(dtype=torch.bfloat16)
     real = take_steps(config, context, without_host_reads(), 4).timeline.peak()
@@ -123,22 +124,22 @@ def test_categories_add_up_to_the_total_on_every_rank() -> None:
         assert max(map(sum, zip(*curves.values(), strict=True))) == peak.total
 
 
-def test_state_is_that_of_the_buffers_and_of_the_optimizer() -> None:
+def test_state_categories_have_the_sizes_of_their_dtypes() -> None:
     config = plan(ep=2)
     categories = emulate_rank(config, 0, META).timeline.peak().categories
-    # bf16 weights, fp32 gradients, masters and two moments; a half of the experts, which nobody copies
+    # bf16 weights, fp32 gradients, masters and two moments; experts have no replicas
     assert categories["gradients"] == 2 * categories["weights"]
     assert categories["moments"] == 2 * categories["master weights"]
     assert categories["weights"] < categories["master weights"] < categories["gradients"]
 
 
 @pytest.mark.parametrize("name", ["stages", "interleaved stages with experts", "weight gradients of experts together"])
-def test_warm_up_and_two_more_rounds_are_enough(name: str) -> None:
+def test_peak_is_reached_with_enough_microbatches(name: str) -> None:
     config = PLANS[name]
     number = enough_microbatches(config)
     assert number < 12
     short, long = (emulate_rank(config, 0, META, num_microbatches=each).timeline.peak() for each in (number, 12))
-    # the microbatches themselves are on the device: ids, labels, weights in the loss, positions
+    # microbatches are on the device: ids, labels, loss weights, positions
     batches = 3 * (12 - number) * 4 * 512
     assert 0 < long.total - short.total <= batches
     assert long.categories["activations"] == short.categories["activations"]
@@ -149,7 +150,7 @@ def test_the_first_stage_keeps_more_than_the_last() -> None:
     assert first.categories["activations"] > last.categories["activations"] > 0
 
 
-def test_rows_of_the_played_ranks_experts_follow_the_assumed_load() -> None:
+def test_activations_follow_the_assumed_load() -> None:
     even, heavy, light = (
         emulate_rank(plan(ep=2, imbalance=factor), 1, META).timeline.peak().categories for factor in (1.0, 1.5, 0.5)
     )
@@ -157,10 +158,9 @@ def test_rows_of_the_played_ranks_experts_follow_the_assumed_load() -> None:
     assert even["weights"] == heavy["weights"]
 
 
-def test_what_waits_on_the_host_is_not_on_the_device() -> None:
-    """Of 4 layers' rows and their products all but the last set out, and no copy of them is counted."""
+def test_offloaded_activations_are_not_on_the_device() -> None:
     plain = emulate_rank(plan(), 0, META, num_microbatches=2).timeline.peak()
-    away = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"), min_elements=1)
+    away = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1)
     moved = emulate_rank(plan(memory=MemoryConfig(offload=away)), 0, META, num_microbatches=2).timeline
     assert moved.peak().categories["activations"] < plain.categories["activations"]
     assert moved.peak().total < plain.total
@@ -180,9 +180,9 @@ def test_the_assumed_load_counts_every_choice_once(num_ranks: int, hot: int, imb
     assert all(len(set(row)) == len(row) for row in ids_TK.tolist())
 
 
-def test_an_activation_that_is_kept_twice_is_seen() -> None:
-    """The planted error: a norm that keeps a copy of its input besides the input."""
-    config, sound = plan(), emulated.emulated_bundle(KernelConfig(), torch.bfloat16)
+def test_activation_saved_twice_is_detected() -> None:
+    """Fault injection: a norm that saves a copy of its input, too."""
+    config, sound = plan(), emulated.emulated_kernels(KernelConfig(), torch.bfloat16)
 
     def wasteful(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         return sound.rms_norm(_Twice.apply(x), weight, eps, zero_centered)

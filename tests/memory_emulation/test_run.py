@@ -1,4 +1,4 @@
-"""`--fake-init-process-group` on the command line: the table, the figures, the picture, and what is refused."""
+"""`--fake-init-process-group`: table, JSON facts, plot and rejected requests."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ TINY = (
     "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --device cpu"
 ).split()
 WORLD = [*TINY, *"--world-size 8 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4".split()]
-PLAYED = [*WORLD, "--fake-init-process-group"]
+RUN = [*WORLD, "--fake-init-process-group"]
 
 
 def row(name: str, table: str) -> list[str]:
@@ -25,12 +25,10 @@ def row(name: str, table: str) -> list[str]:
     return line.removeprefix(name).split()
 
 
-def test_one_rank_of_every_stage_is_told_as_a_table_as_figures_and_as_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_facts_and_plot_of_one_rank_per_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures, picture = tmp_path / "memory.json", tmp_path / "memory.png"
     files = ["--emulate-json", str(figures), "--emulate-plot", str(picture)]
-    assert pretrain_moe.main([*PLAYED, "--emulate-rank", "all", "--gpu", "h200", *files], {}) == 0
+    assert pretrain_moe.main([*RUN, "--emulate-rank", "all", "--gpu", "h200", *files], {}) == 0
     table = capsys.readouterr().out
     assert "Emulation of 8 ranks: tensors without data, kernels of H200; even routing" in table
     assert row("rank of the world", table) == ["0", "4"]
@@ -43,28 +41,26 @@ def test_one_rank_of_every_stage_is_told_as_a_table_as_figures_and_as_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_rank_is_that_of_the_launcher_if_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_moe.main(PLAYED, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}) == 0
+def test_default_rank_is_that_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_moe.main(RUN, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}) == 0
     assert row("rank of the world", capsys.readouterr().out) == ["5"]
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([*PLAYED, "--emulate-rank", "8"], "--emulate-rank 8 is not a rank of a world of 8"),
-        ([*PLAYED, "--emulate-imbalance", "5"], "get at most 4 times an even share of top-2 choices among 8"),
+        ([*RUN, "--emulate-rank", "8"], "--emulate-rank 8 is not a rank of a world of 8"),
+        ([*RUN, "--emulate-imbalance", "5"], "get at most 4 times an even share of top-2 choices among 8"),
         (
-            [*PLAYED, "--moe-expert-capacity-factor", "0.5"],
+            [*RUN, "--moe-expert-capacity-factor", "0.5"],
             "an emulation cannot predict dropped tokens when experts have a capacity",
         ),
         ([*WORLD, "--emulate-rank", "all"], "--emulate-rank without --fake-init-process-group"),
         ([*TINY, "--world-size", "8"], "--world-size 8, but this run was started with 1 rank"),
-        ([*PLAYED, "--kernel-backend", "transformer_engine"], "memory emulation on a CPU does not know the memory of"),
-        ([*PLAYED, "--emulate-json", "/no/such/folder/x.json"], "the emulation's results could not be written"),
+        ([*RUN, "--kernel-backend", "transformer_engine"], "memory emulation on a CPU does not know the memory of"),
+        ([*RUN, "--emulate-json", "/no/such/folder/x.json"], "the emulation's results could not be written"),
     ],
 )
-def test_what_cannot_be_emulated_is_refused(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_emulations_are_rejected(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_moe.main(words, {}) != 0
     assert sentence in capsys.readouterr().err

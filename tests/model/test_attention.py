@@ -43,7 +43,7 @@ def test_attention_equals_the_loop_with_documents_and_reset_positions():
     check_against_loop(attention_config(core={"window": (3, 0), "sinks": True}), mb)
 
 
-def test_full_qk_norm_runs_over_all_heads_together():
+def test_full_qk_norm_is_over_all_heads():
     config = attention_config(qk_norm="full")
     module, plain = make(config), make(attention_config())
     plain.linear_qkv.weight.data.copy_(module.linear_qkv.weight)
@@ -60,7 +60,7 @@ def test_full_qk_norm_runs_over_all_heads_together():
         return torch.stack(rows).view_as(x_SBND)
 
     q, k = normed(q, module.q_layernorm.weight), normed(k, module.k_layernorm.weight)
-    plain._in_one = lambda qkv, mb: (*(rotate(plain.kernels, x, config.rope, mb) for x in (q, k)), v)
+    plain._fused_qkv = lambda qkv, mb: (*(rotate(plain.kernels, x, config.rope, mb) for x in (q, k)), v)
     FP64_REF.check(run(module, x, mb), run(plain, x, mb), "output")
 
 
@@ -75,7 +75,7 @@ def test_packed_documents_equal_separate_sequences(config):
     FP64_REF.check(run(module, torch.cat(documents), mb), apart, "output")
 
 
-def test_attention_without_documents_sees_the_whole_past():
+def test_attention_without_documents_is_causal_over_the_whole_sequence():
     module, x = make(attention_config()), randn(8, 1, HIDDEN)
     segments_BS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
     apart, together = run(module, x, make_mb(1, 8, segments_BS=segments_BS)), run(module, x, make_mb(1, 8))
@@ -84,7 +84,7 @@ def test_attention_without_documents_sees_the_whole_past():
 
 
 @pytest.mark.parametrize("config", [attention_config(), mla_config()], ids=["gqa", "mla"])
-def test_shifting_all_positions_changes_nothing_and_resetting_some_does(config):
+def test_rotary_positions_are_relative(config):
     module, x = make(config), randn(6, 1, HIDDEN)
     usual = run(module, x, make_mb(1, 6))
     moved = run(module, x, make_mb(1, 6, positions_BS=torch.arange(100, 106)[None]))
@@ -108,14 +108,14 @@ def test_attention_dropout_follows_its_key(make_config):
     EXACT.check(out(rng=RNGKey(1, 2, 0), training=False), none, "evaluation")
 
 
-def test_rows_of_a_query_group_stand_together():
+def test_qkv_rows_are_ordered_by_query_group():
     module = make(attention_config(output_gate=True))
     assert module.linear_qkv.weight.meta.splits == (24, 24, 8, 8)
     assert module.linear_qkv.weight.shape == (2 * 64, HIDDEN)
     assert (module.linear_qkv.weight.meta.tp_dim, module.linear_proj.weight.meta.tp_dim) == (0, 1)
 
 
-def test_layers_without_attached_rotations_are_refused():
+def test_missing_rotary_tables_raise():
     module = make(attention_config())
     with pytest.raises(AssertionError, match="rotary tables are not attached"):
         module(randn(3, 1, HIDDEN), make_mb(1, 3))

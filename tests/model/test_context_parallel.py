@@ -12,8 +12,8 @@ from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.kernels.ops import PositionSpan
-from megatron_moe.kernels.reference_blocks import merge_, visible_between
+from megatron_moe.kernels.ops import AttentionBlock, AttentionInputs, PositionSpan
+from megatron_moe.kernels.reference_blocks import visible_between
 from megatron_moe.model.core_attention import core_attention, visible_rows
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places
@@ -21,7 +21,7 @@ from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.ranks import on_threads
 from tests.helpers.split_attention import KERNELS, SEQ, Case, check_equal, split, whole
 from tests.helpers.tiny_models import make_mb, randn
-from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
+from tests.helpers.tolerances import FP32_MODEL, FP64_REF
 
 EXCHANGES = ("p2p", "allgather", "a2a")
 CASES = {
@@ -45,33 +45,33 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cp", [2, 4])
-def test_attention_over_split_sequences_is_attention(cp: int, exchange: str, case: Case) -> None:
+def test_split_sequences_equal_whole_sequences(cp: int, exchange: str, case: Case) -> None:
     check_equal(case, ParallelConfig(world_size=cp, cp=cp), exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_contiguous_chunks_give_the_same(exchange: str) -> None:
+def test_contiguous_split_equals_whole_sequences(exchange: str) -> None:
     check_equal(CASES["documents, window, sinks"], ParallelConfig(world_size=4, cp=4, cp_split="contiguous"), exchange)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_both_levels_are_attention(case: Case) -> None:
+def test_hierarchical_exchange_equals_whole_sequences(case: Case) -> None:
     check_equal(case, ParallelConfig(world_size=4, cp=4, cp_sub_axes=(2, 2)), "a2a+p2p")
 
 
 @pytest.mark.parametrize("sub_axes", [(1, 4), (4, 1), (2, 4), (4, 2)])
-def test_levels_may_differ_in_size(sub_axes: tuple[int, int]) -> None:
+def test_levels_of_different_size_equal_whole_sequences(sub_axes: tuple[int, int]) -> None:
     cp = sub_axes[0] * sub_axes[1]
     case = Case(sinks=True, segments=(0,) * 20 + (1,) * 12, seq=32)
     check_equal(case, ParallelConfig(world_size=cp, cp=cp, cp_sub_axes=sub_axes), "a2a+p2p")
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_three_ranks_hold_one_place_per_chunk(exchange: str) -> None:
+def test_three_ranks_with_one_position_per_chunk(exchange: str) -> None:
     check_equal(Case(heads=3, groups=3, seq=6), ParallelConfig(world_size=3, cp=3), exchange)
 
 
-def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
+def test_missing_sequence_part_raises() -> None:
     def on_rank(ctx: ParallelContext) -> None:
         from_nowhere: Any = make_mb(1, 4)
         x = randn(4, 1, 2, 3)
@@ -81,24 +81,15 @@ def test_a_rank_that_does_not_know_its_part_is_refused() -> None:
         on_threads(ParallelConfig(world_size=2, cp=2), on_rank)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_do_not_divide_raise() -> None:
     with pytest.raises(AssertionError, match="3 heads do not divide among 2 ranks"):
         split(Case(heads=3, groups=1), ParallelConfig(world_size=2, cp=2), "a2a")
 
 
-def test_a_query_that_has_seen_nothing_yet_takes_the_first_part_as_it_is() -> None:
-    out, lse = torch.zeros(3, 1, 2, 4).double(), torch.full((3, 1, 2), -torch.inf).double()
-    part, part_lse = randn(3, 1, 2, 4), randn(3, 1, 2, seed=5)
-    part_lse[0], part[0] = -torch.inf, 0
-    merge_(out, lse, part, part_lse)
-    EXACT.check(out, part)
-    assert torch.equal(lse, part_lse)
-
-
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (2, 4)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_nothing_visible_is_left_out(causal: bool, window: tuple[int, int] | None) -> None:
-    """The stretch of rows holds every pair that sees each other, and is as small as it can be."""
+def test_visible_rows_are_the_smallest_ranges(causal: bool, window: tuple[int, int] | None) -> None:
+    """They contain every visible pair of a query and a key."""
     config = CoreAttentionConfig(softmax_scale=1.0, causal=causal, window=window)
     parts = split_places("zigzag", SEQ, 3)
     for query in parts:
@@ -115,7 +106,7 @@ def reference_mask(query: tuple[range, ...], key: tuple[range, ...], config: Cor
     return visible_between(PositionSpan(chunks=query), PositionSpan(chunks=key), config, torch.device("cpu"))
 
 
-def test_zigzag_shares_the_work_evenly() -> None:
+def test_zigzag_balances_the_work() -> None:
     """Products per rank under a causal mask, over all steps of the ring."""
     config, cp, seq = CoreAttentionConfig(softmax_scale=1.0), 4, 64
     parts = split_places("zigzag", seq, cp)
@@ -126,7 +117,7 @@ def test_zigzag_shares_the_work_evenly() -> None:
     assert len(set(work)) == 1 and work[0] < 0.7 * seq * seq / cp, work
 
 
-def test_dropout_of_blocks_repeats_in_the_backward() -> None:
+def test_dropout_of_blocks_is_the_same_in_backward() -> None:
     """The gradient of a dropped-out ring is that of finite differences, so both passes drop the same."""
     config = CoreAttentionConfig(softmax_scale=0.5, dropout=0.5)
 
@@ -139,24 +130,24 @@ def test_dropout_of_blocks_repeats_in_the_backward() -> None:
             return core_attention(q, k, v, None, config, mb, "site", ctx, KERNELS)
 
         dropped = attend(q, k, v)
-        kept = KERNELS.attention(q, k, v, config, None, None, None)
+        kept = KERNELS.attention(AttentionInputs(q, k, v, config))
         assert not torch.equal(dropped, kept)
         return torch.autograd.gradcheck(attend, (q, k, v))
 
     assert on_threads(ParallelConfig(), on_rank) == [True]
 
 
-def test_a_block_is_attention_when_it_is_all_there_is() -> None:
+def test_single_block_equals_attention() -> None:
     q, k, v = randn(5, 2, 4, 3, seed=1), randn(5, 2, 2, 3, seed=2), randn(5, 2, 2, 6, seed=3)
     config, everything = CoreAttentionConfig(softmax_scale=0.3), PositionSpan(chunks=(range(5),))
     out, lse = torch.zeros(5, 2, 4, 6).double(), torch.full((5, 2, 4), -torch.inf).double()
-    KERNELS.attention_block(q, k, v, config, everything, everything, None, out, lse)
-    FP64_REF.check(out, KERNELS.attention(q, k, v, config, None, None, None))
+    KERNELS.attention_block(AttentionBlock(q, k, v, config, everything, everything), out, lse)
+    FP64_REF.check(out, KERNELS.attention(AttentionInputs(q, k, v, config)))
     FP64_REF.check(lse[0], 0.3 * (q[0].unflatten(1, (2, 2)) * k[0][:, :, None]).sum(-1).flatten(1))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_bf16_is_merged_in_fp32(exchange: str) -> None:
+def test_bf16_blocks_are_merged_in_fp32(exchange: str) -> None:
     """Two ranks in bf16 are as close to fp64 as one rank is, and give bf16."""
     case = CASES["documents, window, sinks"]
     exact, one = whole(case), whole(case, torch.bfloat16)
@@ -168,7 +159,7 @@ def test_bf16_is_merged_in_fp32(exchange: str) -> None:
 
 
 TAKE_TURNS = threading.Lock()
-"""Triton's interpreter knows one kernel at a time, and ranks are threads here."""
+"""Triton's interpreter runs one kernel at a time, and ranks are threads."""
 FEW = {"heads": 2, "groups": 1}
 ROUNDS = {
     "grouped queries, allgather": (Case(**FEW, width=16, value_width=16), 2, "contiguous", "allgather"),
@@ -190,7 +181,7 @@ def in_turns(op: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
 @pytest.mark.parametrize("name", ROUNDS)
-def test_kernels_of_our_own_go_round_the_ring(name: str) -> None:
+def test_triton_blocks_in_a_ring_equal_whole_sequences(name: str) -> None:
     """Blocks by Triton in fp32 against whole attention in fp64."""
     case, cp, cut, exchange = ROUNDS[name]
     ops = {op: getattr(KERNELS, op) for op in OPS}

@@ -1,4 +1,4 @@
-"""A whole model over a split sequence: losses and every weight gradient are those of one rank with the whole of it."""
+"""Losses and weight gradients of a model with context parallelism equal those of one rank."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,22 +89,22 @@ MIXERS = {
 
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
-def test_weight_gradients_are_those_of_one_rank(exchange: str, parallel: ParallelConfig, mixer: str) -> None:
+def test_weight_gradients_equal_those_of_one_rank(exchange: str, parallel: ParallelConfig, mixer: str) -> None:
     check(model(MIXERS[mixer], exchange), microbatch(2, SEQ), parallel)
 
 
 @pytest.mark.parametrize("mixer", ["gqa", "mla"])
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
-def test_packed_documents_are_those_of_one_rank(exchange: str, parallel: ParallelConfig, mixer: str) -> None:
+def test_packed_documents_equal_those_of_one_rank(exchange: str, parallel: ParallelConfig, mixer: str) -> None:
     check(model(MIXERS[mixer], exchange), microbatch(2, SEQ, **documents()), parallel, per_token=True)
 
 
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
 @pytest.mark.parametrize("per_token", [False, True])
-def test_multi_token_prediction_looks_over_the_borders(
+def test_multi_token_prediction_across_chunk_boundaries(
     per_token: bool, exchange: str, parallel: ParallelConfig
 ) -> None:
-    """The token ahead is often another rank's; documents end inside of chunks; some tokens are padding."""
+    """Later tokens are often on other ranks, documents end inside chunks, and some tokens are padding."""
     config = model(MIXERS["gqa"], exchange, mtp=MTPConfig(num_layers=3), position_embedding="learned_absolute")
     valid = torch.rand(2, SEQ, generator=torch.Generator().manual_seed(1)) > 0.2
     check(config, microbatch(2, SEQ, valid_BS=valid, **documents()), parallel, per_token=per_token)
@@ -131,9 +131,7 @@ def test_packed_documents_are_separate_sequences() -> None:
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(("exchange", "parallel"), LAYOUTS)
-def test_a_rank_whose_tokens_are_all_masked_gives_no_nan(
-    exchange: str, parallel: ParallelConfig, per_token: bool
-) -> None:
+def test_rank_with_only_masked_tokens_has_no_nan(exchange: str, parallel: ParallelConfig, per_token: bool) -> None:
     """Zigzag: the last rank holds the middle of the sequence."""
     batch = microbatch(2, SEQ)
     middle = SEQ // (2 * parallel.cp)
@@ -142,14 +140,14 @@ def test_a_rank_whose_tokens_are_all_masked_gives_no_nan(
     check(model(MIXERS["gqa"], exchange), replace(batch, loss_mask_BS=mask), parallel, per_token=per_token)
 
 
-def test_no_token_at_all_leaves_gradients_of_zero() -> None:
+def test_batch_without_tokens_has_zero_gradients() -> None:
     batch = microbatch(2, SEQ)
     batch = replace(batch, loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
     for result in on_threads(CP2, lambda ctx: run(model(MIXERS["gqa"], "p2p"), batch, ctx)):
         EXACT.check_all(result.gradients, {name: torch.zeros_like(g) for name, g in result.gradients.items()})
 
 
-def test_every_layer_may_exchange_in_its_own_way() -> None:
+def test_layers_with_different_exchanges() -> None:
     kinds = ("p2p", "allgather", "a2a", "a2a+p2p")
     config = model_config(*(layer_config(exchanging(MIXERS["gqa"], kind)) for kind in kinds))
     check(config, microbatch(2, SEQ), LEVELS)
@@ -157,9 +155,9 @@ def test_every_layer_may_exchange_in_its_own_way() -> None:
 
 @pytest.mark.parametrize(("limit", "degree"), [(SEQ, 1), (7, 2), (4, 4)])
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
-def test_a_degree_per_microbatch_changes_nothing(exchange: str, limit: int, degree: int) -> None:
+def test_context_degree_per_microbatch_equals_one_rank(exchange: str, limit: int, degree: int) -> None:
     """Groups of `degree` of the four ranks split the sequences of up to 13 tokens that stay together."""
-    parallel = replace(CP4, max_seqlen_per_rank=limit)
+    parallel = replace(CP4, max_seqlen_per_dp_cp_rank=limit)
     half, other = documents(), documents()
     packed = {name: torch.cat([half[name], other[name].flip(0)]) for name in half}
     batch = microbatch(4, SEQ, max_seqlen=13, **packed)
@@ -171,7 +169,7 @@ def test_a_degree_per_microbatch_changes_nothing(exchange: str, limit: int, degr
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "allgather", "a2a"])
-def test_sequence_and_tensor_parallel_ranks_split_further(exchange: str) -> None:
+def test_context_parallelism_with_sequence_parallelism(exchange: str) -> None:
     """Every matrix that is cut over tp has the gradient of one rank, and so has every sink."""
     layer = layer_config(exchanging(MIXERS["window and sinks"], exchange))
     config, parallel = model_config(layer, layer), ParallelConfig(world_size=4, tp=2, cp=2, sequence_parallel=True)

@@ -50,7 +50,7 @@ def test_embedding_dropout_follows_its_key():
     EXACT.check(first[kept], (plain / 0.6)[kept], "kept values are scaled up")
 
 
-def test_an_embedding_std_of_its_own_exempts_embeddings_from_decay():
+def test_embedding_std_disables_weight_decay_of_embeddings():
     for std, decay in ((None, True), (1.0, False)):
         module = make(position_embedding="learned_absolute", init=InitConfig(embedding_std=std))
         assert {p.meta.decay for p in module.parameters()} == {decay}

@@ -1,4 +1,4 @@
-"""The whole model: names, gradients, stages, packing, dropout, and that every part of it matters."""
+"""GPT model: parameter names, gradients, pipeline stages, nodes and objective."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import NormConfig
-from megatron_moe.config.model import ModelConfig, MTPConfig
+from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.data.batch import MicroBatch
@@ -16,7 +16,6 @@ from megatron_moe.model.gpt import GPT, LossOutput, objective
 from megatron_moe.model.init import init_parameters
 from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.rng import RNGKey
 from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers.tiny_models import (
     VOCAB,
@@ -124,12 +123,12 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("config", COUNTED.values(), ids=COUNTED.keys())
-def test_the_built_model_has_as_many_parameters_as_its_spec_says(config):
+def test_parameter_count_equals_the_cost_model(config):
     assert sum(p.numel() for p in build(config).parameters()) == count_parameters(config).total
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
-def test_every_sub_layer_matters_with_unit_gain_values(config):
+def test_every_parameter_affects_the_loss_with_unit_gain(config):
     model, batch = build(config), microbatch()
     with torch.no_grad():
         usual = loss_of(model, batch)
@@ -143,7 +142,7 @@ def test_every_sub_layer_matters_with_unit_gain_values(config):
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
-def test_every_parameter_gets_the_gradient_of_a_finite_difference(config):
+def test_gradients_equal_finite_differences(config):
     model, batch = build(config), microbatch()
     grads = gradients_of(model, batch)
     step, generator = 1e-6, torch.Generator().manual_seed(1)
@@ -160,7 +159,7 @@ def test_every_parameter_gets_the_gradient_of_a_finite_difference(config):
             assert abs(slope - (grads[name] * direction).sum()) < 1e-6 * max(1, abs(slope)), name
 
 
-def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
+def test_gradient_of_a_tied_embedding_sums_both_uses():
     batch = microbatch()
     for mtp in (None, MTPConfig(num_layers=2)):
         tied = build(model_config(tied_embeddings=True, mtp=mtp))
@@ -171,12 +170,12 @@ def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
         FP64_LAYOUT.check_all(one, {**two, "embedding.word_embeddings.weight": both}, "gradients")
 
 
-def test_gradients_that_go_to_flat_buffers_are_those_of_autograd():
-    """A tied embedding gets some of its gradient through the head's sink and some from autograd."""
+def test_gradients_in_flat_buffers_equal_autograd():
+    """A tied embedding gets one part of its gradient from the head's accumulator and another from autograd."""
     config = replace(MOE, tied_embeddings=True, mtp=MTPConfig(num_layers=2, repeated_layer=True))
     batches, plain, model = [microbatch(seed=1), microbatch(seed=2)], build(config), build(config)
     parts = [gradients_of(plain, batch) for batch in batches]
-    fp64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
+    fp64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")
     buffers = GradBuffers(model.named_parameters(), fp64, ParallelContext.single(), reference.bundle())
     buffers.begin_step()
     for batch in batches:
@@ -197,7 +196,7 @@ def run_stages(stages: list[GPT], batch: MicroBatch) -> LossOutput:
 @pytest.mark.parametrize("layout", ["Et|t||mL", "E|tt|m||L"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_stages_in_a_row_equal_the_whole_model(config, tied, layout):
+def test_consecutive_stages_equal_the_whole_model(config, tied, layout):
     config, batch = replace(config, tied_embeddings=tied), microbatch(segments_BS=torch.tensor([[0] * 4 + [1] * 5] * 2))
     whole = build(config)
     num_mtp = config.mtp.num_layers if config.mtp else 0
@@ -215,7 +214,7 @@ def test_stages_in_a_row_equal_the_whole_model(config, tied, layout):
 
 @pytest.mark.parametrize("by_node", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_nodes_name_all_parameters_of_the_model(tied, by_node):
+def test_nodes_list_all_parameters(tied, by_node):
     model = build(model_config(mtp=MTPConfig(num_layers=2), tied_embeddings=tied))
     chain = model._chain(microbatch(), 0, by_node=by_node)
     named = {parameter for bound in chain for node in bound.nodes for parameter in node.parameters}
@@ -223,7 +222,7 @@ def test_nodes_name_all_parameters_of_the_model(tied, by_node):
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
+def test_schedule_steps_equal_the_forward(evaluation):
     model, batch = build(model_config(mtp=MTPConfig(num_layers=2))), microbatch()
     batch = replace(batch, context=replace(batch.context, training=not evaluation))
     state, expected = None, model(batch)
@@ -236,29 +235,14 @@ def test_steps_of_a_schedule_give_the_losses_of_the_forward(evaluation):
             EXACT.check(actual[number], wanted[number], f"depth {depth}, tensor {number}")
 
 
-def test_packed_documents_equal_separate_sequences():
-    model, lengths = build(model_config(layer_config(), layer_config(mla_config()))), (4, 1, 3)
-    batch = microbatch(1, 8)
-    positions_BS = torch.cat([torch.arange(n) for n in lengths])[None]
-    segments_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    packed = replace(batch, context=make_mb(1, 8, positions_BS=positions_BS, segments_BS=segments_BS))
-    apart, start = [], 0
-    for n in lengths:
-        part = slice(start, start + n)
-        tokens_BS, labels_BS = batch.tokens_BS[:, part], batch.labels_BS[:, part]
-        apart.append(model(replace(batch, tokens_BS=tokens_BS, labels_BS=labels_BS, context=make_mb(1, n))).loss_BS)
-        start += n
-    FP64_REF.check(model(packed).loss_BS, torch.cat(apart, dim=1), "losses")
-
-
-def test_packed_boundaries_without_segments_are_refused():
+def test_packed_sequences_without_segments_raise():
     model, batch = build(model_config()), microbatch(1, 8)
     mb = make_mb(1, 8, cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen=4)
     with pytest.raises(AssertionError, match="need segments_BS"):
         model(replace(batch, context=mb))
 
 
-def test_logits_are_those_of_the_loss():
+def test_logits_match_the_loss():
     model, batch = build(model_config()), microbatch()
     logits_SBV = model.logits(batch.tokens_BS, batch.context)
     assert logits_SBV.shape == (9, 2, VOCAB)
@@ -266,7 +250,7 @@ def test_logits_are_those_of_the_loss():
     FP64_REF.check(model(batch).loss_BS, loss, "losses")
 
 
-def test_the_default_objective_is_the_mean_over_tokens_and_per_token_is_the_sum():
+def test_objective_is_the_mean_over_tokens_or_their_sum():
     model, batch = build(model_config()), microbatch()
     output, weights = model(batch), batch.loss_mask_BS
     total, tokens = (output.loss_BS * weights).sum(), weights.sum()
@@ -276,24 +260,8 @@ def test_the_default_objective_is_the_mean_over_tokens_and_per_token_is_the_sum(
         FP64_REF.check(torch.stack(sums["lm loss"]), torch.stack([total, tokens]), "reported sums")
 
 
-def test_dropout_follows_the_key_of_the_microbatch_and_is_off_in_evaluation():
-    dropping = replace(attention_config(), core=replace(attention_config().core, dropout=0.1))
-    layer = layer_config(dropping, hidden_dropout=0.1)
-    model = build(model_config(layer, layer, embedding_dropout=0.1, mtp=MTPConfig(num_layers=1)))
-    plain = build(model_config(layer_config(), layer_config(), mtp=MTPConfig(num_layers=1)))
-
-    def loss(**fields) -> Tensor:
-        return loss_of(model, microbatch(**fields))
-
-    EXACT.check(loss(rng=RNGKey(1, 5, 0)), loss(rng=RNGKey(1, 5, 0)), "same key")
-    assert loss(rng=RNGKey(1, 5, 0)) != loss(rng=RNGKey(1, 5, 1))
-    EXACT.check(loss(), loss_of(plain, microbatch()), "no key")
-    evaluated = loss(rng=RNGKey(1, 5, 0), training=False)
-    EXACT.check(evaluated, loss_of(plain, microbatch(training=False)), "evaluation")
-
-
-def test_nothing_is_read_by_the_host():
-    """On the meta device there are no values: reading one, or asking for a shape that depends on one, raises."""
+def test_training_on_the_meta_device_reads_no_values():
+    """Host reads and data-dependent shapes raise on the meta device."""
     config = replace(DENSE, mtp=MTPConfig(num_layers=2, repeated_layer=True), position_embedding="learned_absolute")
     model = GPT(config, ParallelContext.single(device="meta"), reference.bundle())
     batch = microbatch(segments_BS=torch.zeros(2, 9, dtype=torch.int64), valid_BS=torch.ones(2, 9, dtype=torch.bool))
@@ -313,7 +281,7 @@ def test_nothing_is_read_by_the_host():
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(config):
+def test_bf16_model_has_bf16_activations_and_fp32_losses(config):
     model = GPT(config, ParallelContext.single(dtype=torch.bfloat16), reference.bundle())
     init_parameters(model, 7, config.init)
     seen = []
@@ -326,18 +294,3 @@ def test_a_bf16_model_keeps_bf16_between_layers_and_fp32_losses(config):
     assert output.loss_BS.dtype == torch.float32
     objective(output, batch, mtp=config.mtp, per_token=False)[0].backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_layers_follow_their_pattern():
-    kinds = [type(block.mlp).__name__ for block in build(MIXED).decoder.layers.values()]
-    assert kinds == ["MLP", "MoELayer", "MLP", "MoELayer", "MLP"]
-
-
-def whole(config: ModelConfig) -> GPT:
-    return GPT(config, ParallelContext.single(), reference.bundle())
-
-
-def test_loading_is_by_name_whatever_the_order_of_construction():
-    first, second = build(DENSE, seed=1), whole(DENSE)
-    second.load_state_dict(dict(reversed(first.state_dict().items())))
-    EXACT.check(loss_of(second, microbatch()), loss_of(first, microbatch()), "loss")

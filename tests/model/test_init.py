@@ -1,4 +1,4 @@
-"""Initial values depend on seed, name and expert id alone."""
+"""Initial values depend only on seed, parameter name and expert id."""
 
 import math
 
@@ -42,14 +42,14 @@ def values(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def initial_values(shape: tuple[int, ...], meta: ParamMeta, name: str, seed: int, config: InitConfig) -> Tensor:
-    """Of one whole parameter, which is all of a module."""
+    """Initial values of the only parameter of a module."""
     module = nn.Module()
     module.register_parameter(name, new_parameter(shape, meta, ParallelContext.single(dtype=torch.float32)))
     init_parameters(module, seed, config)
     return module.get_parameter(name).detach()
 
 
-def test_every_stage_draws_the_values_of_the_whole_model():
+def test_stages_have_the_values_of_the_whole_model():
     whole = values(build(EVERYTHING))
     layout = even_layout(2, pp=2, num_mtp=EVERYTHING.mtp.num_layers if EVERYTHING.mtp else 0)
     stages = [build(EVERYTHING, chunks=[stage]) for stage in layout.stages]
@@ -67,7 +67,7 @@ def test_values_change_with_the_seed_and_between_parameters():
     assert len({tuple(p.tolist()) for p in same_shape}) == len(same_shape) > 5
 
 
-def test_every_dtype_holds_the_same_draws():
+def test_values_do_not_depend_on_the_dtype():
     models = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         models[dtype] = GPT(EVERYTHING, ParallelContext.single(dtype=dtype), reference.bundle())
@@ -77,7 +77,7 @@ def test_every_dtype_holds_the_same_draws():
         EXACT.check(models[torch.bfloat16].get_parameter(name), wide.bfloat16(), name)
 
 
-def test_each_expert_is_drawn_by_its_own_id():
+def test_expert_values_depend_on_the_expert_id():
     meta = ParamMeta(role="matrix", grid="expert", num_experts=4, fan_in=9)
     stack = initial_values((4, 5, 9), meta, "stack", 7, InitConfig(std=0.5))
     for expert in range(4):
@@ -95,7 +95,7 @@ def test_standard_deviations_follow_the_kind_of_parameter(init, std):
     assert drawn.std().item() == pytest.approx(std, rel=0.03)
 
 
-def test_embeddings_use_the_common_std_unless_they_have_their_own():
+def test_embeddings_use_embedding_std_if_set():
     meta = ParamMeta(role="embedding", init="embedding")
     assert standard_deviation(meta, InitConfig(std=0.02)) == 0.02
     assert standard_deviation(meta, InitConfig(std=0.02, embedding_std=1.0)) == 1.0
@@ -115,7 +115,7 @@ def test_plain_initial_values_of_a_model():
     assert not model.get_buffer("decoder.layers.1.mlp.router.expert_bias").any()
 
 
-def test_unit_gain_keeps_the_size_of_activations_and_makes_everything_matter():
+def test_unit_gain_scales_by_fan_in_and_randomises_norms_and_biases():
     model = build(EVERYTHING)
     for name, p in model.named_parameters():
         if p.meta.role == "norm":
@@ -127,18 +127,18 @@ def test_unit_gain_keeps_the_size_of_activations_and_makes_everything_matter():
     assert model.get_buffer("decoder.layers.1.mlp.router.expert_bias").std() > 0.02
 
 
-def test_every_matrix_knows_how_many_inputs_it_sums():
+def test_fan_in_of_matrices_is_their_input_size():
     for name, p in build(EVERYTHING).named_parameters():
         if p.meta.role in ("matrix", "head", "router"):
             assert p.meta.fan_in == p.shape[-1], name
 
 
-def test_only_matrices_and_embeddings_decay():
+def test_norms_biases_and_sinks_have_no_weight_decay():
     for name, p in build(EVERYTHING).named_parameters():
         assert p.meta.decay == (p.meta.role not in ("norm", "bias", "sink")), name
 
 
-def test_xavier_matrices_are_uniform_within_their_bound_and_nothing_else_changes():
+def test_xavier_matrices_are_uniform_within_their_bound():
     config, matrix = InitConfig(std=9.0, method="xavier_uniform"), ParamMeta(role="matrix", fan_in=50)
     drawn = initial_values((100, 50), matrix, "w", 7, config)
     bound = math.sqrt(6 / 150)
@@ -153,7 +153,7 @@ def test_xavier_matrices_are_uniform_within_their_bound_and_nothing_else_changes
     assert 0.99 * bound < stack.abs().max() <= bound
 
 
-def test_an_embedding_with_a_std_of_its_own_is_normal_beside_xavier_matrices():
+def test_embedding_std_applies_with_xavier():
     config, table = (
         InitConfig(embedding_std=2.0, method="xavier_uniform"),
         ParamMeta(role="embedding", init="embedding"),

@@ -1,46 +1,16 @@
-"""The dense feed-forward block against its formula, one token at a time."""
-
-import math
+"""Dense MLP against its formula, one token at a time."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.model.init import init_parameters
-from megatron_moe.model.mlp import MLP
+from megatron_moe.model.transformer_layer import MLP
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, mlp_config, randn
 from tests.helpers.tolerances import FP64_REF
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-ACTIVATIONS = {
-    "silu": lambda x: x * sigmoid(x),
-    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
-    "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
-    "squared_relu": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
-}
-
-
-def formula(x: Tensor, w: dict[str, Tensor], config: ActivationConfig, ffn: int) -> Tensor:
-    """One token [H]."""
-    act, inner = ACTIVATIONS[config.kind], w["linear_fc1.weight"] @ x + w.get("linear_fc1.bias", 0)
-    if config.gated:
-        gate, up = inner[:ffn], inner[ffn:]
-        if config.clamp is not None:
-            gate, up = gate.clamp(max=config.clamp), up.clamp(min=-config.clamp, max=config.clamp)
-        inner = act(gate) * (up + config.linear_offset)
-    else:
-        inner = act(inner)
-    return w["linear_fc2.weight"] @ inner + w.get("linear_fc2.bias", 0)
-
+from tests.moe.oracle import ACTIVATIONS, loop_mlp
 
 CASES = {
     **{kind: ActivationConfig(kind=kind) for kind in ACTIVATIONS},
@@ -61,7 +31,9 @@ def test_an_mlp_equals_its_formula_in_values_and_gradients(activation, bias):
     probe = randn(4, 2, HIDDEN, seed=2)
 
     out = module(x)
-    tokens = [formula(v, weights, activation, config.ffn_hidden_size) for v in oracle_x.flatten(0, 1)]
+    stacks = ("linear_fc1", "linear_fc2")
+    matrices, biases = ([weights.get(f"{name}.{kind}") for name in stacks] for kind in ("weight", "bias"))
+    tokens = [loop_mlp(v, matrices, biases, activation) for v in oracle_x.flatten(0, 1)]
     expected = torch.stack(tokens).view_as(out)
     (out * probe).sum().backward()
     (expected * probe).sum().backward()
@@ -72,7 +44,7 @@ def test_an_mlp_equals_its_formula_in_values_and_gradients(activation, bias):
     FP64_REF.check_all(actual, {name: w.grad for name, w in weights.items()}, "gradients")
 
 
-def test_tensor_parallelism_cuts_gate_and_up_one_by_one():
+def test_tensor_parallelism_shards_gate_and_up_separately():
     module = MLP(mlp_config(bias=True), ParallelContext.single(), reference.bundle())
     for parameter in (module.linear_fc1.weight, module.linear_fc1.bias):
         assert (parameter.meta.tp_dim, parameter.meta.splits) == (0, (20, 20))

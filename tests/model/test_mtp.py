@@ -107,7 +107,7 @@ CASES = {
 
 @pytest.mark.parametrize(("mtp", "changes", "tokens"), CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("per_token", [False, True])
-def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, tokens, per_token):
+def test_objective_and_gradients_equal_the_loop(mtp, changes, tokens, per_token):
     model = build(model_config(layer_config(), layer_config(mla_config()), mtp=mtp, **changes))
     batch = microbatch(2, 8, **tokens)
 
@@ -122,7 +122,7 @@ def test_the_objective_equals_the_loop_in_value_and_gradients(mtp, changes, toke
     FP64_REF.check_all(actual, gradients(model), "gradients")
 
 
-def test_detached_heads_leave_the_models_own_gradients_alone():
+def test_detached_heads_do_not_change_the_gradients_of_the_model():
     config = model_config(mtp=MTPConfig(num_layers=2, detach_heads=True))
     model, batch = build(config), microbatch()
     with_mtp = objective(model(batch), batch, mtp=config.mtp, per_token=False)[0]
@@ -156,14 +156,14 @@ def test_losses_of_all_depths_are_recorded():
         FP64_REF.check(entry.value / entry.count, (loss_BS * weights_BS).sum() / weights_BS.sum(), f"depth {depth}")
 
 
-def test_evaluation_leaves_multi_token_prediction_out():
+def test_evaluation_has_no_multi_token_prediction():
     model, batch = build(model_config(mtp=MTPConfig(num_layers=2))), microbatch()
     output = model(replace(batch, context=replace(batch.context, training=False)))
     assert output.mtp_losses == ()
     EXACT.check(output.loss_BS, model(batch).loss_BS, "loss")
 
 
-def test_every_depth_of_a_repeated_layer_has_its_own_dropout():
+def test_depths_of_a_repeated_layer_have_different_dropout():
     config = model_config(layer_config(hidden_dropout=0.3), mtp=MTPConfig(num_layers=2, repeated_layer=True))
     model = build(config)
     keys = []
@@ -186,7 +186,7 @@ def test_a_repeated_layer_divides_its_balancing_losses_by_the_depths(repeated):
     assert scales == [0.125 if repeated else 0.5] * 4
 
 
-def test_padding_stays_padding_at_every_depth_and_all_true_equals_no_mask():
+def test_validity_is_shifted_at_every_depth():
     model, seen = build(model_config(mtp=MTPConfig(num_layers=2))), []
     for layer in model.mtp.layers.values():
         layer.transformer_layer.self_attention.register_forward_pre_hook(
@@ -200,7 +200,7 @@ def test_padding_stays_padding_at_every_depth_and_all_true_equals_no_mask():
     assert seen == [[True] * 6] * 2
 
 
-def test_shift_moves_every_document_one_place_to_the_left():
+def test_shift_moves_every_document_left_by_one_position():
     x_BS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]])
     assert shift(x_BS, None).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0], [12, 13, 14, 15, 16, 17, 18, 0]]
     assert shift(x_BS, SEGMENTS, fill=9).tolist() == [[2, 3, 9, 5, 6, 7, 9, 9], [12, 13, 14, 15, 16, 9, 18, 9]]

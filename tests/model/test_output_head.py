@@ -13,7 +13,7 @@ from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, VOCAB, microbatch, mode
 from tests.helpers.tolerances import BF16_KERNEL, FP64_REF
 
 
-def test_the_loss_of_a_token_is_minus_the_log_of_its_labels_share():
+def test_loss_is_the_negative_log_likelihood_of_the_label():
     head = Head(model_config(head_bias=True), ParallelContext.single(), reference.bundle())
     init_parameters(head, 5, UNIT_GAIN)
     hidden_SBH, labels_BS = randn(4, 2, HIDDEN), microbatch(2, 4).labels_BS
@@ -25,7 +25,7 @@ def test_the_loss_of_a_token_is_minus_the_log_of_its_labels_share():
             FP64_REF.check(loss_BS[b, s], -torch.log(scores[labels_BS[b, s]] / scores.sum()), f"token {b}, {s}")
 
 
-def test_a_tied_head_has_no_matrix_of_its_own():
+def test_tied_head_has_no_weight():
     head = Head(model_config(tied_embeddings=True), ParallelContext.single(), reference.bundle())
     assert not list(head.parameters())
     untied = Head(model_config(), ParallelContext.single(), reference.bundle())
@@ -33,7 +33,7 @@ def test_a_tied_head_has_no_matrix_of_its_own():
     assert untied.weight.meta.role == "head"
 
 
-def test_the_loss_of_a_bf16_model_is_fp32():
+def test_loss_of_bf16_logits_is_fp32():
     head = Head(model_config(), ParallelContext.single(dtype=torch.bfloat16), reference.bundle())
     init_parameters(head, 5, UNIT_GAIN)
     hidden_SBH = randn(4, 2, HIDDEN).bfloat16()
@@ -44,7 +44,7 @@ def test_the_loss_of_a_bf16_model_is_fp32():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_the_loss_a_few_tokens_at_a_time_is_the_loss(chunk, tied):
+def test_chunked_loss_equals_the_whole_loss(chunk, tied):
     outcomes = []
     for config in (model_config(head_bias=True), model_config(head_bias=True, loss_chunk=chunk)):
         head = Head(replace(config, tied_embeddings=tied), ParallelContext.single(), reference.bundle())
@@ -60,7 +60,7 @@ def test_the_loss_a_few_tokens_at_a_time_is_the_loss(chunk, tied):
 
 
 class Later:
-    """A sink that computes when it is told to."""
+    """Gradient accumulator that defers its computations."""
 
     def __init__(self, grad):
         self.grad, self.waiting = grad, []
@@ -69,7 +69,7 @@ class Later:
         self.waiting.append(compute)
 
 
-def test_a_chunked_loss_leaves_the_gradient_of_its_matrix_to_the_sink_and_adds_there():
+def test_chunked_loss_accumulates_its_weight_gradient_in_the_deferred_accumulator():
     gradients = []
     for chunk in (None, 3):
         head = Head(model_config(loss_chunk=chunk), ParallelContext.single(), reference.bundle())
@@ -84,7 +84,7 @@ def test_a_chunked_loss_leaves_the_gradient_of_its_matrix_to_the_sink_and_adds_t
         FP64_REF.check(chunked, plain, name)
 
 
-def test_chunks_of_bf16_are_added_up_in_fp32():
+def test_bf16_chunks_are_accumulated_in_fp32():
     gradients = []
     for chunk in (None, 1):
         head = Head(model_config(loss_chunk=chunk), ParallelContext.single(dtype=torch.bfloat16), reference.bundle())

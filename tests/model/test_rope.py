@@ -62,7 +62,7 @@ def test_linear_scaling_divides_every_frequency():
 
 
 @pytest.mark.parametrize(("factor", "low", "high", "context"), [(8.0, 1.0, 4.0, 8192), (32.0, 2.0, 16.0, 512)])
-def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones(factor, low, high, context):
+def test_llama3_frequencies_equal_the_published_rule(factor, low, high, context):
     config = RopeConfig(
         dim=DIM,
         base=5e5,
@@ -108,7 +108,7 @@ def test_yarn_concentration_is_the_ratio_of_mscales_unless_given():
     assert yarn_mscale(0.5, 3.0) == 1.0, "a shorter context is not sharpened"
 
 
-def test_tables_hold_cos_and_sin_of_every_position_twice():
+def test_tables_are_cos_and_sin_of_every_position():
     config = RopeConfig(dim=6, scaling="yarn", scaling_factor=40.0, mscale=1.0)
     positions_BS = torch.tensor([[0, 1, 2, 700], [5, 0, 1, 2]])
     rotations = Rotations([attention_config(rope=config), attention_config(rope=None)], ParallelContext.single())
@@ -121,12 +121,12 @@ def test_tables_hold_cos_and_sin_of_every_position_twice():
             FP64_REF.check(sin_SBD[s, b], np.sin(angles) * concentration(config), "sin")
 
 
-def test_equal_rotations_of_several_layers_share_one_table():
+def test_layers_with_equal_rotations_share_one_table():
     mixers = [attention_config(), attention_config(), attention_config(rope=RopeConfig(dim=8, base=1e6))]
     assert len(Rotations(mixers, ParallelContext.single()).frequencies) == 2
 
 
-def test_tables_are_made_in_the_internal_dtype_of_the_run():
+def test_tables_have_the_internal_dtype():
     rotations = Rotations([attention_config()], ParallelContext.single(dtype=torch.bfloat16))
     cos_SBD, _ = rotations.attach(make_mb(1, 3)).rotary[attention_config().rope]
     assert cos_SBD.dtype == torch.float32

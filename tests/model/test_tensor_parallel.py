@@ -21,7 +21,7 @@ def test_a_mixture_of_experts_trains_as_on_one_rank(config, layout):
 
 
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS.values(), ids=SEQUENCE_LAYOUTS)
-def test_padding_is_routed_nowhere_on_any_rank(layout):
+def test_padding_is_not_routed_on_any_rank(layout):
     valid_BS = torch.ones(2, 12, dtype=torch.bool)
     valid_BS[0, 7:] = valid_BS[1, 3:5] = False
     check_training(SPARSE["shared"], batches(1, valid_BS=valid_BS), layout)

@@ -1,4 +1,4 @@
-"""One layer: two residual connections around normed sub-layers, with dropout on what is added."""
+"""Transformer layer: residual connections, dropout, nodes and schedule steps."""
 
 import pytest
 import torch
@@ -8,9 +8,11 @@ from megatron_moe.config.attention import NormConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, run_nodes, schedule_steps
 from megatron_moe.parallel import rng
 from megatron_moe.parallel.context import ParallelContext
@@ -18,6 +20,7 @@ from megatron_moe.parallel.rng import RNGKey
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, mla_config, moe_config, randn
 from tests.helpers.tolerances import EXACT
 
+RESOURCES = ModelResources(ParallelContext.single(), reference.bundle(), SavedTensorPolicy())
 SPECS = {
     "dense": layer_config(),
     "LayerNorm": layer_config(norm=NormConfig(kind="LayerNorm")),
@@ -29,7 +32,7 @@ SPECS = {
 
 
 def make(config: LayerConfig) -> TransformerLayer:
-    layer = TransformerLayer(config, 0, "decoder.layers.0", ParallelContext.single(), reference.bundle())
+    layer = TransformerLayer(config, 0, "decoder.layers.0", RESOURCES)
     init_parameters(layer, 5, UNIT_GAIN)
     return layer
 
@@ -52,12 +55,12 @@ def by_hand(layer: TransformerLayer, x: Tensor, mb: MicrobatchContext, dropout: 
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
-def test_a_layer_adds_its_normed_sub_layers_to_the_residual_stream(config):
+def test_layer_equals_the_residual_formula(config):
     layer, x = make(config), randn(5, 2, HIDDEN)
     EXACT.check(layer(x, mb_of(layer)), by_hand(layer, x, mb_of(layer)), "output")
 
 
-def test_both_residual_connections_have_dropout_with_keys_of_their_own():
+def test_residual_connections_have_separate_dropout_keys():
     layer, x = make(layer_config(hidden_dropout=0.3)), randn(5, 2, HIDDEN)
     mb = mb_of(layer, rng=RNGKey(1, 2, 3))
     out = layer(x, mb)
@@ -97,7 +100,7 @@ def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(config, names, slot
 
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
-def test_nodes_name_every_parameter_of_the_layer_once(config):
+def test_nodes_list_every_parameter_once(config):
     layer = make(config)
     named = [parameter for node in layer.nodes for parameter in node.parameters]
     assert len(named) == len(set(named)) and set(named) == set(layer.parameters())

@@ -1,7 +1,7 @@
-"""The MoE layer as one would work it out by hand: one token after the other, one expert after the other.
+"""Loop oracle of the MoE layer, one token and one expert at a time.
 
-Written from the formulas alone. Slow, and independent of `megatron_moe`: it shares the specs and nothing else. All
-numbers are scalars or small vectors of torch, so that autograd gives the gradients.
+It is written from the formulas and shares only the configs with `megatron_moe`. All numbers are torch scalars or small
+vectors, so that autograd gives the gradients.
 """
 
 import math
@@ -15,18 +15,18 @@ from megatron_moe.config.moe import ActivationConfig, CapacityConfig, MoEConfig,
 
 @dataclass
 class LoopResult:
-    """What the layer gives, and what it counts."""
+    """Output, routing and losses of the layer."""
 
     output_SBH: Tensor
     choices: list[list[int]]
-    """Experts of every token (t = s * B + b) in descending order of merit, before any drop; none for padding."""
+    """Experts of every token (t = s * B + b) in descending order of score, before drops; empty for padding."""
     visits: list[list[tuple[int, Tensor]]]
     """(expert, weight) of every token after drops."""
     counts: list[int]
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Without coefficient, under the names of the log."""
+    """Losses without coefficient, by their name in the log."""
     objective: Tensor | None = None
-    """Sum of coefficient * loss: what the balancing losses add to the training objective."""
+    """Sum of coefficient * loss, which the balancing losses add to the training objective."""
 
 
 def loop_moe(config: MoEConfig, weights: dict[str, Tensor], hidden_SBH: Tensor, valid_BS: Tensor | None) -> LoopResult:
@@ -123,7 +123,7 @@ def loop_choose(logits: list[Tensor], bias: list[float], config: RouterConfig) -
 def loop_drop(
     visits: list[list[tuple[int, Tensor]]], config: RouterConfig, capacity: CapacityConfig
 ) -> list[list[tuple[int, Tensor]]]:
-    """Every expert in turn keeps its best, or its first, ceil(T k / E * factor) tokens."""
+    """Each expert keeps its ceil(T k / E * factor) tokens with the highest weight, or the first ones."""
     limit = math.ceil(len(visits) * config.topk / config.num_experts * capacity.factor)
     kept: set[tuple[int, int]] = set()
     for expert in range(config.num_experts):
@@ -152,19 +152,31 @@ def loop_shared(token_H: Tensor, config: MoEConfig, weights: dict[str, Tensor]) 
     return out
 
 
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+    "relu": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
+    "squared_relu": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
+}
+
+
 def loop_mlp(
     token_H: Tensor, matrices: list[Tensor], biases: list[Tensor | None], activation: ActivationConfig
 ) -> Tensor:
     wide = matrices[0] @ token_H
     if biases[0] is not None:
         wide = wide + biases[0]
-    assert activation.kind == "silu" and activation.clamp is None, "the loop knows SwiGLU and plain SiLU"
+    act = ACTIVATIONS[activation.kind]
     if activation.gated:
         half = len(wide) // 2
         gate, up = wide[:half], wide[half:]
-        inner = gate / (1 + torch.exp(-gate)) * (up + activation.linear_offset)
+        if activation.clamp is not None:
+            gate, up = gate.clamp(max=activation.clamp), up.clamp(min=-activation.clamp, max=activation.clamp)
+        inner = act(gate) * (up + activation.linear_offset)
     else:
-        inner = wide / (1 + torch.exp(-wide))
+        inner = act(wide)
     out = matrices[1] @ inner
     return out if biases[1] is None else out + biases[1]
 
@@ -173,7 +185,7 @@ def loop_mlp(
 
 
 def loop_losses(result: LoopResult, logits: list[list[Tensor]], sequence_of: list[int], config: RouterConfig) -> None:
-    """Fills in the losses of the tokens that are not padding.
+    """Sets the losses over the valid tokens.
 
     L = E / (k N^2) sum_e C_e P_e with N tokens, C_e of which have expert e among the k best scores, and P_e the sum of
     their scores, normalised to sum to 1 per token.

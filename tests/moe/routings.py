@@ -1,4 +1,4 @@
-"""Routings made by hand, and modules filled with random numbers, for tests of what follows the router."""
+"""Routings from explicit ids, and random values for tensors and modules."""
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def sparse(
 def dense(
     ids: list[list[int]], probs: Tensor | None = None, *, num_experts: int, capacity: int | None = None
 ) -> Routing:
-    """The same routing as a map over all experts."""
+    """Dense form of `sparse`: a map over all experts."""
     routing = sparse(ids, probs, num_experts=num_experts, capacity=capacity)
     assert routing.ids_TK is not None and routing.probs_TK is not None
     shape = (len(ids), num_experts)

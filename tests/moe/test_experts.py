@@ -1,6 +1,5 @@
-"""Experts against one row and one expert at a time, grouped against looped, and what an empty expert gets."""
+"""Experts against the formula row by row, grouped against sequential products, and experts without rows."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,13 +14,14 @@ from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import EXACT, FP32_REF, FP64_REF
+from tests.moe.oracle import loop_mlp
 from tests.moe.routings import draw, fill
 
 HIDDEN, FFN, EXPERTS, ROWS = 3, 5, 4, 7
 ENDS = ([2, 2, 5, 6], [0, 0, 0, 7], [7, 7, 7, 7], [1, 2, 3, 4], [0, 0, 0, 0])
-"""An empty expert and a row that holds nothing; all rows to the last; to the first; one each; none at all."""
+"""An empty expert and an unused row; all rows to the last expert; to the first; one each; none."""
 STANDARD = {"bias": True, "probs_on_output": True}
-"""Probabilities behind the second matrix and its bias."""
+"""Probabilities applied after the second matrix and its bias."""
 KINDS = {
     "swiglu": ActivationConfig(kind="silu", gated=True),
     "geglu": ActivationConfig(kind="gelu", gated=True),
@@ -41,7 +41,7 @@ def make(activation: ActivationConfig = KINDS["swiglu"], *, dtype=torch.float64,
 
 
 def rows_of(ends: list[int], seed: int = 0) -> DispatchedTokens:
-    """Seven rows; those past the end have garbage and no weight."""
+    """Seven rows; those after the last offset have large values and probability 0."""
     data, probs = draw(ROWS, HIDDEN, seed=seed), draw(ROWS, seed=seed + 1).abs()
     data[ends[-1] :], probs[ends[-1] :] = 1e3, 0
     return DispatchedTokens(
@@ -52,70 +52,41 @@ def rows_of(ends: list[int], seed: int = 0) -> DispatchedTokens:
     )
 
 
-def act(x: float, kind: str) -> float:
-    match kind:
-        case "silu":
-            return x / (1 + math.exp(-x))
-        case "gelu":
-            return x / 2 * (1 + math.erf(x / math.sqrt(2)))
-        case "quick_gelu":
-            return x / (1 + math.exp(-1.702 * x))
-    return max(x, 0.0) ** 2
-
-
-def one_row(x: list[float], expert: int, prob: float, experts: Experts, *, on_input: bool) -> list[float]:
-    """fc2(p * act(fc1(x))) in plain numbers."""
-    config = experts.config.activation
-
-    def product(stack, x: list[float], bias_scale: float) -> list[float]:
-        weight = stack.weight[expert].tolist()
-        bias = [0.0] * len(weight) if stack.bias is None else stack.bias[expert].tolist()
-        return [
-            sum(w * v for w, v in zip(row, x, strict=True)) + bias_scale * b
-            for row, b in zip(weight, bias, strict=True)
-        ]
-
+def expected_row(experts: Experts, row: Tensor, expert: int, prob: Tensor, *, on_input: bool = False) -> Tensor:
+    """fc2(p * act(fc1(x))) of one row, or fc2(act(fc1(p * x)))."""
+    stacks = (experts.linear_fc1, experts.linear_fc2)
+    matrices = [stack.weight[expert] for stack in stacks]
+    biases = [None if stack.bias is None else stack.bias[expert] for stack in stacks]
     if on_input:
-        x, prob = [prob * v for v in x], 1.0
-    wide = product(experts.linear_fc1, x, 1.0)
-    limit = config.clamp or math.inf
-    if config.gated:
-        inner = [
-            act(min(gate, limit), config.kind) * (min(max(up, -limit), limit) + config.linear_offset)
-            for gate, up in zip(wide[:FFN], wide[FFN:], strict=True)
-        ]
-    else:
-        inner = [act(v, config.kind) for v in wide]
-    return product(experts.linear_fc2, [prob * v for v in inner], prob)
+        return loop_mlp(prob * row, matrices, biases, experts.config.activation)
+    return prob * loop_mlp(row, matrices, biases, experts.config.activation)
 
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_row_goes_through_its_own_expert_with_its_probability(kind, grouped, bias, ends) -> None:
+def test_output_equals_the_formula_row_by_row(kind, grouped, bias, ends) -> None:
     experts, rows = make(KINDS[kind], grouped=grouped, bias=bias), rows_of(ends)
-    out = experts(rows).data
-    start = 0
+    out, start = experts(rows).data, 0
     for expert, end in enumerate(ends):
         for r in range(start, end):
-            expected = one_row(rows.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=False)
+            expected = expected_row(experts, rows.data[r], expert, rows.probs_R[r])
             FP64_REF.check(out[r], expected, f"row {r} at expert {expert}")
         start = end
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_with_probabilities_on_the_input_they_multiply_the_row_and_nothing_else(bias: bool) -> None:
-    ends = [2, 2, 5, 6]
-    experts, rows = make(bias=bias, probs_on_input=True), rows_of(ends)
+def test_probabilities_on_the_input_multiply_only_the_row(bias: bool) -> None:
+    experts, rows = make(bias=bias, probs_on_input=True), rows_of([2, 2, 5, 6])
     out = experts(rows).data
     for r, expert in enumerate([0, 0, 2, 2, 2, 3]):
-        expected = one_row(rows.data[r].tolist(), expert, rows.probs_R[r].item(), experts, on_input=True)
+        expected = expected_row(experts, rows.data[r], expert, rows.probs_R[r], on_input=True)
         FP64_REF.check(out[r], expected, f"row {r}")
 
 
 def gradients(experts: Experts, rows: DispatchedTokens) -> dict[str, Tensor]:
-    """Of the rows that hold something, their probabilities, and every parameter."""
+    """Output and gradients of used rows, their probabilities and all parameters."""
     held = slice(0, int(rows.offsets_e[-1]))
     experts.zero_grad(set_to_none=True)
     rows = replace(rows, data=rows.data.detach().requires_grad_())
@@ -128,7 +99,7 @@ def gradients(experts: Experts, rows: DispatchedTokens) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
-def test_the_loop_gives_results_and_gradients_of_the_grouped_product(fields, ends) -> None:
+def test_sequential_products_equal_grouped_products(fields, ends) -> None:
     results = [gradients(make(grouped=grouped, **fields), rows_of(ends)) for grouped in (False, True)]
     FP64_REF.check_all(results[0], results[1], "looped against grouped")
 
@@ -136,7 +107,7 @@ def test_the_loop_gives_results_and_gradients_of_the_grouped_product(fields, end
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ends", ENDS)
-def test_the_standard_permutation_gives_results_and_gradients_of_the_efficient_one(ends, bias, grouped) -> None:
+def test_standard_permutation_equals_memory_efficient_permutation(ends, bias, grouped) -> None:
     forms = (make(bias=bias, grouped=grouped, probs_on_output=standard) for standard in (True, False))
     standard, efficient = (gradients(experts, rows_of(ends)) for experts in forms)
     FP64_REF.check_all(standard, efficient, f"ends {ends}")
@@ -144,7 +115,7 @@ def test_the_standard_permutation_gives_results_and_gradients_of_the_efficient_o
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
-def test_gradients_are_those_of_finite_differences(kind, fields) -> None:
+def test_gradients_equal_finite_differences(kind, fields) -> None:
     ends = [2, 2, 5, 6]
     experts, rows = make(KINDS[kind], **fields), rows_of(ends)
     names, parameters = zip(*experts.named_parameters(), strict=True)
@@ -160,7 +131,7 @@ def test_gradients_are_those_of_finite_differences(kind, fields) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_an_expert_without_rows_gets_a_gradient_of_zero_and_not_none(grouped: bool) -> None:
+def test_expert_without_rows_has_zero_gradients(grouped: bool) -> None:
     experts = make(grouped=grouped, bias=True)
     for ends, empty in (([2, 2, 5, 6], [1]), ([0, 0, 0, 0], [0, 1, 2, 3])):
         for name, grad in gradients(experts, rows_of(ends)).items():
@@ -173,7 +144,7 @@ def test_an_expert_without_rows_gets_a_gradient_of_zero_and_not_none(grouped: bo
 
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"probs_on_input": True}, STANDARD])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_garbage_in_rows_that_hold_nothing_reaches_no_gradient(grouped: bool, fields: dict) -> None:
+def test_nan_in_unused_rows_reaches_no_gradient(grouped: bool, fields: dict) -> None:
     experts, ends = make(grouped=grouped, **fields), [2, 2, 5, 6]
     clean = gradients(experts, rows_of(ends))
     dirty_rows = rows_of(ends)
@@ -184,7 +155,7 @@ def test_garbage_in_rows_that_hold_nothing_reaches_no_gradient(grouped: bool, fi
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_fast_kernels_give_the_results_of_the_reference(bias: bool, grouped: bool) -> None:
+def test_native_kernels_equal_the_reference(bias: bool, grouped: bool) -> None:
     native = select_kernels(KernelConfig(), torch.device("cpu"), torch.float32)
     for ends in ENDS:
         rows = rows_of(ends)
@@ -193,20 +164,16 @@ def test_fast_kernels_give_the_results_of_the_reference(bias: bool, grouped: boo
         FP32_REF.check_all(fast, gradients(make(bias=bias), rows), f"ends {ends}")
 
 
-def test_both_kinds_keep_the_same_stacks_marked_as_experts() -> None:
-    described = []
-    for grouped in (False, True):
-        experts = make(grouped=grouped, bias=True)
-        described.append({name: (tuple(p.shape), p.meta) for name, p in experts.named_parameters()})
-    assert described[0] == described[1]
-    shapes = {name: shape for name, (shape, _) in described[0].items()}
+def test_parameters_are_sharded_expert_stacks() -> None:
+    described = {name: (tuple(p.shape), p.meta) for name, p in make(bias=True).named_parameters()}
+    shapes = {name: shape for name, (shape, _) in described.items()}
     assert shapes == {
         "linear_fc1.weight": (EXPERTS, 2 * FFN, HIDDEN),
         "linear_fc1.bias": (EXPERTS, 2 * FFN),
         "linear_fc2.weight": (EXPERTS, HIDDEN, FFN),
         "linear_fc2.bias": (EXPERTS, HIDDEN),
     }
-    metas = {name: meta for name, (_, meta) in described[0].items()}
+    metas = {name: meta for name, (_, meta) in described.items()}
     assert all(meta.grid == "expert" and meta.num_experts == EXPERTS for meta in metas.values())
     assert metas["linear_fc1.weight"].splits == (FFN, FFN) == metas["linear_fc1.bias"].splits
     assert (metas["linear_fc1.weight"].fan_in, metas["linear_fc2.weight"].fan_in) == (HIDDEN, FFN)

@@ -1,4 +1,4 @@
-"""What the router reports, worked out by hand."""
+"""Router metrics against values computed by hand."""
 
 import math
 
@@ -26,28 +26,22 @@ def _load(*microbatches: list[int]) -> dict:
     return _figures(metrics)
 
 
-def test_even_load():
-    figures = _load([5, 5, 5, 5])
-    FP64_REF.check(figures["moe/max_violation"], 0.0, "max violation")
-    FP64_REF.check(figures["moe/load_entropy"], 1.0, "entropy")
-    assert figures["moe/dead_experts"] == 0
+@pytest.mark.parametrize(
+    ("counts", "violation", "entropy", "dead"),
+    [
+        ([5, 5, 5, 5], 0.0, 1.0, 0),
+        ([0, 0, 12, 0], 3.0, 0.0, 3),
+        ([4, 2, 1, 0, 1], 1.5, 1.75 * math.log(2) / math.log(5), 1),
+    ],
+)
+def test_load_metrics_of_one_microbatch(counts, violation, entropy, dead):
+    figures = _load(counts)
+    FP64_REF.check(figures["moe/max_violation"], violation, "max violation")
+    FP64_REF.check(figures["moe/load_entropy"], entropy, "entropy")
+    assert figures["moe/dead_experts"] == dead
 
 
-def test_all_load_on_one_expert():
-    figures = _load([0, 0, 12, 0])
-    FP64_REF.check(figures["moe/max_violation"], 3.0, "max violation")
-    FP64_REF.check(figures["moe/load_entropy"], 0.0, "entropy")
-    assert figures["moe/dead_experts"] == 3
-
-
-def test_uneven_load():
-    figures = _load([4, 2, 1, 0, 1])
-    FP64_REF.check(figures["moe/max_violation"], 1.5, "max violation")
-    FP64_REF.check(figures["moe/load_entropy"], 1.75 * math.log(2) / math.log(5), "entropy")
-    assert figures["moe/dead_experts"] == 1
-
-
-def test_microbatches_are_averaged_and_tokens_added_up():
+def test_load_is_averaged_and_tokens_summed_over_microbatches():
     figures = _load([4, 4, 0, 0], [0, 0, 6, 6])
     FP64_REF.check(figures["moe/max_violation"], 1.0, "max violation")
     assert figures["moe/dead_experts"] == 2
@@ -55,12 +49,12 @@ def test_microbatches_are_averaged_and_tokens_added_up():
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [7]])
-def test_no_tokens_or_one_expert_give_finite_numbers(counts):
+def test_load_metrics_are_finite_without_tokens_or_with_one_expert(counts):
     figures = _load(counts)
     assert math.isfinite(figures["moe/load_entropy"]) and figures["moe/max_violation"] == 0
 
 
-def test_router_reports_every_figure_under_its_layer():
+def test_router_records_all_metrics_under_its_layer():
     router = make_router(
         score_function="sigmoid",
         expert_bias=True,
@@ -88,7 +82,7 @@ def test_router_reports_every_figure_under_its_layer():
     assert figures["moe/expert_bias_range"] == 0.75 and figures["moe/dropped_tokens"] == 0
 
 
-def test_load_is_what_tokens_asked_for_and_drops_are_what_they_did_not_get():
+def test_load_is_counted_before_drops():
     """Six tokens want expert 0, which takes three; two more want expert 1."""
     router = sees_logits(num_experts=4, topk=1, pre_softmax=True, capacity=CapacityConfig(factor=1.5))
     hidden, metrics = logits_as_hidden([[5.0, 0, 0, 0]] * 6 + [[0, 5.0, 0, 0]] * 2), MetricAccumulator()
@@ -98,7 +92,7 @@ def test_load_is_what_tokens_asked_for_and_drops_are_what_they_did_not_get():
     assert figures["moe/dropped_tokens"] == 3 / 8
 
 
-def test_expert_choice_reports_the_tokens_that_no_expert_took():
+def test_expert_choice_records_the_tokens_without_expert():
     """One expert that takes three of six tokens, two of which are padding."""
     router = sees_logits(num_experts=2, topk=1, balancing=("expert_choice",))
     hidden, metrics = logits_as_hidden([[5.0, 5.0]] * 6), MetricAccumulator()

@@ -1,4 +1,4 @@
-"""The MoE layer as a whole: its chain of nodes, latent space, replay, kernels; see test_against_loop for the maths."""
+"""MoE layer: nodes, latent projections, replay, kernels; test_against_loop checks the mathematics."""
 
 from dataclasses import replace
 
@@ -20,7 +20,11 @@ from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.streams import Streams
+from megatron_moe.pipeline.overlap import Step
+from megatron_moe.pipeline.segment import SegmentedMicrobatch
 from tests.helpers import tiny_models
 from tests.helpers.tolerances import EXACT, FP32_MODEL, FP64_REF
 from tests.moe.routings import draw, fill
@@ -65,43 +69,25 @@ def results(layer: MoELayer, hidden: Tensor, **fields) -> dict[str, Tensor]:
 EVERYTHING = dict(latent=LATENT, shared=SHARED, bias=True, router={"score_function": "sigmoid", "expert_bias": True})
 
 
-def test_forward_is_the_chain_of_its_nodes() -> None:
-    layer, hidden = make(spec_of(**EVERYTHING)), draw(STEPS, BATCH, HIDDEN)
-    mb = make_mb(hidden)
-    rows, handle = layer.dispatch(hidden, layer.route(hidden, mb))
-    out = layer.post(hidden, layer.combine(layer.compute(rows), handle))
-    EXACT.check(out, layer(hidden, mb))
-
-
-def test_nodes_with_detached_boundaries_give_the_gradients_of_the_whole() -> None:
-    """A schedule runs each node's backward apart, from gradients handed over at the boundary."""
-    config = spec_of(latent=LATENT, shared=SHARED)
-    layer, hidden = make(config), draw(STEPS, BATCH, HIDDEN)
+def test_nodes_as_separate_graph_segments_give_the_gradients_of_the_whole() -> None:
+    """An overlapped schedule runs the backward of each node separately and passes gradients across the cuts."""
+    layer, hidden = make(spec_of(latent=LATENT, shared=SHARED)), draw(STEPS, BATCH, HIDDEN)
     whole = results(layer, hidden)
     layer.zero_grad(set_to_none=True)
-    at_router, at_dispatch, at_post = (hidden.detach().requires_grad_() for _ in range(3))
-    routing = layer.route(at_router, make_mb(hidden))
-    probs = routing.probs_TK.detach().requires_grad_()
-    rows, handle = layer.dispatch(at_dispatch, replace(routing, probs_TK=probs))
-    data, probs_R = rows.data.detach().requires_grad_(), rows.probs_R.detach().requires_grad_()
-    computed = layer.compute(replace(rows, data=data, probs_R=probs_R))
-    result = computed.data.detach().requires_grad_()
-    routed = layer.combine(replace(computed, data=result), handle)
-    routed_leaf = routed.detach().requires_grad_()
-    out = layer.post(at_post, routed_leaf)
-
-    out.backward(draw(*out.shape, seed=3))
-    routed.backward(routed_leaf.grad)
-    computed.data.backward(result.grad)
-    torch.autograd.backward([rows.data, rows.probs_R], [data.grad, probs_R.grad])
-    routing.probs_TK.backward(probs.grad)
-    pieces = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    pieces |= {"out": out.detach(), "hidden": at_router.grad + at_dispatch.grad + at_post.grad}
-    FP64_REF.check_all(pieces, whole)
+    first = Step("embedding", None, lambda x: LayerState(normed_SBH=x))
+    steps = schedule_steps([BoundNodes([node], make_mb(hidden)) for node in layer.nodes])
+    last = Step("head", None, lambda state: state.out_SBH)
+    microbatch = SegmentedMicrobatch([first, *steps, last], hidden, Streams())
+    microbatch.forward()
+    out = microbatch.output()
+    microbatch.begin_backward(draw(*out.shape, seed=3))
+    microbatch.backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    FP64_REF.check_all({"out": out, "hidden": microbatch.input_gradient(), **grads}, whole)
 
 
 @pytest.mark.parametrize("shared", [None, SHARED])
-def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_experts_the_full_width(shared) -> None:
+def test_experts_get_the_latent_projection_and_router_and_shared_experts_the_full_width(shared) -> None:
     layer, hidden = make(spec_of(latent=LATENT, shared=shared)), draw(STEPS, BATCH, HIDDEN)
     routing = layer.router(hidden, make_mb(hidden))
     narrow = (hidden @ layer.fc1_latent_proj.weight.T).flatten(0, 1)
@@ -118,7 +104,7 @@ def test_in_a_latent_space_experts_see_the_projection_and_router_and_shared_expe
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
-def test_looped_and_grouped_experts_give_the_same_layer(capacity) -> None:
+def test_sequential_experts_equal_grouped_experts(capacity) -> None:
     runs = [
         results(make(spec_of(**EVERYTHING, capacity=capacity, grouped=grouped)), draw(STEPS, BATCH, HIDDEN))
         for grouped in (False, True)
@@ -127,7 +113,7 @@ def test_looped_and_grouped_experts_give_the_same_layer(capacity) -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.75), CapacityConfig(factor=1.5, pad=True)])
-def test_fast_kernels_give_the_layer_of_the_reference(capacity) -> None:
+def test_native_kernels_equal_the_reference(capacity) -> None:
     config, native = (
         spec_of(**EVERYTHING, capacity=capacity),
         select_kernels(KernelConfig(), torch.device("cpu"), torch.float32),
@@ -137,7 +123,7 @@ def test_fast_kernels_give_the_layer_of_the_reference(capacity) -> None:
     FP32_MODEL.check_all(fast, results(make(config), hidden))
 
 
-def test_padding_to_capacity_changes_rows_and_not_results() -> None:
+def test_padding_to_capacity_keeps_the_results() -> None:
     runs = [
         results(make(spec_of(**EVERYTHING, capacity=CapacityConfig(factor=0.75, pad=pad))), draw(STEPS, BATCH, HIDDEN))
         for pad in (False, True)
@@ -145,18 +131,18 @@ def test_padding_to_capacity_changes_rows_and_not_results() -> None:
     FP64_REF.check_all(runs[0], runs[1])
 
 
-def test_a_routing_can_be_replayed_with_other_weights_of_the_router() -> None:
+def test_routing_can_be_replayed_with_other_router_weights() -> None:
     layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
-    routing = layer.route(hidden, make_mb(hidden))
+    routing = layer.router(hidden, make_mb(hidden))
     EXACT.check(layer(hidden, make_mb(hidden), routing.chosen_TK), layer(hidden, make_mb(hidden)), "same weights")
     with torch.no_grad():
         layer.router.weight.mul_(-1)
-    replayed = layer.route(hidden, make_mb(hidden), routing.chosen_TK)
+    replayed = layer.router(hidden, make_mb(hidden), routing.chosen_TK)
     EXACT.check(replayed.ids_TK, routing.ids_TK, "replayed ids")
-    assert (layer.route(hidden, make_mb(hidden)).ids_TK != routing.ids_TK).any()
+    assert (layer.router(hidden, make_mb(hidden)).ids_TK != routing.ids_TK).any()
 
 
-def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> None:
+def test_probabilities_on_the_input_with_one_expert_per_token() -> None:
     router = {"topk": 1, "score_function": "sigmoid"}
     layer, hidden = make(spec_of(router=router, probs_on_input=True)), draw(STEPS, BATCH, HIDDEN)
     routing = layer.router(hidden, make_mb(hidden))
@@ -169,7 +155,7 @@ def test_with_one_expert_per_token_probabilities_may_stand_on_the_input() -> Non
     FP64_REF.check(layer(hidden, make_mb(hidden)), expected.view_as(hidden))
 
 
-def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> None:
+def test_padding_tokens_have_zero_output_and_no_gradient() -> None:
     layer, hidden = make(spec_of()), draw(STEPS, BATCH, HIDDEN)
     valid = torch.arange(STEPS).expand(BATCH, STEPS) < 3
     run = results(layer, hidden, valid_BS=valid)
@@ -184,7 +170,7 @@ def test_padding_tokens_get_nothing_from_experts_and_give_them_no_gradient() -> 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)])
-def test_one_token_and_a_microbatch_of_padding_alone_run_forward_and_backward(capacity, grouped) -> None:
+def test_single_token_and_microbatch_of_padding_have_finite_gradients(capacity, grouped) -> None:
     for fields in ({}, {"valid_BS": torch.zeros(1, 1, dtype=torch.bool)}):
         layer = make(spec_of(**EVERYTHING, capacity=capacity, grouped=grouped))
         run = results(layer, draw(1, 1, HIDDEN), **fields)
@@ -214,11 +200,24 @@ def test_parameter_names_are_those_of_the_checkpoint() -> None:
     }
 
 
-def test_specs_that_contradict_themselves_are_refused() -> None:
+def test_contradictory_configs_are_rejected() -> None:
     good = spec_of()
-    with pytest.raises(AssertionError, match="experts of width 8: 4"):
+    with pytest.raises(AssertionError, match="experts of width 8, tokens of 4"):
         make(replace(good, latent_size=4))
     with pytest.raises(AssertionError, match="6 experts routed"):
         make(replace(good, experts=replace(good.experts, num_experts=5)))
     with pytest.raises(AssertionError, match="need k = 1"):
         make(replace(good, experts=replace(good.experts, probs_on_input=True)))
+
+
+def test_shared_experts_are_attention_parameters() -> None:
+    shared = make(spec_of(shared=SHARED)).shared_experts
+    metas = {name: p.meta for name, p in shared.named_parameters()}
+    assert all(meta.grid == "attention" and meta.num_experts is None for meta in metas.values())
+    assert metas["gate_weight"].role == "gate" and metas["linear_fc1.weight"].splits == (3, 3)
+    assert metas["linear_fc2.weight"].init == "output"
+
+
+def test_biases_of_shared_experts_are_rejected() -> None:
+    with pytest.raises(AssertionError, match="no biases"):
+        make(spec_of(shared=replace(SHARED, mlp=replace(SHARED.mlp, bias=True))))

@@ -1,4 +1,4 @@
-"""The router around the choice itself: precision, order, noise, replay, padding, what is recorded and when."""
+"""Router: precision, jitter, forced logits, replay, padding, metrics and state."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ ALL_LOSSES = {
 KEY = RNGKey(1234, 7, 2)
 
 
-def test_names_shapes_and_dtypes_of_what_is_saved():
+def test_state_dict_has_parameters_and_expert_bias():
     router = make_router(score_function="sigmoid", expert_bias=True, linear_bias=True, ctx=_bf16())
     saved = {name: (tuple(value.shape), value.dtype) for name, value in router.state_dict().items()}
     assert saved == {
@@ -31,52 +31,30 @@ def test_names_shapes_and_dtypes_of_what_is_saved():
     assert not router.bias.meta.decay and router.weight.meta.role == "router"
 
 
-def test_running_counts_and_absent_methods_leave_nothing_in_the_checkpoint():
+def test_state_dict_has_no_running_counts():
     assert set(make_router(**ALL_LOSSES).state_dict()) == {"weight"}
     quantile = make_router(balancing=("quantile_balancing",))
     assert set(quantile.state_dict()) == {"weight", "quantile_thresholds"}
 
 
-def test_token_t_is_position_s_of_sequence_b():
-    router, hidden = make_router(), make_hidden(3, 2)
-    routing = router(hidden, make_mb(hidden))
-    alone = router(hidden[1:2, 0:1], make_mb(hidden[1:2, 0:1]))
-    EXACT.check(routing.ids_TK[2], alone.ids_TK[0], "ids of s = 1, b = 0")
-
-
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_equal_scores_go_to_the_lowest_ids(score_function):
+def test_ties_select_the_lowest_expert_ids(score_function):
     router = sees_logits(score_function=score_function, topk=3)
     hidden = logits_as_hidden([[0.0] * 8, [1, 2, 2, 0, 2, 0, 1, 0]])
     routing = router(hidden, make_mb(hidden))
     assert routing.ids_TK.tolist() == [[0, 1, 2], [1, 2, 4]]
 
 
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_weights_sum_to_the_scaling_factor_unless_softmax_comes_first(pre_softmax):
-    hidden = make_hidden()
-    routing = make_router(pre_softmax=pre_softmax, scaling_factor=2.5)(hidden, make_mb(hidden))
-    sums = routing.probs_TK.sum(dim=1)
-    if pre_softmax:
-        assert (sums < 2.5).all()
-    else:
-        FP64_REF.check(sums, torch.full_like(sums, 2.5), "sums of weights")
-
-
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"pre_softmax": True},
-        {"score_function": "sigmoid", "scaling_factor": 2.5, "linear_bias": True},
-        {"score_function": "sqrtsoftplus", "num_groups": 4, "group_topk": 2},
         {"balancing": ("sinkhorn",)},
         {"balancing": ("quantile_balancing",)},
         {"balancing": ("expert_choice",)},
         {"topk": 1, "balancing": ("sinkhorn",)},
     ],
 )
-def test_gradient_of_the_weights_is_right_by_finite_differences(fields):
+def test_gradients_equal_finite_differences(fields):
     router, hidden = make_router(**fields), make_hidden(3, 1)
 
     def weights(x, *_):
@@ -86,7 +64,7 @@ def test_gradient_of_the_weights_is_right_by_finite_differences(fields):
     torch.autograd.gradcheck(weights, (hidden, *router.parameters()))
 
 
-def test_gate_multiplies_in_the_router_dtype_and_returns_gradients_in_the_parameters_dtype():
+def test_gate_multiplies_in_the_router_dtype_with_gradients_in_the_parameter_dtype():
     ctx = _bf16()
     hidden = make_hidden(dtype=torch.bfloat16)
     narrow, wide = make_router(ctx=ctx), make_router(ctx=ctx, dtype="fp32")
@@ -102,7 +80,7 @@ def test_gate_multiplies_in_the_router_dtype_and_returns_gradients_in_the_parame
     assert errors[1] < 1e-6 < 1e-4 < errors[0]
 
 
-def test_gate_keeps_the_unconverted_input_for_the_backward():
+def test_gate_saves_its_input_in_its_own_dtype_for_backward():
     hidden = make_hidden(dtype=torch.bfloat16)
     router = make_router(ctx=_bf16(), dtype="fp32")
     kept = []
@@ -112,7 +90,7 @@ def test_gate_keeps_the_unconverted_input_for_the_backward():
     assert all(x.dtype == torch.bfloat16 for x in kept)
 
 
-def test_jitter_is_drawn_in_training_only_and_again_the_same_for_the_same_key():
+def test_jitter_follows_its_key_and_is_off_in_evaluation():
     router, hidden = make_router(input_jitter_eps=0.1), make_hidden()
     plain = router(hidden, make_mb(hidden)).probs_TK
     first = router(hidden, make_mb(hidden, rng=KEY)).probs_TK
@@ -122,14 +100,14 @@ def test_jitter_is_drawn_in_training_only_and_again_the_same_for_the_same_key():
     assert not torch.equal(first, plain) and not torch.equal(first, other)
 
 
-def test_jitter_moves_every_input_by_at_most_eps():
+def test_jitter_changes_inputs_by_at_most_eps():
     router = sees_logits(input_jitter_eps=0.1)
     hidden = logits_as_hidden([[1.0] * 8] * 200)
     factor = router._logits(hidden, make_mb(hidden, rng=KEY))
     assert 0.9 <= factor.min() < 0.905 and 1.095 < factor.max() <= 1.1
 
 
-def test_forced_balance_spreads_tokens_evenly_and_keeps_the_gate_in_the_backward():
+def test_forced_balance_is_even_and_the_gate_has_a_gradient():
     router, hidden = make_router(force_balancing=True), make_hidden(500, 2)
     with torch.no_grad():
         router.weight.fill_(0)
@@ -139,7 +117,7 @@ def test_forced_balance_spreads_tokens_evenly_and_keeps_the_gate_in_the_backward
     assert router.weight.grad.abs().min() > 0
 
 
-def test_gradient_of_forced_logits_passes_straight_to_the_gate():
+def test_forced_logits_pass_their_gradient_to_the_gate():
     router, hidden = make_router(force_balancing=True), make_hidden()
     noise = router._logits(hidden, make_mb(hidden, rng=KEY))
     push = torch.arange(noise.numel(), dtype=torch.float64).view_as(noise)
@@ -147,7 +125,7 @@ def test_gradient_of_forced_logits_passes_straight_to_the_gate():
     FP64_REF.check(router.weight.grad, push.T @ hidden.detach().flatten(0, 1), "gate gradient")
 
 
-def test_forced_noise_differs_between_microbatches_and_layers_and_repeats_without_a_key():
+def test_forced_noise_differs_between_microbatches_and_layers():
     hidden = make_hidden()
     router = make_router(force_balancing=True)
     keys = RNGKey(1, 1, 0), RNGKey(1, 1, 1), RNGKey(1, 2, 0)
@@ -162,14 +140,14 @@ def _forced_bias(router, key):
     return router._logits(hidden, make_mb(hidden, rng=key)).detach().mean(dim=0)
 
 
-def test_forced_bias_is_common_to_ranks_and_new_in_every_step():
+def test_forced_bias_is_common_to_ranks_and_redrawn_every_step():
     router = make_router(force_biased=2.0)
     first, other_rank, next_step = (_forced_bias(router, RNGKey(1, *key)) for key in ((5, 0), (5, 1), (6, 0)))
     assert (first - other_rank).abs().max() < 0.15 < 1 < (first - next_step).abs().max()
     assert 0.5 < first.std() < 4
 
 
-def test_negative_forced_bias_is_one_for_the_whole_run():
+def test_negative_forced_bias_is_fixed_for_the_run():
     router = make_router(force_biased=-2.0)
     first, next_step = (_forced_bias(router, RNGKey(1, *key)) for key in ((5, 0), (6, 0)))
     assert (first - next_step).abs().max() < 0.15 < 1 < first.abs().max()
@@ -199,7 +177,7 @@ def test_given_ids_replay_a_routing(capacity, fields):
     assert not torch.equal(router(hidden, mb).chosen_TK, first.chosen_TK)
 
 
-def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
+def test_evaluation_has_no_counts_metrics_or_losses():
     router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
     hidden, metrics = make_hidden(), MetricAccumulator()
     routing = router(hidden, make_mb(hidden, metrics=metrics, training=False))
@@ -209,9 +187,9 @@ def test_evaluation_counts_nothing_records_nothing_and_adds_no_loss():
     assert router.weight.grad.abs().max() == 0
 
 
-def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
-    """Recomputation: first without gradients and with the tally, later with gradients and without it. In a pipeline
-    other microbatches pass between the two, and the depths of a repeated layer come back in reverse."""
+def test_recomputed_forward_counts_and_records_once():
+    """The first pass has metrics and no gradients, the second gradients and no metrics. Other microbatches run between
+    the two, in another order."""
     fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
     once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
     tallies, microbatches = (MetricAccumulator(), MetricAccumulator()), [make_hidden(seed=seed) for seed in range(3)]
@@ -235,25 +213,15 @@ def test_a_forward_that_is_computed_twice_counts_reports_and_pulls_once():
 
 
 @pytest.mark.parametrize("balancing", ["sinkhorn", "quantile_balancing"])
-def test_the_choice_is_the_same_without_gradients_in_training(balancing):
+def test_recomputed_selection_is_the_same(balancing):
     router, hidden = make_router(balancing=(balancing,)), make_hidden()
     with torch.no_grad():
         first = router(hidden, make_mb(hidden))
     EXACT.check(router(hidden, make_mb(hidden)).ids_TK, first.ids_TK, "choices")
 
 
-def test_training_counts_and_records():
-    router = make_router(score_function="sigmoid", expert_bias=True, **ALL_LOSSES)
-    hidden, metrics = make_hidden(), MetricAccumulator()
-    routing = router(hidden, make_mb(hidden, metrics=metrics))
-    EXACT.check(router.tokens_since_update, routing.counts_E, "counts")
-    assert {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"} <= {
-        name for name, layer in metrics.entries if layer == 3
-    }
-
-
 def _objective(router, hidden, mb):
-    """A number that depends on every weight, so that its backward also runs the attached losses."""
+    """Runs the backward of a weighted sum of all probabilities, which includes the attached losses."""
     routing = router(hidden, mb)
     push = torch.arange(1, routing.probs_TK.numel() + 1, dtype=torch.float64).view_as(routing.probs_TK)
     (routing.probs_TK * push).sum().backward()
@@ -300,7 +268,7 @@ def test_appended_padding_changes_nothing(fields):
         FP64_REF.check(dict(padded_router.named_buffers())[name], buffer, name)
 
 
-def test_a_microbatch_of_padding_alone_is_finite_and_counts_nothing():
+def test_microbatch_of_padding_has_finite_losses_and_zero_gradients():
     for fields in (ALL_LOSSES, {"balancing": ("sinkhorn",)}, {"balancing": ("quantile_balancing",)}):
         router, hidden, metrics = make_router(**fields), make_hidden(), MetricAccumulator()
         mb = make_mb(hidden, metrics=metrics, valid_BS=torch.zeros(2, 5, dtype=torch.bool))
@@ -309,7 +277,7 @@ def test_a_microbatch_of_padding_alone_is_finite_and_counts_nothing():
         assert all(torch.isfinite(entry.value).all() for entry in metrics.entries.values())
 
 
-def test_contradictory_specs_are_refused():
+def test_contradictory_configs_are_rejected():
     config = make_router().config
     wrong = [
         {"expert_bias": True},

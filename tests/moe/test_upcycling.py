@@ -1,4 +1,4 @@
-"""An upcycled MoE layer computes what the dense MLP computed, where that is exact, and says so where it is not."""
+"""Upcycled MoE layers equal the dense MLP, or have a reason why they do not."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from megatron_moe.config.moe import (
     SharedExpertsConfig,
 )
 from megatron_moe.kernels import reference
-from megatron_moe.model.mlp import MLP
+from megatron_moe.model.transformer_layer import MLP
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.upcycling import upcycle
 from megatron_moe.parallel.context import ParallelContext
@@ -114,7 +114,7 @@ def test_fine_granularity_equals_the_dense_output():
         (1, {"balancing": ("expert_choice",)}, "expert_choice"),
     ],
 )
-def test_where_it_is_not_exact_the_reason_is_given(granularity, fields, why):
+def test_inexact_upcycling_has_a_reason(granularity, fields, why):
     dense, moe, inexact = _outputs(_config(granularity, **fields), torch.float64)
     assert why in inexact
     assert FP32_MODEL.problem(moe, dense, "output") is not None, "said to be inexact, but is exact"
@@ -130,8 +130,8 @@ def test_where_it_is_not_exact_the_reason_is_given(granularity, fields, why):
         {"balancing": ("sinkhorn",), "topk": 1},
     ],
 )
-def test_an_undecided_router_is_exact_whatever_its_scores(fields):
-    """With all logits 0 the weights are those that the scale was made for."""
+def test_zero_logits_are_exact_for_all_score_functions(fields):
+    """The scale of inexact routers assumes logits of 0."""
     ctx, config = ParallelContext.single(), _config(1, **fields)
     dense, layer = _dense(ctx, config), MoELayer(config, 0, ctx, reference.bundle())
     router = {"weight": torch.zeros(EXPERTS, HIDDEN, dtype=torch.float64)}
@@ -140,7 +140,7 @@ def test_an_undecided_router_is_exact_whatever_its_scores(fields):
     FP64_REF.check(layer(hidden, make_mb(hidden)), dense(hidden), "output")
 
 
-def test_virtual_groups_share_their_logits_and_hold_every_slice_once():
+def test_virtual_groups_share_logits_and_hold_every_slice_once():
     config = _config(2, topk=4)
     dense = _dense(ParallelContext.single(), config).state_dict()
     rows = torch.arange(EXPERTS)[:, None] * torch.ones(1, HIDDEN)
@@ -171,7 +171,7 @@ def test_virtual_groups_share_their_logits_and_hold_every_slice_once():
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_numbers(change, message):
+def test_sizes_that_do_not_fit_are_rejected_with_the_numbers(change, message):
     config = _config()
     dense = _dense(ParallelContext.single(), config).state_dict()
     with pytest.raises(CheckpointProblem, match=message):

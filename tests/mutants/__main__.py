@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def run(mutant: Mutant) -> Result:
-    """Runs the tests of a mutant in a process of their own."""
+    """Runs the tests of a mutant in a separate process."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "tests.mutants.plugin", *mutant.tests]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MUTANT": mutant.name}
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Mutants: semantic errors, each a replacement of one function or method, and the tests that must fail with it."""
+"""Mutants: semantic errors as replacements of one function or method, and the tests that must fail with each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ NORMS = "tests/optim/test_norms_over_ranks.py::test_norms_in_every_fold_of_four_
 
 @dataclass(frozen=True)
 class Mutant:
-    """One error."""
+    """One semantic error."""
 
     name: str
     target: str
@@ -81,10 +81,7 @@ def norm_misses_experts_of_other_ranks(original: Any) -> Any:
     return lambda grid: "dp_cp"
 
 
-@mutant(
-    "train.trainer:clip_coefficient",
-    "tests/train/test_trainer.py::test_every_gradient_is_clipped_by_the_norm_of_all_of_them",
-)
+@mutant("train.trainer:clip_coefficient", "tests/train/test_trainer.py::test_gradients_are_clipped_by_the_global_norm")
 def gradients_are_not_clipped(original: Any) -> Any:
     """A single bad batch moves the weights without bound."""
     return lambda norm, limit: torch.ones_like(norm)
@@ -108,10 +105,7 @@ def balancing_loss_shrinks_with_data_parallelism(original: Any) -> Any:
     return lambda self, *args: original(self, *args) / self.ctx.group("dp").size
 
 
-@mutant(
-    "moe.router:Router._count",
-    "tests/moe/test_balancing.py::test_bias_moves_once_per_global_batch_on_the_sum_over_its_microbatches",
-)
+@mutant("moe.router:Router._count", "tests/moe/test_balancing.py::test_bias_is_updated_once_per_global_batch")
 def expert_bias_sees_the_last_microbatch(original: Any) -> Any:
     """The bias follows noise."""
 
@@ -157,7 +151,7 @@ def dispatched_probabilities_have_no_gradient(original: Any) -> Any:
     "tests/moe/parallel/test_dispatch_over_ranks.py::test_combine_undoes_dispatch_forward_and_backward",
 )
 def received_rows_are_in_reverse_order(original: Any) -> Any:
-    """Tokens meet the wrong experts."""
+    """Tokens reach the wrong experts."""
     return lambda ctx: original(ctx)[::-1]
 
 
@@ -189,7 +183,7 @@ def capacity_drops_by_position(original: Any) -> Any:
     return lambda ids, probs, counts, capacity, policy: original(ids, probs, counts, capacity, "position")
 
 
-@mutant("data.batch:split_sequence", "tests/data/test_context_split.py")
+@mutant("data.batch:split_sequence", "tests/data/test_batch.py")
 def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
     """The model learns to predict another token."""
 
@@ -200,7 +194,7 @@ def labels_of_a_split_sequence_are_shifted(original: Any) -> Any:
     return split
 
 
-@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_one_place_to_the_left")
+@mutant("model.mtp:shift", "tests/model/test_mtp.py::test_shift_moves_every_document_left_by_one_position")
 def mtp_predicts_across_documents(original: Any) -> Any:
     """Packed documents predict each other."""
     return lambda x_BS, segments_BS, fill=0: original(x_BS, None, fill)
@@ -238,7 +232,7 @@ def norms_and_biases_decay(original: Any) -> Any:
 
 @mutant(
     "train.trainer:Trainer._verdict",
-    "tests/train/test_trainer.py::test_an_infinite_gradient_of_a_finite_loss_is_not_applied",
+    "tests/train/test_trainer.py::test_infinite_gradient_of_a_finite_loss_is_not_applied",
 )
 def an_infinite_gradient_is_applied(original: Any) -> Any:
     """One infinite gradient ends the run, and the checkpoint has it."""
@@ -254,7 +248,7 @@ def a_resumed_run_repeats_a_sample(original: Any) -> Any:
     return lambda self, consumed: original(self, max(consumed - 1, 0))
 
 
-@mutant("checkpoint.load:_mismatches", "tests/checkpoint/test_load.py")
+@mutant("checkpoint.load:mismatches", "tests/checkpoint/test_load.py")
 def missing_tensors_keep_random_values(original: Any) -> Any:
     """Half of the model is loaded, the other half is noise."""
     return lambda *args: [line for line in original(*args) if not line.startswith("missing")]
@@ -262,10 +256,10 @@ def missing_tensors_keep_random_values(original: Any) -> Any:
 
 @mutant(
     "checkpoint.async_save:HostBuffer._copy_all",
-    "tests/checkpoint/test_async_save.py::test_every_file_is_that_of_a_plain_save_although_training_went_on",
+    "tests/checkpoint/test_async_save.py::test_files_equal_those_of_a_synchronous_save_although_tensors_change",
 )
 def a_background_save_reads_live_weights(original: Any) -> Any:
-    """A checkpoint of no iteration, with valid checksums."""
+    """A checkpoint of mixed iterations, with valid checksums."""
     return lambda self, sources: (source.detach() for source in sources)
 
 

@@ -5,13 +5,13 @@ import torch
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.optim_parameters import FP32, give, make_buffers, make_gradients, make_parameters
+from tests.helpers.optim_parameters import FP32, make_buffers, make_gradients, make_parameters, set_grads
 from tests.helpers.tolerances import EXACT, FP64_REF
 
 
-def test_the_norm_is_that_of_torch_and_its_parts_are_told_apart() -> None:
+def test_the_norm_and_its_parts_equal_those_of_torch() -> None:
     buffers, gradients = make_buffers(make_parameters()), make_gradients(0)
-    give(buffers, gradients)
+    set_grads(buffers, gradients)
     norms = gradient_norms(buffers, ParallelContext.single())
     parts: dict[str, list[torch.Tensor]] = {"all": [], "experts": [], "router": [], "dense": []}
     for name, gradient in gradients.items():
@@ -22,12 +22,12 @@ def test_the_norm_is_that_of_torch_and_its_parts_are_told_apart() -> None:
     FP64_REF.check_all(norms, expected, "norms")
 
 
-def test_one_bad_element_in_any_parameter_makes_the_norm_not_finite() -> None:
+def test_a_non_finite_element_in_any_parameter_makes_the_norm_non_finite() -> None:
     for wild in (float("nan"), float("inf"), -float("inf")):
         for name in make_gradients(0):
             buffers, gradients = make_buffers(make_parameters()), make_gradients(0)
             gradients[name].view(-1)[-1] = wild
-            give(buffers, gradients)
+            set_grads(buffers, gradients)
             norm = gradient_norms(buffers, ParallelContext.single())["all"]
             assert not torch.isfinite(norm), f"{wild} in {name} gave norm {norm}"
 
@@ -42,16 +42,16 @@ def test_the_clip_factor_is_one_up_to_the_limit_and_scales_to_it_beyond() -> Non
 def test_zeros_of_the_gradient_are_counted_and_padding_is_not() -> None:
     for bucket_size in (1, None):
         buffers = make_buffers(
-            make_parameters(torch.float32), FP32, data_parallel=DataParallelConfig(bucket_size=bucket_size)
+            make_parameters(torch.float32), FP32, data_parallel=DataParallelConfig(ddp_bucket_size=bucket_size)
         )
         gradients = make_gradients(0)
         gradients["output_layer.weight"][:2] = 0.0
         gradients["decoder.layers.0.mlp.router.weight"][0, 0] = 0.0
-        give(buffers, gradients)
+        set_grads(buffers, gradients)
         EXACT.check(count_zeros(buffers), torch.tensor(13), f"zeros with buckets of {bucket_size}")
 
 
 def test_fp32_gradients_give_an_fp32_norm() -> None:
     buffers = make_buffers(make_parameters(torch.float32), FP32)
-    give(buffers, make_gradients(0))
+    set_grads(buffers, make_gradients(0))
     assert {norm.dtype for norm in gradient_norms(buffers, ParallelContext.single()).values()} == {torch.float32}

@@ -1,5 +1,6 @@
-"""Overlapped gather of weights: whoever reads a weight waits for it first, wherever the model reads it."""
+"""Gather of weights overlapped with the forward: every reader of a weight waits for its gather."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,10 @@ from megatron_moe.optim import param_store
 from megatron_moe.optim.clip_grads import clip_coefficient, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
-from megatron_moe.parallel.collectives import PendingCollective, part_of, start_all_gather_
+from megatron_moe.parallel.collectives import PendingCollective, shard_of, start_all_gather_
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.parameter import named_parameters
-from megatron_moe.pipeline.layout import even_layout
+from megatron_moe.pipeline.layout import StageLayout, even_layout
 from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import layer_config, microbatch, mla_config, model_config, moe_config
@@ -35,26 +36,31 @@ MODELS = {
     "gated-shared": model_config(DENSE, layer_config(feed_forward=replace(moe_config(), shared=GATED))),
     "mtp": model_config(DENSE, MOE, mtp=MTPConfig(num_layers=2), tied_embeddings=True),
 }
-ZERO = DataParallelConfig(sharded_optimizer=True, overlap_grad_reduce=True, bucket_size=200)
+ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=200)
 OVERLAPPED = replace(ZERO, overlap_param_gather=True)
 
 
 def gather_when_waited_for(flat: Tensor, group: ProcessGroup) -> PendingCollective:
-    """A gather as slow as can be: it happens when it is waited for. Until then the weights are stale, and wild."""
-    mine = part_of(flat, group).clone()
+    """Delays a gather until `wait`; until then the weights are NaN."""
+    mine = shard_of(flat, group).clone()
     flat.fill_(torch.nan)
 
     def gather() -> None:
-        part_of(flat, group).copy_(mine)
+        shard_of(flat, group).copy_(mine)
         start_all_gather_(flat, group).wait()
 
     return PendingCollective(None, gather)
 
 
-def train(
-    config: ModelConfig, context: ParallelContext, data_parallel: DataParallelConfig, *, in_forward: bool = False
-) -> dict[str, Tensor]:
-    model = GPT(config, context, reference.bundle())
+def make_optimizer(
+    config: ModelConfig,
+    context: ParallelContext,
+    data_parallel: DataParallelConfig,
+    *,
+    in_forward: bool = False,
+    chunks: Sequence[StageLayout] | None = None,
+) -> tuple[GPT, Optimizer]:
+    model = GPT(config, context, reference.bundle(), **({} if chunks is None else {"chunks": chunks}))
     init_parameters(model, 7, config.init)
     buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
     optimizer = Optimizer(buffers, FP64)
@@ -62,7 +68,20 @@ def train(
         optimizer.step_in_forward(model)
     elif data_parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
-    losses = []
+    return model, optimizer
+
+
+def null_step(optimizer: Optimizer) -> None:
+    """A step that changes no weight."""
+    one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
+    optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+
+
+def train(
+    config: ModelConfig, context: ParallelContext, data_parallel: DataParallelConfig, *, in_forward: bool = False
+) -> dict[str, Tensor]:
+    model, optimizer = make_optimizer(config, context, data_parallel, in_forward=in_forward)
+    buffers, losses = optimizer.buffers, []
     for step in range(3):
         buffers.begin_step(2)
         for index in range(2):
@@ -78,7 +97,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_weight_is_waited_for_before_it_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reader_of_a_weight_waits_for_its_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ParallelConfig(world_size=2, ep=2 if "moe" in name else 1)
     expected = on_threads(ranks, lambda context: train(MODELS[name], context, ZERO))
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
@@ -87,15 +106,11 @@ def test_every_weight_is_waited_for_before_it_is_read(name: str, monkeypatch: py
         EXACT.check_all(found[rank], expected[rank], f"rank {rank}")
 
 
-def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_waits_only_for_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
 
     def missing(context: ParallelContext) -> list[int]:
-        model = GPT(MODELS["dense"], context, reference.bundle())
-        init_parameters(model, 7, MODELS["dense"].init)
-        buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=OVERLAPPED)
-        optimizer = Optimizer(buffers, FP64)
-        optimizer.gather_in_forward(model)
+        model, optimizer = make_optimizer(MODELS["dense"], context, OVERLAPPED)
         counts: list[int] = []
 
         def count(*_: object) -> None:
@@ -104,8 +119,7 @@ def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch
         model.embedding.register_forward_hook(count)
         for layer in model.decoder.layers.values():
             layer.register_forward_hook(count)
-        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
-        optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+        null_step(optimizer)
         count()
         model(microbatch())
         count()
@@ -113,26 +127,16 @@ def test_layers_wait_for_their_own_weights_alone(monkeypatch: pytest.MonkeyPatch
         return counts
 
     for counts in on_threads(ParallelConfig(world_size=2), missing):
-        assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] == 0, f"weights on the way: {counts}"
+        assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4] == 0, f"pending weights: {counts}"
 
 
 def test_nodes_acquire_only_where_weights_are_gathered() -> None:
     def num_acquiring(context: ParallelContext) -> int:
-        model = GPT(MODELS["dense"], context, reference.bundle())
-        buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=OVERLAPPED)
-        Optimizer(buffers, FP64).gather_in_forward(model)
+        model, _ = make_optimizer(MODELS["dense"], context, OVERLAPPED)
         return sum(node.store is not None for layer in model.decoder.by_index.values() for node in layer.nodes)
 
     assert num_acquiring(ParallelContext.single(dtype=torch.float64)) == 0
     assert all(on_threads(ParallelConfig(world_size=2), num_acquiring))
-
-
-def test_a_state_dict_waits_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
-    for rank, state in enumerate(
-        on_threads(ParallelConfig(world_size=2), lambda c: train(MODELS["tied"], c, OVERLAPPED))
-    ):
-        assert all(tensor.isfinite().all() for tensor in state.values()), f"rank {rank} would save stale weights"
 
 
 @pytest.mark.parametrize("name", ["tied", "mtp"])
@@ -143,19 +147,13 @@ def test_the_last_stage_acquires_its_copy_of_the_embedding(name: str, monkeypatc
     chunk = even_layout(len(config.layers), pp=2, num_mtp=config.mtp.num_layers if config.mtp else 0).stages[1]
 
     def losses(context: ParallelContext, data_parallel: DataParallelConfig) -> Tensor:
-        model = GPT(config, context, reference.bundle(), chunks=[chunk])
-        init_parameters(model, 7, config.init)
-        buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=data_parallel)
-        optimizer = Optimizer(buffers, FP64)
-        if data_parallel.overlap_param_gather:
-            optimizer.gather_in_forward(model)
-        one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
-        optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+        model, optimizer = make_optimizer(config, context, data_parallel, chunks=[chunk])
+        null_step(optimizer)
         batch = microbatch(training=True)
         hidden_SBH = torch.ones(batch.tokens_BS.T.shape + (config.hidden_size,), dtype=torch.float64)
         output = model(batch, hidden_SBH)
         return torch.stack([output.loss_BS, *(loss_BS for loss_BS, *_ in output.mtp_losses)]).detach()
 
     alone = losses(ParallelContext.single(dtype=torch.float64), ZERO)
-    for found in on_threads(ParallelConfig(world_size=2), lambda c: losses(c, replace(OVERLAPPED, bucket_size=1))):
+    for found in on_threads(ParallelConfig(world_size=2), lambda c: losses(c, replace(OVERLAPPED, ddp_bucket_size=1))):
         EXACT.check(found, alone, "losses of the tied head")

@@ -1,4 +1,4 @@
-"""Flat buffers: parameters become views, gradients arrive on two paths and add up over microbatches."""
+"""Flat buffers: parameters become views; gradients come from accumulators and autograd and add up over microbatches."""
 
 import gc
 import weakref
@@ -10,9 +10,19 @@ from torch import Tensor
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.autograd import grouped_linear, linear
-from megatron_moe.optim.grad_buffers import GradBuffers
+from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
-from tests.helpers.optim_parameters import BF16, FP32, FP64, main_grads, make_buffers, make_parameters
+from tests.helpers.optim_parameters import (
+    BF16,
+    FP32,
+    FP64,
+    main_grads,
+    make_buffers,
+    make_gradients,
+    make_parameters,
+    set_grads,
+)  # fmt: skip
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -44,7 +54,7 @@ def run(parameters: dict[str, Parameter], buffers: GradBuffers, microbatches: in
 
 
 def autograd_sums(dtype: torch.dtype, microbatches: int) -> dict[str, Tensor]:
-    """The same gradients by autograd alone, without buffers."""
+    """Gradients by autograd alone, without buffers."""
     parameters = make_parameters(dtype)
     for microbatch in range(microbatches):
         toy_loss(parameters, tokens(microbatch)).backward()
@@ -64,14 +74,14 @@ def test_parameters_keep_their_values_and_become_views_of_the_flat_buffer() -> N
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("precision", [FP64, FP32], ids=["fp64", "fp32"])
-def test_the_sink_path_gives_the_very_gradients_of_autograd(microbatches: int, precision) -> None:
+def test_gradient_accumulators_give_the_gradients_of_autograd(microbatches: int, precision) -> None:
     dtype = torch.float64 if precision is FP64 else torch.float32
     parameters = make_parameters(dtype)
     found = run(parameters, make_buffers(parameters, precision), microbatches)
     EXACT.check_all(found, autograd_sums(dtype, microbatches), "gradients")
 
 
-def test_a_second_step_forgets_the_first() -> None:
+def test_a_second_step_discards_the_gradients_of_the_first() -> None:
     parameters = make_parameters()
     buffers = make_buffers(parameters)
     first = run(parameters, buffers, 2)
@@ -83,10 +93,10 @@ def test_a_second_step_forgets_the_first() -> None:
     "interval, known, arrived",
     [(1, True, [1, 2, 3]), (2, True, [0, 2, 3]), (2, False, [0, 2, 2]), (4, True, [0, 0, 3])],
 )
-def test_gradients_of_experts_wait_for_others_and_are_told_when_they_are_there(
+def test_batched_expert_gradients_are_counted_when_they_are_computed(
     interval: int, known: bool, arrived: list[int], deferred: bool
 ) -> None:
-    """Of three microbatches, in two steps; one expert has no rows. What is deferred waits in the queue first."""
+    """Two steps of three microbatches; one expert has no rows. Deferred gradients are queued first, then batched."""
     parameters = make_parameters()
     buffers = make_buffers(parameters, expert_interval=interval)
     (slot,) = (slot for slot in buffers.slots if slot.name == EXPERTS)
@@ -110,7 +120,7 @@ def test_gradients_of_experts_wait_for_others_and_are_told_when_they_are_there(
         assert not slot.main_grad[1].any()
 
 
-def test_a_gradient_that_waits_does_not_keep_the_graph_that_its_rows_came_from() -> None:
+def test_a_batched_gradient_does_not_keep_the_graph_of_its_rows_alive() -> None:
     parameters = make_parameters()
     buffers = make_buffers(parameters, expert_interval=2)
     buffers.begin_step(2)
@@ -121,16 +131,23 @@ def test_a_gradient_that_waits_does_not_keep_the_graph_that_its_rows_came_from()
     assert part.rows.data.grad_fn is None and part.grad.data.grad_fn is None
 
 
-def test_a_step_does_not_begin_while_gradients_of_the_last_one_wait() -> None:
+@pytest.mark.parametrize(
+    ("interval", "deferred", "problem"),
+    [(2, False, "linear_fc1.weight: a weight gradient of the last step"), (1, True, "3 weight gradients of the last")],
+)
+def test_a_step_cannot_begin_before_all_weight_gradients_of_the_last_one(
+    interval: int, deferred: bool, problem: str
+) -> None:
     parameters = make_parameters()
-    buffers = make_buffers(parameters, expert_interval=2)
+    buffers = make_buffers(parameters, expert_interval=interval)
     buffers.begin_step(2)
+    buffers.queue.deferred = deferred
     toy_loss(parameters, tokens(0)).backward()
-    with pytest.raises(AssertionError, match="linear_fc1.weight: a weight gradient of the last step"):
+    with pytest.raises(AssertionError, match=problem):
         buffers.begin_step(2)
 
 
-def test_a_parameter_that_received_nothing_has_gradient_zero() -> None:
+def test_a_parameter_without_a_gradient_has_gradient_zero() -> None:
     parameters = make_parameters()
     buffers = make_buffers(parameters)
     for buffer in buffers.buffers:
@@ -162,7 +179,7 @@ def test_accumulating_microbatches_equals_one_big_batch(parts: int) -> None:
     FP64_LAYOUT.check_all(gradients(batch.chunk(parts)), gradients((batch,)), f"{parts} microbatches")
 
 
-def test_a_tied_matrix_gets_the_gradients_of_both_its_uses() -> None:
+def test_a_tied_matrix_accumulates_the_gradients_of_both_uses() -> None:
     def gradient(parameters: dict[str, Parameter], buffers: GradBuffers | None) -> Tensor:
         tied = parameters[EMBEDDING]
         x_TH = torch.nn.functional.embedding(tokens(0), tied)
@@ -192,7 +209,7 @@ def test_bf16_gradients_add_up_in_fp32() -> None:
     EXACT.check(main_grads(buffers)[NORM], torch.full((6,), 258.0), "sum that bf16 would round to 256")
 
 
-def test_deferred_weight_gradients_come_when_they_are_run_and_are_the_same() -> None:
+def test_deferred_weight_gradients_are_computed_by_run_and_are_identical() -> None:
     expected_parameters = make_parameters()
     expected = run(expected_parameters, make_buffers(expected_parameters), 2)
     parameters = make_parameters()
@@ -209,13 +226,13 @@ def test_deferred_weight_gradients_come_when_they_are_run_and_are_the_same() -> 
     EXACT.check_all(main_grads(buffers), expected, "gradients")
 
 
-def test_a_step_does_not_begin_while_weight_gradients_of_the_last_one_wait() -> None:
-    parameters = make_parameters()
-    buffers = make_buffers(parameters)
-    buffers.queue.deferred = True
-    toy_loss(parameters, tokens(0)).backward()
-    with pytest.raises(AssertionError, match="3 weight gradients of the last step were never computed"):
-        buffers.begin_step()
+def test_finished_gradients_of_one_rank_are_unchanged_and_finite_without_any_token() -> None:
+    gradients, context = make_gradients(0), ParallelContext.single()
+    for count in (None, torch.zeros((), dtype=torch.float64)):
+        buffers = make_buffers(make_parameters())
+        set_grads(buffers, gradients)
+        finish_grads(buffers, context, token_count=count)
+        EXACT.check_all(main_grads(buffers), gradients, f"gradients with token count {count}")
 
 
 def test_frozen_parameters_stay_out_of_the_buffers() -> None:
@@ -225,8 +242,8 @@ def test_frozen_parameters_stay_out_of_the_buffers() -> None:
     assert parameters[HEAD].sink is None
 
 
-def test_buffers_that_nobody_holds_are_freed() -> None:
-    """A hook on a parameter that holds what holds the parameter would keep all of them for ever."""
+def test_unreferenced_buffers_are_freed() -> None:
+    """A reference cycle through a parameter's hook would never be collected."""
     parameters = make_parameters()
     buffers = make_buffers(parameters, data_parallel=DataParallelConfig(overlap_grad_reduce=True))
     toy_loss(parameters, tokens(0)).backward()

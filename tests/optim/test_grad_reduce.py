@@ -1,4 +1,4 @@
-"""Overlapped reduction: buckets start when they are complete, never before, and in one order; the bits are the same."""
+"""Overlapped gradient reduction: buckets start when they are complete, in one order, with identical results."""
 
 from dataclasses import dataclass, field, replace
 
@@ -30,12 +30,12 @@ from tests.optim.test_gather_in_forward import DENSE, MODELS, MOE
 DEPTH, WIDTH = 4, 8
 KERNELS = reference.bundle()
 NORM = "norm.weight"
-OVERLAPPED = DataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+OVERLAPPED = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
 
 
 @dataclass
 class Chain:
-    """A few linear layers, then a norm: every matrix a bucket of its own."""
+    """A few linear layers, then a norm; every matrix is a bucket."""
 
     context: ParallelContext
     config: DataParallelConfig
@@ -92,7 +92,7 @@ def test_buckets_start_during_the_last_backward_of_every_step() -> None:
     # in every step, the buckets of the norm and of the last two matrices start before the last backward is over
     for found in on_two(starts):
         assert found == [[0, 3], [0, 3], [0, 0, 3], [3]]
-    for found in on_two(starts, DataParallelConfig(bucket_size=1)):
+    for found in on_two(starts, DataParallelConfig(ddp_bucket_size=1)):
         assert found == [[0, 0], [0, 0], [0, 0, 0], [0]]
 
 
@@ -106,8 +106,8 @@ def test_overlap_changes_no_bit(sharded: bool) -> None:
             f"{i} {j}": part.clone() for i, b in enumerate(buffers) for j, part in enumerate(b.owned_parts(b.grads))
         }
 
-    early = DataParallelConfig(overlap_grad_reduce=True, bucket_size=1, sharded_optimizer=sharded)
-    late = DataParallelConfig(bucket_size=1, sharded_optimizer=sharded)
+    early = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1, use_distributed_optimizer=sharded)
+    late = DataParallelConfig(ddp_bucket_size=1, use_distributed_optimizer=sharded)
     for found, expected in zip(on_two(grads, early), on_two(grads, late), strict=True):
         EXACT.check_all(found, expected, "gradients")
 
@@ -123,7 +123,7 @@ def test_a_matrix_with_two_uses_waits_for_both_gradients() -> None:
 
 
 def test_a_gradient_that_contradicts_the_count_is_reported() -> None:
-    with pytest.raises(AssertionError, match="layers.3.weight: 3 gradients in a step that brings 2, 1 per microbatch"):
+    with pytest.raises(AssertionError, match="layers.3.weight: 3 gradients in a step with 2, 1 per microbatch"):
         on_two(lambda chain: chain.step(0, twice=True))
 
 
@@ -152,8 +152,8 @@ def test_a_deferred_weight_gradient_counts_when_it_is_computed() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_received_nothing_is_zero_even_when_its_bucket_starts_early(sharded: bool) -> None:
-    config = DataParallelConfig(overlap_grad_reduce=True, bucket_size=10**6, sharded_optimizer=sharded)
+def test_a_parameter_without_gradient_is_zero_even_if_its_bucket_starts_early(sharded: bool) -> None:
+    config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=10**6, use_distributed_optimizer=sharded)
 
     def run(context: ParallelContext) -> Tensor:
         chain = Chain(context, config, uses={f"layers.{DEPTH - 1}.weight": 0})
@@ -191,9 +191,9 @@ MTP_MODELS = {
 
 
 @pytest.mark.parametrize("by_node", [False, True])
-@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(granularity="full")])
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(recompute_granularity="full")])
 @pytest.mark.parametrize("name", [*MODELS, *MTP_MODELS])
-def test_the_first_step_brings_the_gradients_that_the_model_counts(
+def test_the_first_step_adds_as_many_gradients_as_the_model_declares(
     name: str, recompute: RecomputeConfig, by_node: bool
 ) -> None:
     """All reductions have started when the last backward is over."""

@@ -13,14 +13,14 @@ from megatron_moe.optim.clip_grads import count_zeros
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.layout import parse_layout
 from tests.helpers import tiny
-from tests.helpers.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradient, run_alone, step_with
+from tests.helpers.optim_ranks import NUM_LAYERS, SPEC, make_optimizer, my_gradients, run_alone, step_with
 from tests.helpers.pipelines import make_trainer
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 
 def folds(world_size: int) -> Iterator[ParallelConfig]:
-    """Every layout of the hand-made parameters: query groups divide among tp, layers among pp, experts among ep."""
+    """Every layout of the synthetic parameters: tp divides query groups, pp layers, ep experts."""
     sizes = [size for size in (1, 2, 4, 8) if size <= world_size]
     for pp in sizes:
         ranks = world_size // pp
@@ -38,9 +38,8 @@ FOLDS = {world_size: {name_of(config): config for config in folds(world_size)} f
 
 
 def measured(context: ParallelContext, sharded: bool) -> dict[str, Tensor]:
-    optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=sharded, bucket_size=100))
-    slots = tuple(optimizer.buffers.slots)
-    norms = step_with(optimizer, {s.name: my_gradient(s.name, 0, s.parameter, context) for s in slots})
+    optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100))
+    norms = step_with(optimizer, my_gradients(optimizer, 0))
     return {**norms, "zeros": count_zeros(optimizer.buffers), "weights": optimizer.params_norm()}
 
 
@@ -68,10 +67,10 @@ def test_norms_in_every_fold_of_eight_ranks_are_those_of_one(config: ParallelCon
     check(config, sharded=True)
 
 
-def test_a_bad_element_on_any_rank_makes_the_norm_not_finite_on_all() -> None:
+def test_a_non_finite_element_on_any_rank_makes_the_norm_non_finite_on_all() -> None:
     def norm(context: ParallelContext, bad_rank: int) -> Tensor:
-        optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=True))
-        gradients = {s.name: my_gradient(s.name, 0, s.parameter, context) for s in optimizer.buffers.slots}
+        optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=True))
+        gradients = my_gradients(optimizer, 0)
         if context.rank == bad_rank:
             next(iter(gradients.values())).view(-1)[-1] = torch.nan
         return step_with(optimizer, gradients, proceed=False)["all"]

@@ -1,4 +1,4 @@
-"""Updates beside the next forward: whoever reads a weight or writes a gradient waits for the update first."""
+"""Step overlapped with the next forward: readers of weights and writers of gradients wait for the update."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,31 +8,34 @@ import torch
 
 from megatron_moe.config.optimizer import OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
-from megatron_moe.kernels import reference
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.gpt import GPT
-from megatron_moe.model.init import init_parameters
 from megatron_moe.optim import param_store
 from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer
-from megatron_moe.optim.grad_buffers import GradBuffers
-from megatron_moe.optim.state import UpdateOperands
-from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.optim.state import StepScalars, UpdateOperands
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import Streams
 from tests.helpers.optim_parameters import FP64, make_buffers, make_parameters
 from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import microbatch
 from tests.helpers.tolerances import EXACT
-from tests.optim.test_gather_in_forward import MODELS, OVERLAPPED, ZERO, gather_when_waited_for, train
+from tests.optim.test_gather_in_forward import (
+    MODELS,
+    OVERLAPPED,
+    ZERO,
+    gather_when_waited_for,
+    make_optimizer,
+    null_step,
+    train,
+)  # fmt: skip
 
-ALONE = DataParallelConfig(bucket_size=200)
+ALONE = DataParallelConfig(ddp_bucket_size=200)
 Task = Callable[[], None]
 
 
 class SlowStreams(Streams):
-    """As slow as can be: a bucket is stepped when it is waited for. Until then its weights are wild."""
+    """Delays the step of a bucket until its event is waited for; until then its weights are NaN."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -45,14 +48,14 @@ class SlowStreams(Streams):
         yield
         self.inside = False
 
-    def put_off(self, rule: AdamW, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
+    def delay(self, rule: AdamW, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
         """Replaces `AdamW.step`."""
         weights, old = operands.weights, operands.weights.clone()
         weights.fill_(torch.nan)
 
         def task() -> None:
             weights.copy_(old)
-            step_now(rule, scalars, operands, kernels)
+            step_immediately(rule, scalars, operands, kernels)
 
         self._tasks.append(task)
 
@@ -66,28 +69,26 @@ class SlowStreams(Streams):
             task()
 
 
-step_now = AdamW.step
+step_immediately = AdamW.step
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowStreams:
     side = SlowStreams()
-    monkeypatch.setattr(AdamW, "step", lambda *how: side.put_off(*how) if side.inside else step_now(*how))
+    monkeypatch.setattr(AdamW, "step", lambda *how: side.delay(*how) if side.inside else step_immediately(*how))
     monkeypatch.setattr("megatron_moe.optim.distributed_optimizer.make_streams", lambda device, *names: side)
     return side
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_updates_are_waited_for_before_their_weights_are_read_or_their_gradients_written(
-    name: str, slow: SlowStreams
-) -> None:
+def test_readers_of_weights_and_writers_of_gradients_wait_for_updates(name: str, slow: SlowStreams) -> None:
     expected = on_threads(ParallelConfig(), lambda context: train(MODELS[name], context, ALONE))
     found = on_threads(ParallelConfig(), lambda context: train(MODELS[name], context, ALONE, in_forward=True))
-    assert slow.num_waited, "nothing was stepped on the side"
+    assert slow.num_waited, "nothing was stepped on the side stream"
     EXACT.check_all(found[0], expected[0], name)
 
 
-def test_weights_of_shards_travel_as_soon_as_they_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_weights_are_gathered_after_their_overlapped_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ParallelConfig(world_size=2, ep=2)
     expected = on_threads(ranks, lambda context: train(MODELS["mla-moe"], context, ZERO))
     monkeypatch.setattr(param_store, "start_all_gather_", gather_when_waited_for)
@@ -96,32 +97,29 @@ def test_weights_of_shards_travel_as_soon_as_they_are_stepped(monkeypatch: pytes
         EXACT.check_all(found[rank], expected[rank], f"rank {rank}")
 
 
-def stepped_in_forward(lr: float = 0.0) -> tuple[GPT, Optimizer]:
-    """A model whose update is under way."""
+def stepped_in_forward() -> tuple[GPT, Optimizer]:
+    """A model with a pending update."""
     context = ParallelContext.single(dtype=torch.float64)
-    model = GPT(MODELS["dense"], context, reference.bundle())
-    init_parameters(model, 7, MODELS["dense"].init)
-    buffers = GradBuffers(named_parameters(model), FP64, context, reference.bundle(), data_parallel=ALONE)
-    optimizer = Optimizer(buffers, FP64)
-    optimizer.step_in_forward(model)
-    one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
-    optimizer.step(lr=lr, weight_decay=0.0, grad_scale=one, proceed=yes)
+    model, optimizer = make_optimizer(MODELS["dense"], context, ALONE, in_forward=True)
+    null_step(optimizer)
     return model, optimizer
 
 
-def num_wild(model: GPT) -> int:
+def num_pending(model: GPT) -> int:
     return sum(int(parameter.isnan().any()) for parameter in model.parameters())
 
 
-def test_layers_wait_for_their_own_updates_alone(slow: SlowStreams) -> None:
+def test_a_layer_waits_only_for_its_own_updates(slow: SlowStreams) -> None:
     model, optimizer = stepped_in_forward()
-    counts = [num_wild(model)]
+    counts = [num_pending(model)]
     for layer in model.decoder.layers.values():
-        layer.register_forward_hook(lambda *_: counts.append(num_wild(model)))
+        layer.register_forward_hook(lambda *_: counts.append(num_pending(model)))
     model(microbatch())
-    counts.append(num_wild(model))
+    counts.append(num_pending(model))
     optimizer.finish_gather()
-    assert counts[0] > counts[1] > counts[2] >= counts[3] == num_wild(model) == 0, f"weights not stepped yet: {counts}"
+    assert counts[0] > counts[1] > counts[2] >= counts[3] == num_pending(model) == 0, (
+        f"weights not stepped yet: {counts}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,20 +135,19 @@ def test_layers_wait_for_their_own_updates_alone(slow: SlowStreams) -> None:
 )
 def test_other_readers_wait_for_all_updates(read: Callable[[GPT, Optimizer], object], slow: SlowStreams) -> None:
     model, optimizer = stepped_in_forward()
-    assert num_wild(model)
+    assert num_pending(model)
     read(model, optimizer)
-    assert not num_wild(model), "weights were read before they were stepped"
+    assert not num_pending(model), "weights were read before they were stepped"
 
 
-def test_an_update_that_nobody_waited_for_is_over_before_the_next_one(slow: SlowStreams) -> None:
+def test_a_pending_update_finishes_before_the_next_one(slow: SlowStreams) -> None:
     model, optimizer = stepped_in_forward()
-    one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
-    optimizer.step(lr=0.0, weight_decay=0.0, grad_scale=one, proceed=yes)
+    null_step(optimizer)
     optimizer.finish_gather()
-    assert not num_wild(model) and optimizer.step_count.item() == 2
+    assert not num_pending(model) and optimizer.step_count.item() == 2
 
 
-def test_state_in_host_memory_is_refused() -> None:
+def test_state_in_host_memory_cannot_be_stepped_in_the_forward() -> None:
     config = OptimizerConfig(offload=OptimizerOffloadConfig(fraction=1.0))
     optimizer = Optimizer(make_buffers(make_parameters(), optimizer=config), FP64)
     with pytest.raises(AssertionError, match="host memory"):

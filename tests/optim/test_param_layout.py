@@ -27,7 +27,7 @@ def parameter(name: str, *shape: int, **meta: object) -> ParamShape:
 
 
 def place(parameters: list[ParamShape], num_ranks: int = 1, bucket_size: int | None = None, **changes) -> ParamLayout:
-    config = DataParallelConfig(bucket_size=bucket_size)
+    config = DataParallelConfig(ddp_bucket_size=bucket_size)
     shards = {"attention": num_ranks, "expert": num_ranks}
     return place_parameters(parameters, OptimizerConfig(**changes), num_shards=shards, config=config)
 
@@ -68,7 +68,7 @@ def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert (default_bucket_size(1), default_bucket_size(40), default_bucket_size(100)) == (40_000_000,) * 2 + (10**8,)
 
 
-def test_what_is_reduced_or_stepped_differently_has_a_buffer_of_its_own() -> None:
+def test_parameters_that_are_reduced_or_stepped_differently_have_separate_buffers() -> None:
     parameters = [
         parameter("embedding.word_embeddings.weight", 8, 4, role="embedding"),
         parameter("a.linear.weight", 4, 4),
@@ -135,8 +135,8 @@ def test_a_number_of_buckets_gives_their_size_and_padding_is_on_request() -> Non
     parameters = [parameter(f"p{i}", 64, 2) for i in range(8)]
     shards = {"attention": 3, "expert": 3}
     for config, num_buckets, align in (
-        (DataParallelConfig(num_buckets=4), 4, 3 * BUCKET_ALIGN),
-        (DataParallelConfig(num_buckets=2, pad_buckets=True), 2, 1 << 16),
+        (DataParallelConfig(ddp_num_buckets=4), 4, 3 * BUCKET_ALIGN),
+        (DataParallelConfig(ddp_num_buckets=2, ddp_pad_buckets_for_high_nccl_busbw=True), 2, 1 << 16),
         (DataParallelConfig(), 1, 3 * BUCKET_ALIGN),
     ):
         (buffer,) = place_parameters(parameters, OptimizerConfig(), num_shards=shards, config=config).buffers

@@ -11,10 +11,17 @@ from megatron_moe.kernels.ops import Kernels
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.param_layout import OwnerAlignment
 from megatron_moe.optim.param_store import ParamStore
-from megatron_moe.optim.state import MomentSpec, UpdateOperands
-from megatron_moe.optim.update_rule import StepScalars
+from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
 from megatron_moe.parallel.streams import Streams
-from tests.helpers.optim_parameters import BF16, FP64, give, main_grads, make_buffers, make_gradients, make_parameters
+from tests.helpers.optim_parameters import (
+    BF16,
+    FP64,
+    main_grads,
+    make_buffers,
+    make_gradients,
+    make_parameters,
+    set_grads,
+)
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 EXPERTS, HEAD = "decoder.layers.0.mlp.experts.linear_fc1.weight", "output_layer.weight"
@@ -41,7 +48,7 @@ def stepped(rule: Momentum, precision=FP64, num_steps: int = 3, **settings) -> O
     optimizer = Optimizer(buffers, precision, rule)
     one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
     for step in range(num_steps):
-        give(buffers, make_gradients(step))
+        set_grads(buffers, make_gradients(step))
         optimizer.step(lr=0.1, weight_decay=0.0, grad_scale=one, proceed=yes)
     return optimizer
 
@@ -61,10 +68,10 @@ def test_another_update_rule_steps_every_parameter_and_names_its_state() -> None
 
 @pytest.mark.parametrize("host_steps", [False, True])
 def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: bool) -> None:
-    offload = OptimizerOffloadConfig(fraction=1.0, host_steps=host_steps)
+    offload = OptimizerOffloadConfig(fraction=1.0, cpu_step=host_steps)
     rule = Momentum("element")
     found = stepped(rule, BF16, optimizer=OptimizerConfig(offload=offload))
-    assert {state.home for state in found.states} == {"host" if host_steps else "parked"}
+    assert {state.home for state in found.states} == {"host" if host_steps else "streamed"}
     expected = {(each.kind, each.name): each.whole.clone() for each in stepped(rule, BF16).named_state()}
     assert {kind for kind, _ in expected} == {"master", "velocity"}
     EXACT.check_all({(each.kind, each.name): each.whole for each in found.named_state()}, expected, "state")
@@ -73,7 +80,7 @@ def test_an_elementwise_update_rule_works_with_state_in_host_memory(host_steps: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data_parallel": DataParallelConfig(sharded_optimizer=True)}, "equal shards"),
+        ({"data_parallel": DataParallelConfig(use_distributed_optimizer=True)}, "equal shards"),
         ({"optimizer": OptimizerConfig(offload=OptimizerOffloadConfig(fraction=0.5))}, "chunks of elements"),
     ],
     ids=["sharded", "host memory"],
@@ -101,7 +108,7 @@ class RecordingStreams(Streams):
 def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
     parameters = make_parameters()
     parameters[HEAD].requires_grad_(False)
-    buffers = make_buffers(parameters, data_parallel=DataParallelConfig(bucket_size=1))
+    buffers = make_buffers(parameters, data_parallel=DataParallelConfig(ddp_bucket_size=1))
     store, streams = ParamStore(buffers), RecordingStreams()
     buckets = buffers.layout.buckets_of_units()
     assert store.units_of([parameters[EXPERTS], parameters[HEAD]]) == ("layers.0.experts",)
@@ -122,7 +129,7 @@ def test_a_unit_is_acquired_with_all_of_its_buckets_and_once() -> None:
 
 def test_gradients_of_units_are_views_of_all_gradients() -> None:
     buffers = make_buffers(make_parameters())
-    give(buffers, make_gradients(0))
+    set_grads(buffers, make_gradients(0))
     store = ParamStore(buffers)
     found = {name: grad for unit in buffers.layout.buckets_of_units() for name, grad in store.grads(unit).items()}
     EXACT.check_all(found, main_grads(buffers), "gradients")

@@ -25,7 +25,7 @@ from tests.helpers.optim_ranks import (
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
-ZERO = DataParallelConfig(sharded_optimizer=True, bucket_size=100)
+ZERO = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=100)
 LAYOUTS = {
     "dp2": ParallelConfig(world_size=2),
     "dp3": ParallelConfig(world_size=3),
@@ -57,7 +57,7 @@ def test_five_sharded_steps_give_the_weights_and_norms_of_one_rank(config: Paral
 
 @pytest.mark.parametrize("config", EXACT_LAYOUTS.values(), ids=EXACT_LAYOUTS)
 def test_sharding_changes_no_bit(config: ParallelConfig) -> None:
-    plain, sharded = on_ranks(config, DataParallelConfig(bucket_size=100)), on_ranks(config, ZERO)
+    plain, sharded = on_ranks(config, DataParallelConfig(ddp_bucket_size=100)), on_ranks(config, ZERO)
     EXACT.check_all(joined(sharded), joined(plain), "weights")
     EXACT.check_all(sharded[-1].norms[-1], plain[-1].norms[-1], "norms of the last step")
 
@@ -66,28 +66,30 @@ def test_sharding_changes_no_bit(config: ParallelConfig) -> None:
 def test_the_size_of_buckets_changes_no_bit(bucket_size: int | None) -> None:
     config = LAYOUTS["dp4-ep2"]
     for pad in (False, True):
-        other = DataParallelConfig(sharded_optimizer=True, bucket_size=bucket_size, pad_buckets=pad)
+        other = DataParallelConfig(
+            use_distributed_optimizer=True, ddp_bucket_size=bucket_size, ddp_pad_buckets_for_high_nccl_busbw=pad
+        )
         EXACT.check_all(joined(on_ranks(config, other)), joined(on_ranks(config, ZERO)), "weights")
 
 
-def test_the_mean_may_be_taken_in_the_collective() -> None:
+def test_collectives_may_compute_the_mean() -> None:
     for name in ("dp3", "dp4-ep2", "dp2-tp2-ep2"):
         for sharded in (False, True):
-            config = DataParallelConfig(sharded_optimizer=sharded, average_in_collective=True)
+            config = DataParallelConfig(use_distributed_optimizer=sharded, ddp_average_in_collective=True)
             found = joined(on_ranks(LAYOUTS[name], config))
             FP64_LAYOUT.check_all(found, joined([run_alone(LAYOUTS[name])]), f"weights of {name}")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sharded: bool) -> None:
-    """Expert parallel ranks too: edp is 2 here, but the tokens of all four ranks count."""
+def test_every_token_has_equal_weight_if_ranks_have_different_numbers_of_tokens(sharded: bool) -> None:
+    """Also for experts: edp is 2, but the tokens of all four ranks count."""
     config, num_tokens = ParallelConfig(world_size=4, ep=2), (5, 0, 12, 1)
 
     def summed(name: str, rank: int) -> torch.Tensor:
         return num_tokens[rank] * total_gradient(name, rank, ParallelConfig())
 
     def steps(context: ParallelContext) -> Run:
-        optimizer = make_optimizer(context, DataParallelConfig(sharded_optimizer=sharded, bucket_size=100))
+        optimizer = make_optimizer(context, DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100))
         buffers = optimizer.buffers
         buffers.begin_step(1)
         for slot in buffers.slots:
@@ -100,8 +102,7 @@ def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sha
         norms = gradient_norms(buffers, context)
         one, yes = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.bool)
         optimizer.step(lr=3e-2, weight_decay=0.1, grad_scale=one, proceed=yes)
-        weights = {slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in buffers.slots}
-        return Run(weights, [norms])
+        return Run(optimizer, [norms])
 
     def mean(name: str) -> torch.Tensor:
         # the experts of ep rank 0 get the rows of ranks 0 and 2, those of ep rank 1 the rows of ranks 1 and 3
@@ -116,11 +117,10 @@ def test_ranks_with_unequal_tokens_and_one_with_none_weigh_every_token_alike(sha
     norms = step_with(alone, means, clip=0.0)
     found = on_threads(config, steps)
     FP64_LAYOUT.check_all(found[0].norms[0], norms, "norms")
-    weights = {slot.name: slot.parameter.data for slot in alone.buffers.slots}
-    FP64_LAYOUT.check_all(joined(found), weights, "weights")
+    FP64_LAYOUT.check_all(joined(found), joined([Run(alone)]), "weights")
 
 
-def test_each_rank_keeps_state_of_its_shards_alone() -> None:
+def test_each_rank_has_state_of_its_shards_only() -> None:
     def sizes(context: ParallelContext, data_parallel: DataParallelConfig) -> tuple[int, int]:
         optimizer = make_optimizer(context, data_parallel)
         buffers = optimizer.buffers.buffers
@@ -144,8 +144,8 @@ def test_low_precision_weights_are_the_rounded_weights_of_masters_on_all_ranks()
 
 def test_gradients_in_bf16_may_be_summed_in_fp32() -> None:
     def total(context: ParallelContext, fp32_sums: bool) -> dict[str, torch.Tensor]:
-        config = DataParallelConfig(sharded_optimizer=True, fp32_sums=fp32_sums)
-        precision = BF16.__class__(params="bf16", grads="bf16", master="fp32")
+        config = DataParallelConfig(use_distributed_optimizer=True, ddp_reduce_scatter_with_fp32_accumulation=fp32_sums)
+        precision = BF16.__class__(params="bf16", grads="bf16", main_params_dtype="fp32")
         optimizer = make_optimizer(context, config, precision)
         # 256 + 1 + 1 + 1 in one order or another: bf16 has no 257
         value = 256.0 if context.rank == 0 else 1.0
@@ -159,7 +159,7 @@ def test_gradients_in_bf16_may_be_summed_in_fp32() -> None:
         assert len(found) and (found == expected).all(), f"{found.unique()} with fp32 sums {fp32_sums}"
 
 
-def test_a_refused_step_keeps_every_bit_on_every_rank() -> None:
+def test_a_rejected_step_keeps_every_bit_on_every_rank() -> None:
     def bits(context: ParallelContext, with_bad_step: bool) -> Run:
         optimizer = make_optimizer(context, ZERO)
         gradients = {name: total_gradient(name, 0, ParallelConfig()) for name in KINDS}
@@ -169,7 +169,7 @@ def test_a_refused_step_keeps_every_bit_on_every_rank() -> None:
             assert not torch.isfinite(step_with(optimizer, wild, proceed=False)["all"])
         step_with(optimizer, gradients)
         EXACT.check(optimizer.step_count, torch.tensor(2), "step count")
-        return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in optimizer.buffers.slots})
+        return Run(optimizer)
 
     config = ParallelConfig(world_size=2)
     calm, shaken = (on_threads(config, lambda context, bad=bad: bits(context, bad)) for bad in (False, True))
@@ -179,11 +179,11 @@ def test_a_refused_step_keeps_every_bit_on_every_rank() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_ranks_together_own_every_element_once(config: ParallelConfig, sharded: bool) -> None:
-    data_parallel = DataParallelConfig(sharded_optimizer=sharded, bucket_size=100)
+    data_parallel = DataParallelConfig(use_distributed_optimizer=sharded, ddp_bucket_size=100)
     on_threads(config, lambda context: check_coverage(make_optimizer(context, data_parallel).buffers, ELEMENTS))
 
 
-def test_elements_that_nobody_or_two_own_are_refused_with_the_numbers() -> None:
+def test_elements_with_no_owner_or_two_are_rejected_with_their_number() -> None:
     def check(context: ParallelContext, change: int) -> None:
         expected = {**ELEMENTS, "expert": ELEMENTS["expert"] + change}
         check_coverage(make_optimizer(context, ZERO).buffers, expected)
@@ -194,7 +194,7 @@ def test_elements_that_nobody_or_two_own_are_refused_with_the_numbers() -> None:
             on_threads(ParallelConfig(world_size=4, ep=2), lambda context, change=change: check(context, change))
 
 
-def test_weights_loaded_into_one_rank_reach_all_as_masters() -> None:
+def test_masters_are_set_from_loaded_weights_and_reach_all_ranks() -> None:
     def loaded(context: ParallelContext) -> Run:
         optimizer = make_optimizer(context, ZERO, BF16)
         for slot in optimizer.buffers.slots:
@@ -205,7 +205,7 @@ def test_weights_loaded_into_one_rank_reach_all_as_masters() -> None:
                 assert (state.data == 3.0).all()
                 state.data.fill_(5.0)
         optimizer.weights_from_masters()
-        return Run({slot.name: (slot.parameter.data.clone(), slot.parameter) for slot in optimizer.buffers.slots})
+        return Run(optimizer)
 
     weights = joined(on_threads(ParallelConfig(world_size=4, ep=2), loaded, dtype=torch.bfloat16))
     assert all((weight == 5.0).all() for weight in weights.values())

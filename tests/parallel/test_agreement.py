@@ -1,4 +1,4 @@
-"""Ranks that were not started alike."""
+"""Ranks that were started differently."""
 
 import pytest
 

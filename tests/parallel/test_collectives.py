@@ -1,4 +1,4 @@
-"""Collectives that work in place and may be waited for later: against sums and joins of what the ranks gave."""
+"""Collectives and pending collectives against sums and concatenations of all ranks' tensors."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from megatron_moe.parallel.collectives import (
     all_reduce_,
     broadcast_,
     gather_objects,
-    part_of,
     reduce_scatter_flat,
+    shard_of,
     start_all_gather_,
     start_all_reduce_,
     start_reduce_scatter_,
@@ -25,7 +25,7 @@ SIZES = (1, 2, 3, 4)
 
 
 def given(rank: int, size: int) -> Tensor:
-    """Whole numbers, so that sums are exact in any order."""
+    """Integers, so that sums are exact in any order."""
     source = torch.Generator().manual_seed(rank)
     return 12.0 * torch.randint(-50, 50, (6 * size,), generator=source).double()
 
@@ -36,7 +36,7 @@ def total(size: int) -> Tensor:
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_sums_and_means_arrive_in_place(size: int, mean: bool) -> None:
+def test_sums_and_means_are_computed_in_place(size: int, mean: bool) -> None:
     def reduced(context: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
         group = context.group("world")
         everywhere, scattered = given(context.rank, size), given(context.rank, size)
@@ -44,10 +44,10 @@ def test_sums_and_means_arrive_in_place(size: int, mean: bool) -> None:
         for pending in (
             start_all_reduce_(everywhere, group, mean=mean),
             start_reduce_scatter_(scattered, group, mean=mean),
-            start_reduce_scatter_(wide, group, mean=mean, wide=True),
+            start_reduce_scatter_(wide, group, mean=mean, fp32_sums=True),
         ):
             pending.wait()
-        return everywhere, part_of(scattered, group).clone(), part_of(wide, group).clone()
+        return everywhere, shard_of(scattered, group).clone(), shard_of(wide, group).clone()
 
     expected = total(size) / (size if mean else 1)
     for rank, (everywhere, part, wide) in enumerate(on_threads(ParallelConfig(world_size=size), reduced)):
@@ -57,7 +57,7 @@ def test_sums_and_means_arrive_in_place(size: int, mean: bool) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_buffers_without_elements_travel_too(size: int) -> None:
+def test_collectives_accept_empty_tensors(size: int) -> None:
     def rank(context: ParallelContext) -> list[int]:
         flats = [torch.empty(0) for _ in range(3)]
         for start, flat in zip((start_all_reduce_, start_reduce_scatter_, start_all_gather_), flats, strict=True):
@@ -68,11 +68,11 @@ def test_buffers_without_elements_travel_too(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_part_reaches_every_rank(size: int) -> None:
+def test_all_gather_brings_every_shard_to_every_rank(size: int) -> None:
     def gathered(context: ParallelContext) -> Tensor:
         group = context.group("world")
         flat = torch.full((6 * size,), torch.nan, dtype=torch.float64)
-        part_of(flat, group).copy_(given(context.rank, 1))
+        shard_of(flat, group).copy_(given(context.rank, 1))
         start_all_gather_(flat, group).wait()
         return flat
 
@@ -83,7 +83,7 @@ def test_every_part_reaches_every_rank(size: int) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 5])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_made_at_once_is_a_sum_a_bound_a_join_or_a_copy(size: int, length: int) -> None:
+def test_synchronous_collectives_equal_their_definitions(size: int, length: int) -> None:
     parts = [given(rank, size)[: length * size] for rank in range(size)]
 
     def rank(context: ParallelContext) -> dict[str, Tensor]:
@@ -112,19 +112,18 @@ def test_what_is_made_at_once_is_a_sum_a_bound_a_join_or_a_copy(size: int, lengt
         EXACT.check_all(found, expected, f"rank {number}")
 
 
-def test_what_is_summed_in_fp32_keeps_what_bf16_would_lose() -> None:
-    def sums(context: ParallelContext, wide: bool) -> Tensor:
-        flat = torch.full((8,), 256.0 if context.rank == 0 else 1.0, dtype=torch.bfloat16)
-        start_reduce_scatter_(flat, context.group("world"), wide=wide).wait()
-        return part_of(flat, context.group("world"))
+def test_an_error_on_one_rank_reaches_the_caller() -> None:
+    def rank(context: ParallelContext) -> None:
+        if context.rank == 1:
+            raise ValueError("rank 1 is ill")
+        all_reduce_(torch.ones(1), context.group("dp"))
 
-    config = ParallelConfig(world_size=4)
-    assert all((part == 260.0).all() for part in on_threads(config, lambda context: sums(context, True))), "259 rounded"
-    assert all((part == 256.0).all() for part in on_threads(config, lambda context: sums(context, False)))
+    with pytest.raises(Exception, match="rank 1 is ill"):
+        on_threads(ParallelConfig(world_size=2), rank)
 
 
 def _under_gloo(context: ParallelContext) -> list[Tensor]:
-    """Several at once, waited for in another order."""
+    """Several pending collectives, waited for in another order."""
     group: ProcessGroup = context.group("world")
     flats = [given(context.rank, group.size) for _ in range(3)]
     pending: list[PendingCollective] = [start_reduce_scatter_(flat, group) for flat in flats]
@@ -136,7 +135,7 @@ def _under_gloo(context: ParallelContext) -> list[Tensor]:
     return flats
 
 
-def test_gloo_processes_have_several_under_way_at_once() -> None:
+def test_gloo_processes_run_several_collectives_concurrently() -> None:
     for rank, flats in enumerate(on_processes(ParallelConfig(world_size=2), _under_gloo)):
         for flat in flats:
             EXACT.check(flat, total(2), f"reduced and gathered on rank {rank}")

@@ -1,4 +1,4 @@
-"""Exchanges of rows against what they mean on one rank that holds the rows of all, forward and backward."""
+"""Exchanges of rows, forward and backward, against one rank that holds all rows."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def on_three(exchange_of, inputs: list[Tensor], pushes: list[Tensor]) -> list[tu
 
 
 @EVERY_COUNT
-def test_all_to_all_moves_every_row_and_brings_every_gradient_back(counts) -> None:
+def test_all_to_all_sends_every_row_and_returns_every_gradient(counts) -> None:
     inputs = [draw(sum(row), WIDTH, seed=r) for r, row in enumerate(counts)]
     columns = [list(column) for column in zip(*counts, strict=True)]
     pushes = [draw(sum(column), WIDTH, seed=10 + r) for r, column in enumerate(columns)]
@@ -54,15 +54,6 @@ def test_all_to_all_moves_every_row_and_brings_every_gradient_back(counts) -> No
     for r, (out, grad) in enumerate(results):
         EXACT.check(out, torch.cat([sent[source][r] for source in range(3)]), f"rows of rank {r}")
         EXACT.check(grad, torch.cat([returned[target][r] for target in range(3)]), f"gradient of rank {r}")
-
-
-def test_an_even_all_to_all_needs_no_sizes() -> None:
-    inputs, pushes = [draw(6, WIDTH, seed=r) for r in range(3)], [draw(6, WIDTH, seed=10 + r) for r in range(3)]
-    bare = on_three(lambda ctx: AllToAll(ctx.group("ep")), inputs, pushes)
-    told = on_three(lambda ctx: AllToAll(ctx.group("ep"), (2, 2, 2), (2, 2, 2)), inputs, pushes)
-    for a, b in zip(bare, told, strict=True):
-        EXACT.check(a[0], b[0], "rows")
-        EXACT.check(a[1], b[1], "gradient")
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -85,26 +76,31 @@ def test_reduce_scatter_gives_every_rank_its_part_of_the_sum_and_gathers_gradien
         EXACT.check(grad, torch.cat(pushes), f"gradient of rank {r}")
 
 
-@pytest.mark.parametrize("kind", [AllGather, ReduceScatter])
-def test_equal_parts_need_no_sizes_and_vectors_travel_like_rows(kind) -> None:
-    def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
-        values = draw(6, seed=ctx.rank)
-        size = 6 if kind is AllGather else 2
-        told = exchange.run(kind(ctx.group("ep"), (size,) * 3), values)
-        return exchange.run(kind(ctx.group("ep")), values), told
+@pytest.mark.parametrize("kind", [AllToAll, AllGather, ReduceScatter])
+def test_equal_parts_need_no_sizes_and_vectors_are_exchanged_like_rows(kind) -> None:
+    def rank(ctx: ParallelContext) -> list[tuple[Tensor, Tensor]]:
+        group, size = ctx.group("ep"), 6 if kind is AllGather else 2
+        results = []
+        for each in (kind(group), kind(group, *[(size,) * 3] * (2 if kind is AllToAll else 1))):
+            values = draw(6, seed=ctx.rank).requires_grad_()
+            out = exchange.run(each, values)
+            (out * torch.arange(len(out))).sum().backward()
+            results.append((out.detach(), values.grad))
+        return results
 
-    for bare, told in on_threads(ParallelConfig(world_size=3, ep=3), rank):
-        EXACT.check(bare, told)
+    for without_sizes, with_sizes in on_threads(ParallelConfig(world_size=3, ep=3), rank):
+        EXACT.check(without_sizes[0], with_sizes[0], "values")
+        EXACT.check(without_sizes[1], with_sizes[1], "gradient")
 
 
-def test_whole_numbers_travel_without_gradients() -> None:
+def test_integers_are_exchanged_without_gradients() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         return exchange.run(AllGather(ctx.group("ep")), torch.full((2,), ctx.rank))
 
     assert [ids.tolist() for ids in on_threads(ParallelConfig(world_size=2, ep=2), rank)] == [[0, 0, 1, 1]] * 2
 
 
-def test_sums_over_ranks_are_made_in_single_precision_at_least() -> None:
+def test_sums_over_ranks_are_computed_in_fp32_at_least() -> None:
     """1 + three times 2^-9 is lost step by step in bf16, but not when rounded once."""
 
     def rank(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
@@ -123,7 +119,7 @@ def test_sums_over_ranks_are_made_in_single_precision_at_least() -> None:
         EXACT.check(grad, expected, "sum of gradients")
 
 
-def test_other_work_can_stand_between_start_and_finish_forward_and_backward() -> None:
+def test_work_between_start_and_finish_overlaps_in_forward_and_backward() -> None:
     def rank(ctx: ParallelContext) -> tuple[list[str], Tensor]:
         done: list[str] = []
 
@@ -141,19 +137,19 @@ def test_other_work_can_stand_between_start_and_finish_forward_and_backward() ->
         class Loud(AllToAll):
             def launch(self, rows):
                 done.append("launch")
-                land = super().launch(rows)
-                return lambda: done.append("land") or land()
+                wait = super().launch(rows)
+                return lambda: done.append("wait") or wait()
 
             transposed = property(lambda self: self)
 
         leaf = draw(2, WIDTH, seed=ctx.rank).requires_grad_()
-        flight = exchange.start(Loud(ctx.group("ep")), leaf * 1)
+        pending = exchange.start(Loud(ctx.group("ep")), leaf * 1)
         other = Work.apply(leaf)
-        (flight.finish() + other).sum().backward()
+        (pending.finish() + other).sum().backward()
         return done, leaf.grad
 
     for done, grad in on_threads(ParallelConfig(world_size=2, ep=2), rank):
-        assert done == ["launch", "work", "land", "launch", "work back", "land"]
+        assert done == ["launch", "work", "wait", "launch", "work back", "wait"]
         EXACT.check(grad, torch.full((2, WIDTH), 3.0, dtype=torch.float64))
 
 
@@ -170,14 +166,14 @@ def test_backward_can_run_twice_on_one_graph() -> None:
 
 
 @pytest.mark.parametrize("kind", [AllToAll, AllGather, ReduceScatter])
-def test_over_one_rank_nothing_moves_and_nothing_is_copied(kind) -> None:
+def test_over_one_rank_nothing_is_communicated_or_copied(kind) -> None:
     rows = draw(4, WIDTH, seed=0)
     assert exchange.run(kind(ParallelContext.single().group("ep")), rows) is rows
 
 
-def test_sizes_that_do_not_fit_the_rows_are_refused() -> None:
+def test_sizes_that_do_not_fit_the_rows_are_rejected() -> None:
     def rank(ctx: ParallelContext) -> None:
         exchange.run(AllToAll(ctx.group("ep"), (1, 2), (1, 2)), draw(4, WIDTH, seed=0))
 
-    with pytest.raises(AssertionError, match="4 rows, to be sent"):
+    with pytest.raises(AssertionError, match="4 rows for sizes"):
         on_threads(ParallelConfig(world_size=2, ep=2), rank)

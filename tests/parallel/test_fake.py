@@ -1,7 +1,8 @@
-"""One process plays any rank of any world: groups that agree with each other, and models of a thousand ranks."""
+"""Fake contexts: one process emulates any rank of any world, also of models on a thousand ranks."""
 
 import time
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_moe.parallel.collectives import all_gather_flat, all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.pipeline.layout import StageLayout
-from tests.helpers import tiny, zoo
+from tests.helpers import zoo
 from tests.helpers.tolerances import EXACT
 
 KERNELS = reference.bundle()
@@ -35,23 +36,19 @@ FOLDS = {
 }
 
 
-class playing:
-    """The context of one rank, for the length of a `with`."""
-
-    def __init__(self, config: ParallelConfig, rank: int, **changes) -> None:
-        self._context = ParallelContext.fake(config, rank, **changes)
-
-    def __enter__(self) -> ParallelContext:
-        return self._context
-
-    def __exit__(self, *error) -> None:
-        self._context.stop()
+@contextmanager
+def fake_context(config: ParallelConfig, rank: int, **changes) -> Iterator[ParallelContext]:
+    context = ParallelContext.fake(config, rank, **changes)
+    try:
+        yield context
+    finally:
+        context.stop()
 
 
 def groups_of(config: ParallelConfig, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
     """name -> (ranks, own index)."""
     names = ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_dp_cp", "etp", "ep", "edp", "etp_ep", "world")
-    with playing(config, rank) as context:
+    with fake_context(config, rank) as context:
         return {name: (context.group(name).ranks, context.group(name).rank) for name in names}
 
 
@@ -67,25 +64,25 @@ def test_members_of_a_group_agree_on_it(fold):
 
 
 def test_collectives_leave_local_tensors_as_they_are():
-    with playing(ParallelConfig(world_size=64, tp=8), 5, device="cpu") as context:
+    with fake_context(ParallelConfig(world_size=64, tp=8), 5, device="cpu") as context:
         group = context.group("tp")
         assert (group.size, group.rank) == (8, 5)
         EXACT.check(all_reduce_(torch.arange(3.0), group), [0.0, 1.0, 2.0])
         assert all_gather_flat(torch.empty(24), torch.arange(3.0), group).shape == (24,)
 
 
-def test_a_process_plays_one_rank_at_a_time_and_then_another():
+def test_a_process_emulates_one_rank_at_a_time():
     config = ParallelConfig(world_size=4, tp=2)
-    with playing(config, 1):
+    with fake_context(config, 1):
         with pytest.raises(AssertionError, match="belongs to a process group already"):
             ParallelContext.fake(config, 2)
-    with playing(config, 3) as context:
+    with fake_context(config, 3) as context:
         assert context.rank == 3
     assert not dist.is_initialized()
 
 
 def stage_of(config: ModelConfig, context: ParallelContext) -> GPT:
-    """The stage of this rank when layers are shared out evenly, the surplus to the first stages."""
+    """Stage of this rank in an even layout; the first stages have one more layer."""
     stage = context.group("pp")
     share, surplus = divmod(len(config.layers), stage.size)
     start = stage.rank * share + min(stage.rank, surplus)
@@ -118,7 +115,7 @@ def test_any_rank_of_deepseek_v3_on_1024_ranks_is_built_in_seconds():
     of_every_stage = range(0, 1024, 64)
     for rank in (*of_every_stage, 517, 1023):
         start = time.process_time()  # this process's own, whatever else the machine does
-        with playing(fold, rank) as context:
+        with fake_context(fold, rank) as context:
             parameters = list(stage_of(config, context).parameters())
         seconds = time.process_time() - start
         assert seconds < 10, f"rank {rank} took {seconds:.1f} s"
@@ -132,14 +129,14 @@ def test_a_model_is_built_where_expert_parallelism_exceeds_data_parallelism():
     config = over_ranks(zoo.model_config(next(row for row in zoo.zoo_rows() if str(row) == "Kimi-K2")))
     fold = FOLDS["experts over eight times data parallelism"]
     for rank in (0, 133, 255):
-        with playing(fold, rank) as context:
+        with fake_context(fold, rank) as context:
             held = dict(stage_of(config, context).named_parameters())
         (experts, *_) = [each for name, each in held.items() if name.endswith("experts.linear_fc1.weight")]
         assert experts.shape[0] == 384 // 64, f"experts of rank {rank}"
 
 
 def owned(parameter: Parameter, context: ParallelContext) -> bool:
-    """Of all ranks that hold these elements, this is the first."""
+    """True on the first of the ranks that hold these elements."""
     experts = parameter.meta.grid == "expert"
     copies = ["edp"] if experts else ["dp_cp"]
     if parameter.meta.tp_dim is None:
@@ -149,35 +146,12 @@ def owned(parameter: Parameter, context: ParallelContext) -> bool:
     return all(context.group(name).rank == 0 for name in copies)
 
 
-def owned_over_world(model: ModelConfig, config: ParallelConfig) -> Counter:
-    """Global name -> elements that some rank owns."""
-    total: Counter = Counter()
-    for rank in range(config.world_size):
-        with playing(config, rank) as context:
-            for name, parameter in stage_of(model, context).named_parameters():
-                total[name] += parameter.numel() * owned(parameter, context)
-    return total
-
-
-TINY_FOLDS = {
-    "data": ParallelConfig(world_size=4),
-    "experts over data": ParallelConfig(world_size=8, ep=4),
-    "experts over everything": ParallelConfig(world_size=8, tp=2, cp=2, ep=8, sequence_parallel=True),
-    "experts cut": ParallelConfig(world_size=8, tp=2, ep=2, etp=2, sequence_parallel=True),
-    "stages": ParallelConfig(world_size=16, tp=2, pp=2, cp=2, ep=4, sequence_parallel=True),
-}
-
-
-@pytest.mark.parametrize("fold", TINY_FOLDS)
-def test_owned_elements_over_the_world_are_those_of_the_model(fold):
-    model = over_ranks(tiny.model())
-    whole = {name: p.numel() for name, p in GPT(model, ParallelContext.single(), KERNELS).named_parameters()}
-    assert owned_over_world(model, TINY_FOLDS[fold]) == whole
-
-
-def test_owned_elements_of_deepseek_v3_over_the_world_are_its_published_size():
+def test_the_ranks_own_the_published_number_of_parameters_of_deepseek_v3():
     model = replace(deepseek_v3(), mtp=None)
     config = ParallelConfig(world_size=64, pp=4, tp=2, ep=8, sequence_parallel=True)
-    total = sum(owned_over_world(model, config).values())
+    total = 0
+    for rank in range(config.world_size):
+        with fake_context(config, rank) as context:
+            total += sum(p.numel() for p in stage_of(model, context).parameters() if owned(p, context))
     assert total == count_parameters(model).total
     assert round(total / 1e9) == 671

@@ -3,16 +3,12 @@
 import pytest
 import torch
 
-from megatron_moe.model.init import init_parameters
-from megatron_moe.optim.grad_buffers import GradBuffers
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
-from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.tensor_parallel import sequence_part
-from tests.helpers.optim_parameters import FP64
 from tests.helpers.ranks import on_threads
 from tests.helpers.sharded import KERNELS, LAYOUTS, SEQUENCE_LAYOUTS, run_module, whole
-from tests.helpers.tiny_models import UNIT_GAIN, randn
+from tests.helpers.tiny_models import randn
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
 
 SEQ, BATCH, INPUTS, OUTPUTS = 8, 3, 12, 16
@@ -35,7 +31,7 @@ def cut(x, ctx):
 
 
 def join(parts, layout, dim):
-    """The whole of what the ranks hold, cut along `dim`; None: every rank has it."""
+    """Concatenates shards along `dim`; None: replicated."""
     if dim is None or (dim == 0 and not layout.sequence_parallel):
         for other in parts[1:]:
             EXACT.check(other, parts[0], "replicated")
@@ -50,7 +46,7 @@ KINDS = {"column": (0, stream, cut, 0, -1), "row": (1, cut, stream, -1, 0), "rep
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_linear_computes_what_it_does_on_one_rank(layout, kind, bias):
+def test_a_sharded_linear_computes_the_linear_of_one_rank(layout, kind, bias):
     tp_dim, my_input, my_output, input_dim, output_dim = KINDS[kind]
     x, probe = randn(SEQ, BATCH, INPUTS), randn(SEQ, BATCH, OUTPUTS, seed=4)
 
@@ -65,7 +61,7 @@ def test_a_linear_computes_what_it_does_on_one_rank(layout, kind, bias):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_bias_of_a_row_linear_is_added_once(layout):
+def test_the_bias_of_a_row_parallel_linear_is_added_once(layout):
     def on_rank(ctx):
         linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=True, tp_dim=1)
         with torch.no_grad():
@@ -78,8 +74,8 @@ def test_the_bias_of_a_row_linear_is_added_once(layout):
 
 
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS.values(), ids=SEQUENCE_LAYOUTS)
-def test_a_column_linear_keeps_its_own_positions_between_forward_and_backward(layout):
-    """The gathered input is gathered again: keeping it would cost tp times the memory."""
+def test_a_column_parallel_linear_saves_only_its_own_positions(layout):
+    """Backward gathers the input again; saving it gathered would cost tp times the memory."""
 
     def on_rank(ctx):
         linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, tp_dim=0)
@@ -91,29 +87,7 @@ def test_a_column_linear_keeps_its_own_positions_between_forward_and_backward(la
     assert on_threads(layout, on_rank) == [[SEQ // layout.tp]] * layout.tp
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_weight_gradients_may_be_computed_after_the_backward(layout):
-    x, probe = randn(SEQ, BATCH, INPUTS), randn(SEQ, BATCH, OUTPUTS, seed=4)
-
-    def on_rank(ctx, deferred):
-        linear = Linear(INPUTS, OUTPUTS, ctx, KERNELS, tp_dim=0)
-        init_parameters(linear, 5, UNIT_GAIN)
-        buffers = GradBuffers(named_parameters(linear), FP64, ctx, KERNELS)
-        buffers.begin_step()
-        buffers.queue.deferred = deferred
-        (linear(stream(x, ctx).requires_grad_()) * cut(probe, ctx)).sum().backward()
-        buffers.queue.run()
-        buffers.complete()
-        return [slot.main_grad.clone() for slot in buffers.slots]
-
-    at_once, later = (on_threads(layout, lambda ctx, d=deferred: on_rank(ctx, d)) for deferred in (False, True))
-    for rank, (expected, actual) in enumerate(zip(at_once, later, strict=True)):
-        EXACT.check(actual[0], expected[0], f"weight gradient on rank {rank}")
-
-
-def test_which_gradients_are_partial():
-    """Replicated parameters under sequence parallelism, and no others."""
-
+def test_gradients_of_replicated_parameters_are_partial_under_sequence_parallelism():
     def on_rank(ctx):
         linears = {kind: Linear(INPUTS, OUTPUTS, ctx, KERNELS, bias=True, tp_dim=KINDS[kind][0]) for kind in KINDS}
         named = [(f"{kind}.{name}", p) for kind, linear in linears.items() for name, p in linear.named_parameters()]

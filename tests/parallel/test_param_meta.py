@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds."""
+"""Shards of a parameter per rank."""
 
 from itertools import product
 
@@ -51,7 +51,7 @@ def test_gate_and_up_are_each_cut():
 
 
 def test_a_rank_gets_whole_query_groups():
-    """Four groups of eight rows: the second of two ranks has groups 2 and 3, as one stretch."""
+    """Four groups of eight rows: the second of two ranks has groups 2 and 3, as one range."""
     assert local_boxes((32, 5), QKV, tp=(1, 2), ep=(0, 1)) == (ParamBox((16, 0), (16, 5)),)
 
 
@@ -70,6 +70,6 @@ def test_a_rank_gets_a_range_of_experts_and_its_share_of_each():
         ((3, 12, 5), ParamMeta(role="matrix", grid="expert", num_experts=3), 1, "3 experts"),
     ],
 )
-def test_what_does_not_divide_is_an_error_with_its_numbers(shape, meta, tp, what):
+def test_an_indivisible_dim_is_an_error_with_its_numbers(shape, meta, tp, what):
     with pytest.raises(AssertionError, match=f"{what} do not divide among 2 ranks"):
         local_boxes(shape, meta, tp=(0, tp), ep=(0, 1 if tp == 2 else 2))

@@ -1,4 +1,4 @@
-"""Ranks that do not meet."""
+"""Rendezvous failures and timeouts of collectives."""
 
 import re
 import socket
@@ -19,7 +19,7 @@ from tests.helpers.ranks import free_port, on_processes
 def refused(rank: int, port: int) -> OtherRankProblem:
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
     with pytest.raises(OtherRankProblem) as problem:
-        ParallelContext.start(ParallelConfig(world_size=2, timeout_minutes=0.02), launch, device="cpu")
+        ParallelContext.start(ParallelConfig(world_size=2, distributed_timeout_minutes=0.02), launch, device="cpu")
     assert problem.value.code == ExitCode.RENDEZVOUS
     return problem.value
 
@@ -32,13 +32,13 @@ def test_a_rank_that_never_comes_is_named_with_place_and_time() -> None:
     assert f"1 of 2 ranks did not come to 127.0.0.1:{port} within 0.02 minutes: rank 1" in str(problem)
 
 
-def test_a_first_rank_that_never_comes_is_told_with_place_and_time() -> None:
+def test_a_first_rank_that_never_comes_is_reported_with_place_and_time() -> None:
     """Fault 37: code 13."""
     port = free_port()
     assert f"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0.02 minutes" in str(refused(1, port))
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     """Fault 37: code 13, since another start may find it free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -47,11 +47,11 @@ def test_a_port_in_use_is_told() -> None:
         assert f"127.0.0.1:{port}" in str(refused(0, port))
 
 
-def wait_in_vain(context: ParallelContext) -> str:
+def wait_for_absent_peer(context: ParallelContext) -> str:
     """On the first of two ranks: the error of an all-reduce that the second never joins."""
     group, store = context.group("dp"), distributed_c10d._get_default_store()
     all_reduce_(torch.ones(1), group)
-    context.limit_waiting(1.0)
+    context.set_timeout(1.0)
     if context.rank == 1:
         store.get("the first rank has given up")
         return ""
@@ -62,7 +62,7 @@ def wait_in_vain(context: ParallelContext) -> str:
 
 
 def disagree(pooled: ParallelContext, port: int) -> str:
-    """What a rank is told when the second of two reduces another tensor than the first."""
+    """Error on a rank if the second of two reduces another tensor than the first."""
     rank = pooled.rank
     dist.destroy_process_group()
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=port)
@@ -76,7 +76,7 @@ def disagree(pooled: ParallelContext, port: int) -> str:
     return str(problem.value)
 
 
-def test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do() -> None:
+def test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do() -> None:
     """Fault 34 with `--debug-collectives`."""
     for rank, said in enumerate(on_processes(ParallelConfig(world_size=2), disagree, free_port())):
         own = rf"Rank {rank} is running collective: .*OpType=ALLREDUCE, TensorShape=\[{rank + 1}, 7\]"
@@ -84,7 +84,7 @@ def test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_
         assert not is_broken_connection(RuntimeError(said))
 
 
-def test_waiting_can_be_limited_later() -> None:
+def test_the_timeout_of_collectives_can_be_changed_later() -> None:
     """P7, fault 30."""
-    said, _ = on_processes(ParallelConfig(world_size=2), wait_in_vain)
+    said, _ = on_processes(ParallelConfig(world_size=2), wait_for_absent_peer)
     assert is_broken_connection(RuntimeError(said)) and "1000ms" in said

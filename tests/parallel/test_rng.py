@@ -1,4 +1,4 @@
-"""Random numbers do not depend on how a tensor is cut."""
+"""Random numbers do not depend on the sharding of a tensor."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every collective that gradients flow through, against what it means for the tensors of all ranks together."""
+"""Differentiable collectives against their definition on the tensors of all ranks."""
 
 import pytest
 import torch
@@ -85,34 +85,25 @@ class TestEqualParts:
 
 
 @pytest.mark.parametrize("function", [tensor_parallel.scatter_to, tensor_parallel.reduce_scatter])
-def test_what_does_not_divide_is_an_error_with_its_numbers(function):
+def test_an_indivisible_dim_is_an_error_with_its_numbers(function):
     with pytest.raises(AssertionError, match=r"dim 0 of \(5, 3\) does not divide among 2 ranks"):
         on_threads(tensor_parallel_config(2), lambda ctx: function(randn(5, 3), ctx.group("tp"), 0))
 
 
-def test_one_rank_gets_its_very_tensor_back():
+def test_one_rank_gets_its_own_tensor_back():
     ctx = ParallelContext.single()
     group, x = ctx.group("tp"), randn(4, 3)
     assert tensor_parallel.copy_to(x, group) is x is tensor_parallel.reduce_from(x, group)
-    for function in (
-        tensor_parallel.gather_from,
-        tensor_parallel.scatter_to,
-        tensor_parallel.all_gather,
-        tensor_parallel.reduce_scatter,
-    ):
-        assert function(x, group, 0) is x
-    for function in (
-        tensor_parallel.enter_tensor_parallel,
-        tensor_parallel.leave_tensor_parallel,
-        tensor_parallel.columns_to_residual,
-    ):
-        assert function(x, ctx) is x
-    assert tensor_parallel.my_positions(x, ctx) is x is tensor_parallel.rejoin(x, group)
+    for name in ("gather_from", "scatter_to", "all_gather", "reduce_scatter"):
+        assert getattr(tensor_parallel, name)(x, group, 0) is x
+    for name in ("enter_tensor_parallel", "leave_tensor_parallel", "columns_to_residual"):
+        assert getattr(tensor_parallel, name)(x, ctx) is x
+    assert tensor_parallel.my_positions(x, ctx) is x is tensor_parallel.gather_shard(x, group)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_entering_and_leaving_is_multiplying_by_the_number_of_ranks(layout):
-    """Every rank takes the whole stream in and gives all of it back: the sum is tp times the stream."""
+    """Every rank enters and leaves with the whole stream, so the sum is tp times the stream."""
     whole, probe = randn(8, 2, 3), randn(8, 2, 3, seed=4)
 
     def on_rank(ctx):
@@ -145,7 +136,7 @@ def test_columns_become_the_residual_stream(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_positions_of_a_rank_are_those_of_its_stretch(layout):
+def test_positions_of_a_rank_are_those_of_its_shard(layout):
     ids_BS = torch.arange(16).view(2, 8)
 
     def on_rank(ctx):

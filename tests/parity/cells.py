@@ -1,6 +1,6 @@
-"""Runs one cell of the parity matrix: its layout against one rank, on the same tokens.
+"""Runs a cell of the parity matrix: its layout against one rank on the same tokens.
 
-python -m tests.parity.cells "tp=2 sp=on ep=4"        prints the whole table of that cell
+python -m tests.parity.cells "tp=2 sp=on ep=4"        prints the comparison of that cell
 """
 
 import sys
@@ -35,29 +35,36 @@ from tests.helpers.tolerances import FP64_LAYOUT
 from tests.parity.dimensions import GLOBAL_BATCH, NUM_LAYERS, SEQ, Cell, cell_of, name_of, parallel_config
 
 NUM_STEPS = 3
+REFERENCE = reference.bundle()
 DROPOUT = 0.1
 LATENT = 20
 STATE = MappingProxyType(
     {
         "device": OptimizerOffloadConfig(),
-        "host": OptimizerOffloadConfig(fraction=0.5, host_steps=True, overlap=True),
-        "parked": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=1 << 16),
+        "cpu": OptimizerOffloadConfig(fraction=0.5, cpu_step=True, overlap_cpu_optimizer_d2h_h2d=True),
+        "streamed": OptimizerOffloadConfig(fraction=0.5, chunk_bytes=1 << 16),
     }
 )
-"""Where master weights and moments are between steps."""
+"""Placement of master weights and moments by value of the dimension "optimizer"."""
 CUSTOM_STAGES = MappingProxyType(
     {("2", "1"): "Et|tttmL", ("4", "1"): "E|ttt|tm|L", ("2", "2"): "Et||ttt|mL", ("4", "2"): "E|tt|t|t|tt|t|tm|L"}
 )
-"""By (pp, vpp): stages of unequal numbers of layers, one without any, embedding and loss on stages of their own."""
+"""(pp, vpp) -> stages with unequal numbers of layers, an empty stage, separate stages for embedding and loss."""
+
+
+def compare_plan(plan: RunPlan) -> Comparison:
+    """Compares the ranks of a plan, as threads, with one rank that is given the plan's partition of the tokens."""
+    ranks = on_threads(plan.parallel, lambda context: record(plan, context))
+    return compare_runs(record_one_rank(plan), ranks, rtol=FP64_LAYOUT.rtol)
 
 
 def compare_cell(name: str, *, processes: bool = False) -> Comparison:
-    """Everything of the cell against its oracle."""
+    """Compares all records of the cell with its oracle."""
     return compare_runs(oracle_of(name), ranks_of(name, processes=processes), rtol=FP64_LAYOUT.rtol)
 
 
 def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
-    """What every rank of the cell's layout saw. Ranks are threads, or gloo processes."""
+    """Records of all ranks, run as threads or as gloo processes."""
     config = plan_of(cell_of(name)).parallel
     if config.world_size == 1:
         return [run_rank(ParallelContext.single(), name)]
@@ -68,38 +75,39 @@ def ranks_of(name: str, *, processes: bool = False) -> list[RankRecord]:
 
 def run_rank(context: ParallelContext, name: str) -> RankRecord:
     """One rank of the cell, in double precision on the reference kernels."""
-    return _record(plan_of(cell_of(name)), context, kernels(), name)
+    return record(plan_of(cell_of(name)), context)
 
 
 def run_rank_in_fp32(context: ParallelContext, name: str) -> RankRecord:
     """One rank of the cell in single precision, on the kernels that its device runs fastest."""
-    plan = replace(plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", master="fp32"))
-    # torch's optimizer kernel scales the gradients in place, and they are compared
-    wishes = KernelConfig(per_op=(("adamw_", reference.NAME),))
-    return _record(plan, context, select_kernels(wishes, context.device, context.dtype), name)
+    plan = replace(
+        plan_of(cell_of(name)), precision=PrecisionConfig(params="fp32", grads="fp32", main_params_dtype="fp32")
+    )
+    # torch's optimizer kernel scales gradients in place, but they are compared afterwards
+    requests = KernelConfig(kernel_per_op=(("adamw_", reference.NAME),))
+    return record(plan, context, select_kernels(requests, context.device, context.dtype))
 
 
-def _record(plan: RunPlan, context: ParallelContext, kernels: KernelSet, name: str) -> RankRecord:
+def record(plan: RunPlan, context: ParallelContext, kernels: KernelSet = REFERENCE) -> RankRecord:
+    """Trains a few steps on random tokens."""
     datasets = random_datasets(plan, num_steps=NUM_STEPS)
     return record_run(plan, context, kernels, datasets, num_steps=NUM_STEPS)
 
 
 @cache
 def oracle_of(name: str) -> RankRecord:
-    """The same on one rank, which is given the cell's partition of the tokens."""
-    cell = cell_of(name)
-    plan = plan_of(cell)
+    """Record of one rank that is given the cell's partition of the tokens."""
+    return record_one_rank(plan_of(cell_of(name)))
+
+
+def record_one_rank(plan: RunPlan) -> RankRecord:
+    """Record of one rank that is given the plan's partition of the tokens."""
     datasets = random_datasets(plan, num_steps=NUM_STEPS)
-    return record_oracle(plan, ParallelContext.single(), kernels(), datasets, num_steps=NUM_STEPS)
-
-
-@cache
-def kernels() -> KernelSet:
-    return reference.bundle()
+    return record_oracle(plan, ParallelContext.single(), REFERENCE, datasets, num_steps=NUM_STEPS)
 
 
 def plan_of(cell: Cell) -> RunPlan:
-    """fp64, clipping and weight decay on; the cell's model, grids and microbatches."""
+    """fp64 plan with clipping and weight decay, and the cell's model, grids and microbatches."""
     plan = tiny.plan(model=model_of(cell), parallel=parallel_config(cell), pipeline=pipeline_of(cell))
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     micro = GLOBAL_BATCH // (int(cell["dp"]) * int(cell["accumulation"]))
@@ -107,50 +115,50 @@ def plan_of(cell: Cell) -> RunPlan:
         plan,
         parallel=replace(plan.parallel, embedding_ranks=holders),
         data_parallel=DataParallelConfig(
-            sharded_optimizer=cell["zero"] == "on",
+            use_distributed_optimizer=cell["zero"] == "on",
             overlap_grad_reduce=cell["overlap"] in ("grads", "params"),
             overlap_param_gather=cell["overlap"] == "params",
-            num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
+            ddp_num_buckets=3 if cell["overlap"] in ("grads", "params") else None,
         ),
         data=replace(
             plan.data,
             reset_position_ids=cell["documents"] == "packed",
             reset_attention_mask=cell["documents"] == "packed",
         ),
-        batch=BatchConfig(micro=micro, global_size=GLOBAL_BATCH),
-        loop=replace(plan.loop, per_token_loss=cell["loss"] == "token"),
-        optimizer=replace(plan.optimizer, eps=STEADY_EPS, offload=STATE[cell["optimizer"]]),
+        batch=BatchConfig(micro_batch_size=micro, global_batch_size=GLOBAL_BATCH),
+        loop=replace(plan.loop, calculate_per_token_loss=cell["loss"] == "token"),
+        optimizer=replace(plan.optimizer, adam_eps=STEADY_EPS, offload=STATE[cell["optimizer"]]),
         memory=MemoryConfig(recompute=recompute_of(cell)),
     )
 
 
 def recompute_of(cell: Cell) -> RecomputeConfig:
-    """What runs again in the backward: layers in chunks of two, the whole MoE block, or every smaller module."""
+    """Recomputed modules: layers in chunks of two, the whole MoE block, or all smaller modules."""
     match cell["recompute"]:
         case "none":
             return RecomputeConfig()
         case "full":
-            return RecomputeConfig(granularity="full", method="uniform", num_layers=2)
+            return RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
         case "moe":
-            return RecomputeConfig(granularity="selective", modules=("moe",))
+            return RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",))
     small = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp")
     shared = () if cell["shared"] == "overlap" else ("shared_experts",)
-    return RecomputeConfig(granularity="selective", modules=(*small, *shared))
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=(*small, *shared))
 
 
 def pipeline_of(cell: Cell) -> PipelineConfig:
-    """Which layers stand where, and in which order they work."""
+    """Layer placement and schedule options."""
     layout = None
     if cell["stages"] == "custom":
         text = CUSTOM_STAGES[cell["pp"], cell["vpp"]]
         text = text if cell["mtp"] == "on" else text.replace("m", "")
         layout = parse_layout(text, pp=int(cell["pp"]), num_layers=None, num_mtp=None)
     overlap = cell["overlap"] == "experts"
-    return PipelineConfig(layout=layout, overlap=overlap, split_backward=overlap or cell["wgrad"] == "apart")
+    return PipelineConfig(layout=layout, overlap=overlap, delay_wgrad_compute=overlap or cell["wgrad"] == "delayed")
 
 
 def model_of(cell: Cell) -> ModelConfig:
-    """One dense layer and three MoE layers, or dense ones alone; more where there are more stages."""
+    """One dense layer and three MoE layers, or only dense ones; one layer per stage where there are more stages."""
     mixer: AttentionConfig | MLAConfig = tiny.attention(num_query_groups=_groups(cell))
     if cell["attention"] == "mla":
         mixer = tiny_models.mla_config(num_heads=4)
@@ -199,7 +207,7 @@ def _capacity(cell: Cell) -> CapacityConfig | None:
 
 
 def _groups(cell: Cell) -> int:
-    """Query groups: two, or as many as the ranks among which they are divided; or one for every two ranks."""
+    """Number of query groups: at least 2 and one per rank that shares them, or one for two tensor-parallel ranks."""
     if cell["groups"] == "shared":
         return int(cell["tp"]) // 2
     shared_by = int(cell["tp"])
@@ -209,7 +217,7 @@ def _groups(cell: Cell) -> int:
 
 
 def command_of(name: str) -> str:
-    """How to repeat a cell by hand."""
+    """Command that repeats a cell."""
     return f'python -m tests.parity.cells "{name}"'
 
 

@@ -1,56 +1,58 @@
-"""Lists of cells in which every two values, or every three, that can stand together do.
+"""Covering arrays of the parity matrix: lists of cells in which every legal pair, or triple, of values occurs.
 
-python -m tests.parity.cover            prints the cover of pairs
-python -m tests.parity.cover --write    stores it as the golden list, beside it those of 2 and of 4 ranks and of triples
+python -m tests.parity.cover            prints the pairwise cells
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
-from pathlib import Path
+from itertools import combinations, product
 from random import Random
 from types import MappingProxyType
+from typing import NamedTuple
 
-from tests.parity.dimensions import DIMENSIONS, RULES, Cell, Rule, name_of, num_ranks, values_of
+from tests.parity.dimensions import DIMENSIONS, RULES, Cell, Rule, name_of, num_ranks
 
-GOLDEN = Path(__file__).parent.parent / "goldens" / "parity_pairs.txt"
-GOLDEN_OF_RANKS = MappingProxyType({number: GOLDEN.with_name(f"parity_pairs_{number}_ranks.txt") for number in (2, 4)})
-"""The covers of pairs in worlds of so many ranks, for GPUs."""
-GOLDEN_TRIPLES = GOLDEN.with_name("parity_triples.txt")
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "order")
-"""Chosen first: that they fold shows when all of them are known."""
+"""Assigned first: whether they fold is known when all of them have a value."""
 NUM_CANDIDATES = MappingProxyType({2: 12, 3: 4})
-"""By number of values: cells that are tried for a place in the list. The one with the most new combinations gets it."""
+"""Strength -> candidate cells per entry of the list; the one with the most new combinations is taken."""
 Choice = tuple[str, str]
 """(dimension, value)."""
 Choices = tuple[Choice, ...]
 Domains = Mapping[str, tuple[str, ...]]
-"""The values that a dimension may still take."""
+"""Values that each dimension may still take."""
+BITS = MappingProxyType(
+    {
+        choice: 1 << place
+        for place, choice in enumerate((name, value) for name, values in DIMENSIONS.items() for value in values)
+    }
+)
 
 
-def pairwise_cover(ranks: int | None = None) -> tuple[list[str], set[Choices]]:
-    """Names of the cells, and the pairs that stand together in no legal cell; with `ranks`, of so many ranks each."""
-    if ranks is None:
-        return cover(2)
-    of_so_many: Rule = (("tp", "cp", "pp", "dp"), lambda cell: num_ranks(cell) == ranks)
-    # other devices draw other masks than the oracle
-    without_dropout: Rule = (("dropout",), lambda cell: cell["dropout"] == "off")
-    return cover(2, (of_so_many, without_dropout))
+class Cover(NamedTuple):
+    """A covering array."""
+
+    names: tuple[str, ...]
+    """Names of its cells."""
+    impossible: frozenset[Choices]
+    """Combinations that no legal cell has."""
 
 
-def threewise_cover() -> tuple[list[str], set[Choices]]:
-    """As `pairwise_cover`, of three values each."""
-    return cover(3)
+@cache
+def cover(strength: int, ranks: int | None = None) -> Cover:
+    """Cells that contain every legal combination of `strength` values; with `ranks`, cells for that many GPUs.
 
-
-def cover(strength: int, rules: tuple[Rule, ...] = ()) -> tuple[list[str], set[Choices]]:
-    """Names of the cells, and the combinations of so many values that no legal cell has. Always the same ones.
-
-    Greedy: of several cells that hold a combination which no cell has yet, the one with the most new ones is taken.
+    Greedy and deterministic: of several cells with the next uncovered combination, the one with the most new ones is
+    added.
     """
-    search = _Search(strength, _by_dimension((*RULES, *rules)))
+    rules = RULES
+    if ranks is not None:
+        has_ranks: Rule = (("tp", "cp", "pp", "dp"), lambda cell: num_ranks(cell) == ranks)
+        # GPUs draw other dropout masks than the CPU oracle
+        without_dropout: Rule = (("dropout",), lambda cell: cell["dropout"] == "off")
+        rules = (*RULES, has_ranks, without_dropout)
+    search = _Search(strength, {name: tuple(rule for rule in rules if name in rule[0]) for name in DIMENSIONS})
     random = Random(0)
     names: list[str] = []
     impossible: set[Choices] = set()
@@ -62,46 +64,24 @@ def cover(strength: int, rules: tuple[Rule, ...] = ()) -> tuple[list[str], set[C
             impossible.add(combination)
             continue
         others = (search.cell_with(combination, _shuffled(random)) for _ in range(NUM_CANDIDATES[strength] - 1))
-        cells = [first, *(cell for cell in others if cell is not None)]
-        best = max(cells, key=search.num_new)
-        search.covered.update(masks(best, strength))
+        best = max([first, *filter(None, others)], key=search.num_new)
+        search.covered.update(_masks(best, strength))
         names.append(name_of(best))
-    return names, impossible
+    return Cover(tuple(names), frozenset(impossible))
 
 
 def all_combinations(strength: int) -> Iterator[Choices]:
-    """Of so many values of different dimensions. Rare values first, so that they meet each other in few cells."""
+    """Every combination of `strength` values of different dimensions, rare values first so that they share cells."""
     for dimensions in combinations(sorted(DIMENSIONS), strength):
-        yield from _products(dimensions)
+        yield from product(*([(name, value) for value in reversed(DIMENSIONS[name])] for name in dimensions))
 
 
-def _products(dimensions: tuple[str, ...]) -> Iterator[Choices]:
-    if not dimensions:
-        yield ()
-        return
-    first, *rest = dimensions
-    for value in reversed(values_of(first)):
-        for others in _products(tuple(rest)):
-            yield ((first, value), *others)
-
-
-def masks(cell: Cell, strength: int) -> Iterator[int]:
-    """Every combination of so many choices of a cell, each as the bits of its choices."""
+def _masks(cell: Cell, strength: int) -> Iterator[int]:
     return map(_mask, combinations(cell.items(), strength))
 
 
-@cache
-def _bit(choice: Choice) -> int:
-    choices = [(dimension, value) for dimension, values in DIMENSIONS.items() for value in values]
-    return 1 << choices.index(choice)
-
-
 def _mask(choices: Iterable[Choice]) -> int:
-    return sum(map(_bit, choices))
-
-
-def _by_dimension(rules: tuple[Rule, ...]) -> Mapping[str, tuple[Rule, ...]]:
-    return {name: tuple(rule for rule in rules if name in rule[0]) for name in DIMENSIONS}
+    return sum(BITS[choice] for choice in choices)
 
 
 def _shuffled(random: Random) -> list[str]:
@@ -111,26 +91,24 @@ def _shuffled(random: Random) -> list[str]:
 
 @dataclass
 class _Search:
-    """Looks for legal cells with many combinations that none before had."""
+    """Backtracking search for legal cells with many uncovered combinations."""
 
     strength: int
     rules_of: Mapping[str, tuple[Rule, ...]]
     covered: set[int] = field(default_factory=set)
 
     def num_new(self, cell: Cell) -> int:
-        return sum(mask not in self.covered for mask in masks(cell, self.strength))
+        return sum(mask not in self.covered for mask in _masks(cell, self.strength))
 
     def cell_with(self, choices: Choices, order: list[str]) -> Cell | None:
-        """A legal cell that holds the choices, if there is one; dimensions are chosen in `order`."""
+        """A legal cell with the choices, if there is one; the other dimensions are assigned in `order`."""
         cell: dict[str, str] = {}
-        domains: Domains | None = {name: values_of(name) for name in DIMENSIONS}
+        domains: Domains | None = DIMENSIONS
         for name, value in choices:
-            assert domains is not None
             domains = self._narrowed(cell, domains, name, value)
             if domains is None:
                 return None
             cell[name] = value
-        assert domains is not None
         return self._completed(cell, domains, order)
 
     def _completed(self, cell: dict[str, str], domains: Domains, order: list[str]) -> Cell | None:
@@ -145,12 +123,12 @@ class _Search:
         return None
 
     def _gain(self, cell: Cell, name: str) -> Callable[[str], int]:
-        """How many new combinations a value brings, with a minus."""
-        before = list(masks(cell, self.strength - 1))
-        return lambda value: -sum(_bit((name, value)) | mask not in self.covered for mask in before)
+        """Sort key: negative number of new combinations that a value adds."""
+        before = list(_masks(cell, self.strength - 1))
+        return lambda value: -sum(BITS[name, value] | mask not in self.covered for mask in before)
 
     def _narrowed(self, cell: Cell, domains: Domains, name: str, value: str) -> Domains | None:
-        """The values that are left once `name` is `value`; None when that breaks a rule, or some dimension has none."""
+        """Remaining values once `name` is `value`; None if that breaks a rule or leaves a dimension without values."""
         now, left = {**cell, name: value}, dict(domains)
         if value not in left[name]:
             return None
@@ -166,19 +144,5 @@ class _Search:
         return left
 
 
-def main(options: list[str]) -> None:
-    if "--write" not in options:
-        print("\n".join(pairwise_cover()[0]))
-        return
-    _write(GOLDEN, pairwise_cover()[0])
-    for ranks, golden in GOLDEN_OF_RANKS.items():
-        _write(golden, pairwise_cover(ranks)[0])
-    _write(GOLDEN_TRIPLES, threewise_cover()[0])
-
-
-def _write(path: Path, names: list[str]) -> None:
-    path.write_text("".join(f"{name}\n" for name in names))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print("\n".join(cover(2).names))

@@ -1,4 +1,4 @@
-"""The dimensions of the parity matrix, which of their values exist today, and which combinations are legal.
+"""Dimensions of the parity matrix and the rules for legal combinations of their values.
 
 A cell is a value for every dimension. Its name says where it differs from the first value of each dimension, as in
 `tp=2 sp=on ep=4 dispatcher=alltoall`.
@@ -32,11 +32,11 @@ DIMENSIONS = MappingProxyType(
         "dispatcher": ("local", "allgather", "alltoall", "flex"),
         "zero": ("off", "on"),
         "overlap": ("off", "grads", "params", "experts"),
-        "wgrad": ("together", "apart"),
+        "wgrad": ("fused", "delayed"),
         "balance": ("aux", "none", "seq", "global", "bias"),
         "capacity": ("none", "drop", "position", "pad"),
         "shared": ("off", "on", "overlap"),
-        "experts": ("grouped", "looped"),
+        "experts": ("grouped", "sequential"),
         "latent": ("off", "on"),
         "layers": ("moe", "dense"),
         "attention": ("gqa", "mla"),
@@ -49,30 +49,22 @@ DIMENSIONS = MappingProxyType(
         "dropout": ("off", "on"),
         "accumulation": ("1", "2", "4"),
         "recompute": ("none", "full", "small", "moe"),
-        "optimizer": ("device", "host", "parked"),
+        "optimizer": ("device", "cpu", "streamed"),
     }
 )
-"""The first value is the plain one."""
-
-AVAILABLE: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-"""Values that exist today, where that is not all of them."""
+"""The first value of each dimension is the default."""
 
 Cell = Mapping[str, str]
 
 
-def values_of(dimension: str) -> tuple[str, ...]:
-    """The values that can run today."""
-    return AVAILABLE.get(dimension, DIMENSIONS[dimension])
-
-
 def num_ranks(cell: Cell) -> int | None:
-    """Ranks of the cell's layout, as soon as the cell says."""
+    """World size; None while an axis has no value."""
     axes = ("tp", "cp", "pp", "dp")
     return prod(int(cell[axis]) for axis in axes) if all(axis in cell for axis in axes) else None
 
 
 def parallel_config(cell: Cell) -> ParallelConfig:
-    """The sizes of a cell's grids."""
+    """Parallel sizes of a cell."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
     return ParallelConfig(
         **sizes,
@@ -80,7 +72,7 @@ def parallel_config(cell: Cell) -> ParallelConfig:
         sequence_parallel=cell["sp"] == "on",
         virtual_stages=int(cell["vpp"]),
         cp_sub_axes=(2, 2) if cell["cpcomm"] == "a2a+p2p" else None,
-        max_seqlen_per_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
+        max_seqlen_per_dp_cp_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
         order=f"tp-cp-ep-{cell['order']}",
     )
 
@@ -91,7 +83,7 @@ def _folds(cell: Cell) -> bool:
 
 @cache
 def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
-    """Both grids cover the same world, which is not too large."""
+    """True if both grids fold onto one world of at most LARGEST_WORLD ranks."""
     world = tp * cp * pp * dp
     if world > LARGEST_WORLD:
         return False
@@ -103,7 +95,7 @@ def _fits(tp: int, cp: int, pp: int, dp: int, ep: int, etp: int) -> bool:
 
 
 def _stages_are_common(cell: Cell) -> bool:
-    """Where stages stand inside of data parallelism, attention and experts are split over equally many ranks."""
+    """With the order pp-dp, a stage of the attention grid has as many ranks as one of the expert grid."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
     outside = cell["order"] == "dp-pp" or sizes["pp"] == 1
     return outside or sizes["tp"] * sizes["cp"] == sizes["etp"] * sizes["ep"]
@@ -113,7 +105,7 @@ def _is_one(cell: Cell, *axes: str) -> bool:
     return all(cell[axis] == "1" for axis in axes)
 
 
-OF_EXPERTS = ("ep", "etp", "dispatcher", "balance", "capacity", "shared", "experts", "latent")
+EXPERT_DIMENSIONS = ("ep", "etp", "dispatcher", "balance", "capacity", "shared", "experts", "latent")
 
 
 def _only_in_moe(name: str, cell: Cell) -> bool:
@@ -130,10 +122,10 @@ RULES: tuple[Rule, ...] = (
     (("tp", "sp", "layers"), lambda c: c["sp"] == "on" or c["tp"] == "1" or c["layers"] == "dense"),
     (("cp", "cpcomm"), lambda c: c["cpcomm"] == "p2p" or c["cp"] != "1"),
     (("cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or c["cp"] == "4"),
-    # all-to-all hands whole heads around: four of them
+    # all-to-all exchanges whole heads, of which there are four
     (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a" or int(c["tp"]) * int(c["cp"]) <= 4),
     (("tp", "cp", "cpcomm"), lambda c: c["cpcomm"] != "a2a+p2p" or int(c["tp"]) <= 2),
-    # a degree per microbatch follows from its documents: some have short ones alone, and two sequences to share out
+    # dynamic degrees depend on document lengths: packed documents, at least two sequences per microbatch
     (("cp", "cpdegree"), lambda c: c["cpdegree"] == "fixed" or c["cp"] != "1"),
     (("cpdegree", "cpcomm"), lambda c: c["cpdegree"] == "fixed" or c["cpcomm"] != "a2a+p2p"),
     (("cpdegree", "documents"), lambda c: c["cpdegree"] == "fixed" or c["documents"] == "packed"),
@@ -151,47 +143,43 @@ RULES: tuple[Rule, ...] = (
     (("pp", "vpp", "accumulation"), lambda c: c["vpp"] == "1" or int(c["accumulation"]) % int(c["pp"]) == 0),
     (("dp", "accumulation"), lambda c: int(c["dp"]) * int(c["accumulation"]) <= GLOBAL_BATCH),
     (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "local" or _is_one(c, "ep", "etp")),
-    # overlapping needs something to travel
+    # overlap needs communication
     (("overlap", "dp"), lambda c: c["overlap"] != "grads" or c["dp"] != "1"),
     (("overlap", "dp"), lambda c: c["overlap"] != "params" or c["dp"] != "1"),
     (("overlap", "zero"), lambda c: c["overlap"] != "params" or c["zero"] == "on"),
     (("overlap", "ep"), lambda c: c["overlap"] != "experts" or c["ep"] != "1"),
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),
-    (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "together"),
+    (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "fused"),
     (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] in ("alltoall", "flex")),
     (("shared", "latent"), lambda c: c["shared"] != "overlap" or c["latent"] == "off"),
-    # parts of a sequence draw masks of their own
+    # context-parallel ranks draw different dropout masks
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),
-    # pairs run layers node by node, so that no two nodes can be run again together
+    # overlapped layers run node by node, so whole layers cannot be recomputed
     (("overlap", "recompute"), lambda c: c["overlap"] != "experts" or c["recompute"] not in ("full", "moe")),
     (("layers", "recompute"), lambda c: c["recompute"] != "moe" or c["layers"] == "moe"),
-    # what belongs to experts is nothing to a dense model
-    *((("layers", name), partial(_only_in_moe, name)) for name in OF_EXPERTS),
+    # a dense model has no expert dimensions
+    *((("layers", name), partial(_only_in_moe, name)) for name in EXPERT_DIMENSIONS),
 )
 
 
 def legal(cell: Cell) -> bool:
-    """Breaks no rule, as far as the cell says."""
+    """True if a possibly incomplete cell breaks no rule."""
     return all(rule(cell) for needs, rule in RULES if all(name in cell for name in needs))
 
 
 def name_of(cell: Cell) -> str:
-    """`plain` when nothing is special."""
+    """Non-default values of a cell, or `plain`."""
     parts = [f"{name}={cell[name]}" for name, values in DIMENSIONS.items() if cell[name] != values[0]]
     return " ".join(parts) or "plain"
 
 
 def cell_of(name: str) -> dict[str, str]:
-    """The inverse of `name_of`."""
+    """Inverse of `name_of`. Raises AssertionError if the cell is not legal."""
     cell = {dimension: values[0] for dimension, values in DIMENSIONS.items()}
     for part in name.split() if name != "plain" else ():
         dimension, _, value = part.partition("=")
-        assert value in DIMENSIONS.get(dimension, ()), f"{part!r} of cell {name!r} is no value of a dimension"
+        assert value in DIMENSIONS.get(dimension, ()), f"{part!r} of cell {name!r} is not a value of a dimension"
         cell[dimension] = value
     assert legal(cell), f"cell {name!r} is not legal"
     return cell
-
-
-def available(cell: Cell) -> bool:
-    return all(value in values_of(name) for name, value in cell.items())

@@ -1,10 +1,11 @@
-"""The executor of schedules, on stages that each multiply by one weight."""
+"""Schedule executor on stages that multiply by one weight."""
 
 import pytest
 import torch
 
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.p2p import NoLinks, connect
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.p2p import Links, connect
 from megatron_moe.pipeline.actions import Action
 from megatron_moe.pipeline.executor import run_schedule
 from megatron_moe.pipeline.layout import StageMap
@@ -68,7 +69,7 @@ def gradients_of_a_schedule(context, config):
 
 
 def expected_gradients(config):
-    """By rank and chunk, in one graph."""
+    """Gradients by rank and chunk, computed in one graph."""
     stages = config.stages
     weights = [torch.tensor(s + 2.0, dtype=torch.float64, requires_grad=True) for s in range(stages.num_stages)]
     for microbatch in range(config.num_microbatches):
@@ -85,7 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("config", CASES, ids=str)
-def test_every_schedule_gives_the_gradients_of_one_graph(config):
+def test_gradients_of_every_schedule_equal_those_of_one_graph(config):
     results = on_threads(
         ParallelConfig(world_size=config.pp, pp=config.pp), lambda context: gradients_of_a_schedule(context, config)
     )
@@ -93,14 +94,14 @@ def test_every_schedule_gives_the_gradients_of_one_graph(config):
     EXACT.check(actual, torch.tensor(expected_gradients(config), dtype=torch.float64), "gradients by rank and chunk")
 
 
-def test_one_forward_one_backward_keeps_few_microbatches_alive():
+def test_1f1b_keeps_at_most_pp_microbatches_in_flight():
     config = ScheduleConfig(num_microbatches=8, pp=4)
     results = on_threads(ParallelConfig(world_size=4, pp=4), lambda context: gradients_of_a_schedule(context, config))
     assert [most_alive for _, most_alive in results] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("pp, vpp, num_microbatches", [(2, 1, 5), (4, 1, 3), (2, 2, 4)])
-def test_processes_give_the_gradients_of_one_graph(pp, vpp, num_microbatches):
+def test_gradients_over_processes_equal_those_of_one_graph(pp, vpp, num_microbatches):
     config = ScheduleConfig(num_microbatches=num_microbatches, pp=pp, vpp=vpp)
     results = on_processes(ParallelConfig(world_size=pp, pp=pp), gradients_of_a_schedule, config)
     actual = torch.tensor([gradients for gradients, _ in results], dtype=torch.float64)
@@ -114,7 +115,7 @@ def outputs_of_a_schedule(context, config):
     return stage.objectives
 
 
-def test_without_gradients_the_last_stage_gets_every_microbatch_in_order():
+def test_forward_only_runs_every_microbatch_in_order():
     config = ScheduleConfig(num_microbatches=3, pp=2, forward_only=True)
     results = on_threads(ParallelConfig(world_size=2, pp=2), lambda context: outputs_of_a_schedule(context, config))
     assert results == [[], [6.0 * 6 * (m + 1) for m in range(3)]]
@@ -122,16 +123,16 @@ def test_without_gradients_the_last_stage_gets_every_microbatch_in_order():
 
 def run_alone(*actions):
     stage = Product()
-    run_schedule(actions, stage, NoLinks(), stage.stages)
+    run_schedule(actions, stage, Links(ParallelContext.single()), stage.stages)
     return stage.events
 
 
-def test_gradients_of_a_microbatch_are_there_after_its_backward():
+def test_after_backward_is_called_once_per_microbatch():
     events = run_alone(*(Action(kind, m) for m in range(2) for kind in ("forward", "backward")))
     assert events == ["F0.0", "B0.0", "F1.0", "B1.0"]
 
 
-def test_weight_gradients_wait_for_their_turn():
+def test_deferred_weight_gradients_run_in_their_action():
     events = run_alone(
         Action("forward", 0), Action("backward_input", 0), Action("forward", 1), Action("backward_weight", 0),
         Action("backward", 1),
@@ -146,7 +147,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_a_schedule_that_forgets_something_is_broken(message):
+def test_incomplete_schedule_raises(message):
     with pytest.raises(AssertionError, match=message):
         run_alone(*BROKEN[message])
 
@@ -163,7 +164,7 @@ def two_ranks(change):
     on_threads(ParallelConfig(world_size=2, pp=2), main)
 
 
-def test_messages_in_the_wrong_order_are_noticed():
+def test_messages_in_the_wrong_order_raise():
     def swap(rank, entries):
         numbers = (1, 0, 2) if rank else (0, 1, 2)
         return [Action(e.kind, numbers[e.microbatch], e.chunk, e.peer) for e in entries]
@@ -172,7 +173,7 @@ def test_messages_in_the_wrong_order_are_noticed():
         two_ranks(swap)
 
 
-def test_a_computation_before_its_input_has_come_is_noticed():
+def test_computation_before_its_receive_raises():
     def hurry(rank, entries):
         return [e for e in entries if e.kind != "receive_forward"] if rank else entries
 
@@ -180,7 +181,7 @@ def test_a_computation_before_its_input_has_come_is_noticed():
         two_ranks(hurry)
 
 
-def test_a_lost_microbatch_is_noticed():
+def test_lost_microbatch_raises():
     def lose(rank, entries):
         return [e for e in entries if rank or not (e.microbatch == 2 and e.kind in ("forward", "send_forward"))]
 
@@ -188,7 +189,7 @@ def test_a_lost_microbatch_is_noticed():
         two_ranks(lose)
 
 
-def test_an_output_that_is_never_sent_is_noticed():
+def test_output_that_is_never_sent_raises():
     def forget(rank, entries):
         kinds = ("send_backward",) if rank else ("receive_backward", "backward")
         return [e for e in entries if not (e.microbatch == 2 and e.kind in kinds)]

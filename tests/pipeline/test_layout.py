@@ -31,7 +31,7 @@ def layers_per_stage(layout) -> list[int]:
         ("E|*3tL", 4, 1, 0, [0, 0, 0, 1]),
     ],
 )
-def test_layouts_of_recipes_are_read(text, pp, num_layers, num_mtp, layers):
+def test_layouts_of_recipes_are_parsed(text, pp, num_layers, num_mtp, layers):
     layout = parse_layout(text, pp=pp, num_layers=num_layers, num_mtp=num_mtp)
     assert layers_per_stage(layout) == layers
     assert [layer for stage in layout.stages for layer in stage.layers] == list(range(num_layers))
@@ -51,8 +51,8 @@ def test_a_layout_written_out_reads_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Ettx|tL", r"has 'x', which is not understood"),
-        ("E(t(t|))*2tL", r"has '\(', which is not understood.*do not nest"),
+        ("Ettx|tL", r"has 'x'"),
+        ("E(t(t|))*2tL", r"has '\(';.*do not nest"),
         ("E(tt)tL", r"has '\('"),
         ("Ett|tttL", r"has 5 decoder layers \(t\); the model has 4"),
         ("EEtt|ttL", r"has 2 embeddings \(E\); the model has 1"),
@@ -62,10 +62,10 @@ def test_a_layout_written_out_reads_back():
         ("|Ett|t|tL", "must begin with E"),
         ("Ett|tLt", "must end with L"),
         ("Ett|ttL|", "must end with L"),
-        ("Ett|t|tL", "has 3 stages, which cannot be divided among 2 pipeline ranks; 2 or 4 would"),
+        ("Ett|t|tL", "has 3 stages, which cannot be divided among 2 pipeline ranks; use 2 or 4"),
     ],
 )
-def test_what_breaks_a_rule_of_the_language_is_refused(text, message):
+def test_invalid_layouts_are_rejected(text, message):
     with pytest.raises(LayoutError, match=message):
         parse_layout(text, pp=2, num_layers=4)
 
@@ -79,7 +79,7 @@ def test_what_breaks_a_rule_of_the_language_is_refused(text, message):
         ("Ett|tt|mm|L", "has m in stage 2, chunk 1 of rank 0.*a rank other than 0"),
     ],
 )
-def test_multi_token_prediction_stands_where_megatron_allows_it(text, message):
+def test_mtp_stage_follows_megatrons_rules(text, message):
     with pytest.raises(LayoutError, match=message):
         parse_layout(text, pp=2, num_layers=4, num_mtp=2)
     assert parse_layout("Ett|tt||mmL", pp=2, num_layers=4, num_mtp=2).stages[-1].num_mtp == 2
@@ -103,7 +103,7 @@ def test_standalone_stages_leave_the_final_norm_with_the_last_layer():
 # ---- stages on ranks
 
 
-def test_stages_go_round_the_ranks():
+def test_stages_are_assigned_to_ranks_round_robin():
     layout = even_layout(12, pp=3, vpp=2)
     assert [stage.layers for stage in layout.chunks(0)] == [(0, 1), (6, 7)]
     assert [stage.layers for stage in layout.chunks(2)] == [(4, 5), (10, 11)]
@@ -150,7 +150,7 @@ def test_chunks_of_an_even_layout_start_where_megatron_says():
                 assert stage.layers[0] == chunk * num_layers // vpp + rank * num_layers // pp // vpp
 
 
-def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
+def test_mtp_is_on_the_last_stage_by_default():
     assert [stage.num_mtp for stage in even_layout(8, pp=2, vpp=2, num_mtp=2).stages] == [0, 0, 0, 2]
 
 
@@ -169,7 +169,7 @@ def test_multi_token_prediction_stands_on_the_last_stage_without_a_layout():
         ({"num_layers": 7, "pp": 2, "first": 3, "account_for_loss": True}, "cannot be combined"),
     ],
 )
-def test_numbers_that_do_not_divide_are_refused(sizes, message):
+def test_numbers_that_do_not_divide_are_rejected(sizes, message):
     with pytest.raises(LayoutError, match=message):
         even_layout(**sizes)
 
@@ -186,7 +186,7 @@ def test_virtual_stages_follow_from_their_number_of_layers():
 # ---- balanced layouts
 
 
-def test_a_dear_loss_takes_layers_from_the_last_stage():
+def test_expensive_loss_takes_layers_from_the_last_stage():
     layout = auto_layout(StageCosts(layers=(1.0,) * 10, loss=2.0), pp=4)
     assert layers_per_stage(layout) == [3, 3, 3, 1], "12 units over 4 stages are 3 each"
 
@@ -196,12 +196,12 @@ def test_layers_of_different_cost_are_balanced_by_cost_and_not_by_number():
     assert layers_per_stage(layout) == [3, 1, 1, 1]
 
 
-def test_the_dearest_stage_matters_more_than_evenness():
+def test_maximum_stage_cost_has_priority_over_evenness():
     """Stages of 6, 2 and 3 would have the smaller sum of squares."""
     assert layers_per_stage(auto_layout(StageCosts(layers=(1.0, 5.0, 2.0, 3.0)), pp=3)) == [1, 1, 2]
 
 
-def test_no_other_cut_has_a_cheaper_dearest_stage():
+def test_maximum_stage_cost_is_optimal():
     """Against all cuts of 7 layers into 3 stages."""
     for seed in range(20):
         costs = StageCosts(
@@ -220,7 +220,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage():
         assert max(costs.of(stage) for stage in auto_layout(costs, pp=3).stages) == dearest
 
 
-def test_multi_token_prediction_gets_the_rank_before_the_loss_when_that_is_even():
+def test_mtp_is_on_the_stage_before_the_loss_if_that_is_more_even():
     costs = StageCosts(layers=(1.0,) * 8, mtp=1.0, loss=3.0)
     layout = auto_layout(costs, pp=4, num_mtp=1)
     assert str(layout) == "Et*3|t*3|ttm|L"
@@ -245,7 +245,7 @@ def test_auto_layouts_of_public_models_read_back_and_are_more_even_than_equal_nu
         assert dearest <= least + max(costs.layers)
 
 
-def test_auto_refuses_more_stages_than_layers():
+def test_auto_layout_rejects_more_stages_than_layers():
     with pytest.raises(LayoutError, match="3 layers cannot fill 4 pipeline ranks x 2 virtual stages"):
         auto_layout(StageCosts(layers=(1.0,) * 3), pp=4, vpp=2)
 
@@ -258,7 +258,7 @@ def test_costs_of_a_model_add_up_to_its_flops():
     )
 
 
-def test_tables_name_every_stage_and_the_dearest_rank():
+def test_tables_list_every_stage_and_the_most_expensive_rank():
     costs = StageCosts(layers=(1.0,) * 4, loss=1.0)
     layout = even_layout(4, pp=2)
     assert layout.table().splitlines() == [

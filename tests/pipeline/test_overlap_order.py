@@ -1,9 +1,9 @@
-"""The nodes of a pair."""
+"""Node order of an overlapped pair."""
 
 import pytest
 
 from megatron_moe.pipeline.layout import StageLayout
-from megatron_moe.pipeline.overlap import Slot, pair_slots
+from megatron_moe.pipeline.overlap import Slot, pair_slots, stream_of
 
 MIDDLE = StageLayout(layers=(4, 5))
 ORDER = {
@@ -16,7 +16,7 @@ def own_order(slots: tuple[Slot, ...], direction: str, layer: int) -> list[str]:
     return [slot.node for slot in slots if slot.direction == direction and slot.layer == layer]
 
 
-def test_one_layer_beside_another_is_megatrons_order():
+def test_order_of_two_layers_is_megatrons():
     one = StageLayout(layers=(7,))
     assert " ".join(map(str, pair_slots(one, one, split_backward=True))) == (
         "B0.post B0.combine F0.attention B0.experts F0.dispatch W0.experts B0.dispatch F0.experts F0.combine "
@@ -50,7 +50,7 @@ def test_every_direction_keeps_its_own_order(ahead, behind, split, early):
     assert layers == sorted(layers, reverse=True), "layers backward in reverse"
 
 
-def test_weight_gradients_come_after_the_input_gradients_of_their_node_and_only_when_split():
+def test_weight_gradients_follow_the_input_gradients_of_their_node():
     slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
     for node in ("experts", "attention"):
         for layer in (0, 1):
@@ -58,13 +58,13 @@ def test_weight_gradients_come_after_the_input_gradients_of_their_node_and_only_
     assert not any(slot.direction == "weight" for slot in pair_slots(MIDDLE, MIDDLE))
 
 
-def test_first_forward_layer_stands_beside_the_last_backward_layer():
+def test_first_forward_layer_is_paired_with_the_last_backward_layer():
     slots = pair_slots(MIDDLE, MIDDLE)
     assert slots.index(Slot("backward", "post", 1)) < slots.index(Slot("forward", "attention", 0))
     assert slots.index(Slot("forward", "post", 0)) < slots.index(Slot("backward", "post", 0))
 
 
-def test_ends_of_the_model_come_first_and_last():
+def test_embedding_and_head_are_first_and_last():
     last, first = StageLayout(layers=(3,), num_mtp=1, loss=True), StageLayout(layers=(0,), embedding=True)
     slots = pair_slots(first, last, split_backward=True)
     assert [str(slot) for slot in slots[:3]] == ["F.embedding", "B.head", "W.head"]
@@ -73,7 +73,7 @@ def test_ends_of_the_model_come_first_and_last():
     assert [slot.layer for slot in slots if slot.direction == "forward"][-2] == 1, "multi-token prediction is a layer"
 
 
-def test_one_direction_alone_is_the_plain_chain():
+def test_single_direction_is_the_plain_chain():
     assert " ".join(map(str, pair_slots(StageLayout(layers=(1,)), None))) == (
         "F0.attention F0.dispatch F0.experts F0.combine F0.post"
     )
@@ -82,10 +82,10 @@ def test_one_direction_alone_is_the_plain_chain():
     )
 
 
-def test_communication_of_one_direction_stands_before_computation_of_the_other():
-    """What hides an exchange is launched right behind it, or beside it."""
+def test_exchanges_are_followed_by_computation_of_the_other_direction():
+    """Each exchange is followed by computation of the other direction within two slots."""
     slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
     for at, slot in enumerate(slots[:-1]):
-        if slot.stream == "communication":
-            behind = slots[at + 1 : at + 3]
-            assert any(s.stream == "compute" and s.direction[0] != slot.direction[0] for s in behind), str(slot)
+        if stream_of(slot.node) == "communication":
+            others = [s for s in slots[at + 1 : at + 3] if s.direction[0] != slot.direction[0]]
+            assert any(stream_of(other.node) == "compute" for other in others), str(slot)

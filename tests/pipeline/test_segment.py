@@ -1,4 +1,4 @@
-"""A microbatch in steps: what runs while rows travel, and what is freed when."""
+"""Segmented microbatches: gradients, freed memory, and overlap of exchanges with computation."""
 
 import gc
 import weakref
@@ -11,17 +11,18 @@ from torch import Tensor
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.init import init_parameters
 from megatron_moe.model.rope import Rotations
 from megatron_moe.model.transformer_layer import TransformerLayer
+from megatron_moe.moe.moe_layer import ModelResources
 from megatron_moe.moe.node_chain import BoundNodes, LayerState, schedule_steps
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.parallel.streams import Streams
-from megatron_moe.pipeline.graph_cut import CutTensor
 from megatron_moe.pipeline.layout import StageLayout
 from megatron_moe.pipeline.overlap import Slot, Step, pair_slots
-from megatron_moe.pipeline.segment import SegmentedMicrobatch
+from megatron_moe.pipeline.segment import CutTensor, SegmentedMicrobatch
 from tests.helpers import tiny
 from tests.helpers.ranks import on_processes
 from tests.helpers.tiny_models import HIDDEN, UNIT_GAIN, layer_config, make_mb, randn
@@ -42,7 +43,7 @@ def two_steps() -> list[Step]:
     ]
 
 
-def test_what_passes_through_a_step_gets_its_gradient_from_all_that_use_it():
+def test_tensor_passed_through_a_step_sums_the_gradients_of_all_uses():
     x = randn(3)
     chain = SegmentedMicrobatch(two_steps(), x, Streams())
     chain.forward()
@@ -52,7 +53,7 @@ def test_what_passes_through_a_step_gets_its_gradient_from_all_that_use_it():
     EXACT.check(chain.input_gradient(), (2 * x + 1) + 2 * x, "gradient")
 
 
-def test_a_chunk_without_steps_hands_both_on():
+def test_chunk_without_steps_passes_input_and_gradient_through():
     x = randn(3)
     chain = SegmentedMicrobatch([], x, Streams())
     chain.forward()
@@ -75,7 +76,7 @@ class Keeps(torch.autograd.Function):
         return 2 * grad + 0 * ctx.saved_tensors[0]
 
 
-def test_what_a_step_keeps_is_freed_when_its_backward_has_run_and_nothing_else_is_kept():
+def test_only_saved_tensors_are_kept_and_each_backward_frees_those_of_its_step():
     storages: list[weakref.ref] = []
 
     def watch(tensor: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def test_what_a_step_keeps_is_freed_when_its_backward_has_run_and_nothing_else_i
     assert not any(ref() is not None for ref in storages)
 
 
-def test_a_boundary_without_gradients_is_left_as_it_is():
+def test_graph_is_not_cut_without_gradients():
     with torch.no_grad():
         chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
         chain.forward(Slot("forward", "attention", 0))
@@ -107,7 +108,7 @@ def test_a_boundary_without_gradients_is_left_as_it_is():
 
 
 @pytest.mark.parametrize("bad", [Slot("backward", "attention", 0), None])
-def test_a_step_goes_back_once(bad):
+def test_backward_of_a_step_runs_once(bad):
     chain = SegmentedMicrobatch(two_steps(), randn(3), Streams())
     chain.forward()
     chain.output()
@@ -121,23 +122,23 @@ def test_a_step_goes_back_once(bad):
 
 
 class Mark(torch.autograd.Function):
-    """Tells when the backward passes."""
+    """Identity that calls a function in backward."""
 
     @staticmethod
-    def forward(ctx, x, tell):
-        ctx.tell = tell
+    def forward(ctx, x, call):
+        ctx.call = call
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.tell()
+        ctx.call()
         return grad, None
 
 
 def marked(layer: TransformerLayer, mb: MicrobatchContext, name: str, events: list[str]) -> list[Step]:
-    """The layer's steps. Those of attention and experts tell when they run, forward and backward."""
+    """Steps of the layer; those of attention and experts record when they run, forward and backward."""
 
-    def told(step: Step) -> Step:
+    def recorded(step: Step) -> Step:
         def mark(tensor: Tensor) -> Tensor:
             return Mark.apply(tensor, lambda: events.append(f"{name} backward {step.node}"))
 
@@ -151,7 +152,7 @@ def marked(layer: TransformerLayer, mb: MicrobatchContext, name: str, events: li
         return replace(step, run=run)
 
     steps = schedule_steps([BoundNodes(layer.nodes, mb, 0)])
-    *between, last = [told(step) if step.node in ("attention", "experts") else step for step in steps]
+    *between, last = [recorded(step) if step.node in ("attention", "experts") else step for step in steps]
     return [Step("embedding", None, lambda x: LayerState(hidden_SBH=x)), *between, tensor_out(last)]
 
 
@@ -160,11 +161,15 @@ def tensor_out(step: Step) -> Step:
 
 
 def events_of_a_pair(context: ParallelContext) -> list[str]:
-    """What a forward F and a backward B through one MoE layer do, and when rows leave and land. In a process of its
-    own, because it listens at the exchange itself."""
+    """Order of the steps and exchanges of a forward F and a backward B through one MoE layer.
+
+    It runs in a separate process, because it replaces `AllToAll.launch`.
+    """
     events: list[str] = []
     config = layer_config(feed_forward=tiny.moe(dispatcher="alltoall"))
-    layer = TransformerLayer(config, 0, "decoder.layers.0", context, reference.bundle())
+    layer = TransformerLayer(
+        config, 0, "decoder.layers.0", ModelResources(context, reference.bundle(), SavedTensorPolicy())
+    )
     init_parameters(layer, 5, UNIT_GAIN)
     mb = Rotations([config.mixer], context).attach(make_mb(2, 5))
     behind = SegmentedMicrobatch(marked(layer, mb, "B", events), randn(5, 2, HIDDEN), Streams())
@@ -186,27 +191,27 @@ def events_of_a_pair(context: ParallelContext) -> list[str]:
 
 
 def listening(launch, name: str, events: list[str]):
-    """An exchange that tells when its rows leave and when they land. Probabilities travel beside them, unheard."""
+    """`AllToAll.launch` that records when row exchanges are sent and received; probabilities are not recorded."""
 
-    def heard(exchange: AllToAll, rows: Tensor):
+    def recording(exchange: AllToAll, rows: Tensor):
         land = launch(exchange, rows)
         if rows.ndim < 2:
             return land
-        events.append(f"{name} leaves")
+        events.append(f"{name} sent")
 
-        def told() -> Tensor:
-            events.append(f"{name} lands")
+        def recorded() -> Tensor:
+            events.append(f"{name} received")
             return land()
 
-        return told
+        return recorded
 
-    return heard
+    return recording
 
 
-def test_rows_of_one_microbatch_travel_while_the_other_computes():
+def test_exchanges_of_one_microbatch_overlap_with_computation_of_the_other():
     for events in on_processes(ParallelConfig(world_size=2, ep=2), events_of_a_pair):
         assert events == [
-            "B combine leaves", "F forward attention", "B combine lands", "B backward experts",
-            "F dispatch leaves", "W experts", "B dispatch leaves", "F dispatch lands", "F forward experts",
-            "F combine leaves", "B dispatch lands", "B backward attention", "F combine lands", "W attention",
+            "B combine sent", "F forward attention", "B combine received", "B backward experts",
+            "F dispatch sent", "W experts", "B dispatch sent", "F dispatch received", "F forward experts",
+            "F combine sent", "B dispatch received", "B backward attention", "F combine received", "W attention",
         ]  # fmt: skip

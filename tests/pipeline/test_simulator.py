@@ -1,4 +1,4 @@
-"""Every legal schedule on paper, and schedules that are wrong."""
+"""Simulation of all legal schedules, and of invalid ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_legal_schedules_are_complete_ordered_free_of_deadlock_and_bounded(pp, v
 
 @pytest.mark.parametrize("vpp", [1, 2, 3, 4])
 @pytest.mark.parametrize("pp", range(1, 9))
-def test_bubble_is_that_of_the_papers(pp, vpp):
+def test_bubble_is_the_published_one(pp, vpp):
     """arXiv 2104.04473 section 2.2: the idle time is (pp - 1) microbatches, divided by vpp when interleaved."""
     for config in legal(pp, vpp):
         idle = (pp - 1) / vpp
@@ -75,7 +75,7 @@ def test_options_keep_schedules_complete_at_every_depth(changes, depth):
     "changes", [{"overlap": True}, {"split_backward": True}, {"overlap": True, "split_backward": True}]
 )
 def test_options_keep_every_legal_schedule_complete_and_bounded(changes):
-    """A split backward holds what the plain one does; overlap one more of several chunks, if there are so many."""
+    """A split backward has as many microbatches in flight as the plain one, overlap at most one more."""
     for pp, vpp in product(range(1, 9), range(1, 5)):
         for plain in legal(pp, vpp):
             config, total = replace(plain, **changes), plain.num_microbatches * vpp
@@ -87,7 +87,7 @@ def test_options_keep_every_legal_schedule_complete_and_bounded(changes):
                 assert report.in_flight == tuple(min(most + config.overlap, total) for most in before), config
 
 
-def test_uneven_times_cannot_make_a_schedule_wrong():
+def test_schedules_are_valid_for_uneven_durations():
     config = ScheduleConfig(num_microbatches=8, pp=4, vpp=2)
     for durations in (Durations(forward=5.0), Durations(backward_input=7.0, transfer=0.5), Durations(forward=0.01)):
         report = run(config, durations=durations)
@@ -95,7 +95,7 @@ def test_uneven_times_cannot_make_a_schedule_wrong():
         assert report.bubble > 0
 
 
-def test_a_dear_stage_makes_the_others_wait():
+def test_slowest_stage_determines_the_time():
     """Two ranks, the second three times as dear: it is busy from its first forward to its last backward."""
     config = ScheduleConfig(num_microbatches=4, pp=2)
     report = run(config, depth=None, durations=Durations(stage_costs=(1.0, 3.0)))
@@ -116,7 +116,7 @@ def test_overlap_holds_one_more_microbatch_than_the_plain_schedule():
     assert run(ScheduleConfig(num_microbatches=8, pp=2, vpp=2, overlap=True)).in_flight == tuple(n + 1 for n in plain)
 
 
-def test_the_time_of_two_ranks_is_that_of_the_drawing():
+def test_timeline_of_two_ranks():
     """Forward 1, backward 2: rank 0 ends its warm-up at 1, rank 1 its first backward at 4, three units a microbatch."""
     report = run(ScheduleConfig(num_microbatches=2, pp=2))
     starts = [[(str(span.entry), span.start) for span in spans] for spans in report.spans]
@@ -149,7 +149,7 @@ def two_ranks(first: str, second: str) -> Schedule:
 GOOD = ("F0 sf0 F1 sf1 rb0 B0 rb1 B1", "rf0 F0 B0 sb0 rf1 F1 B1 sb1")
 
 
-def test_a_schedule_written_by_hand_passes():
+def test_explicit_schedule_is_valid():
     assert simulate(StageMap(2), two_ranks(*GOOD)).problems == ()
 
 
@@ -168,12 +168,12 @@ def test_a_schedule_written_by_hand_passes():
         (GOOD[0].replace("F0 sf0 ", ""), GOOD[1].replace("rf0 F0", ""), "forward of microbatch 0, chunk 0, 0 times"),
     ],
 )
-def test_a_wrong_order_is_found(first, second, problem):
+def test_invalid_schedule_is_reported(first, second, problem):
     report = simulate(StageMap(2), two_ranks(first, second))
     assert any(problem in found for found in report.problems), report.problems
 
 
-def test_the_cycle_of_waiting_ranks_is_named():
+def test_deadlock_report_lists_the_cycle_of_ranks():
     """Three ranks that send round the ring before they receive, one message at a time."""
     ring = tuple(
         (
@@ -190,7 +190,7 @@ def test_the_cycle_of_waiting_ranks_is_named():
     assert not any("deadlock" in problem for problem in simulate(StageMap(3, 2), ring, depth=1).problems)
 
 
-def test_every_swap_of_two_computations_that_depend_on_each_other_is_found():
+def test_every_swap_of_dependent_computations_is_reported():
     """Rank 0 of a good schedule with two neighbouring computations of one microbatch exchanged."""
     config = ScheduleConfig(num_microbatches=4, pp=2, vpp=2)
     good = build_schedule(config)
@@ -207,7 +207,7 @@ def test_every_swap_of_two_computations_that_depend_on_each_other_is_found():
     assert found > 10
 
 
-def test_a_message_too_many_is_found_when_queues_have_room():
+def test_message_that_is_never_received_is_reported():
     first, second = two_ranks("F0 sf0 F1 sf1", "rf0 F0")
     assert "sf1.0>1 of rank 0 is never received" in simulate(StageMap(2), (first, second), depth=None).problems
 

@@ -1,4 +1,4 @@
-"""The search finds layouts that fit and that the cost model holds to be at least as fast as the published ones."""
+"""Planner search: layouts fit and are at least as fast as published ones by the cost model."""
 
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ def q6() -> tuple[plan_search.Settings, Planner]:
     return plan_search.settings_of(["--recipe", "q6"], REGISTRY), Planner(GPUS["h200"])
 
 
-def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
+def test_written_recipe_equals_the_plan(tmp_path):
     settings = plan_search.settings_of(["--recipe", "quickstart"], REGISTRY)
     planner = Planner(GPUS["h100"])
     plan = plan_search.to_search(settings, 8)
@@ -63,22 +63,22 @@ def test_a_written_recipe_is_the_plan_that_was_found(tmp_path):
             read = read_plan(["--config", str(path), "--allow-ignored-flags"], environ, lambda config: 4096)
             assert (read.parallel, read.layout, read.batch) == (each.parallel, each.layout, each.batch)
             assert read.pipeline.overlap == each.pipeline.overlap
-            assert read.memory.recompute.granularity == each.memory.recompute.granularity
-            assert read.memory.offload.modules == each.memory.offload.modules
+            assert read.memory.recompute.recompute_granularity == each.memory.recompute.recompute_granularity
+            assert read.memory.offload.offload_modules == each.memory.offload.offload_modules
 
 
 def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
     plan = plan_search.to_search(settings, 8)
     assert {layer.mixer.num_query_groups for layer in plan.model.layers} == {4}
-    assert {grid.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
+    assert {grid.parallel.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
 
 
-def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
+def test_fit_selects_the_cheapest_memory_options():
     settings, planner = q6()
     plan = plan_search.as_given(settings, 1)
     roomy = planner.fit(plan)
-    assert roomy is not None and roomy.plan.memory.recompute.granularity == "none"
+    assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
     planner.room = roomy.memory.total - 0.5 * GIB
     tight = planner.fit(plan)
     assert tight is not None and tight.memory.total <= planner.room
@@ -89,29 +89,29 @@ def test_what_fits_needs_no_switch_and_what_does_not_takes_the_cheapest():
             assert tight.step.total <= planner.estimator(changed).step().total, switch.flags
 
 
-def test_what_costs_no_time_comes_before_activations():
+def test_master_remainders_are_enabled_before_recompute():
     words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
     plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1)
     planner = Planner(GPUS["h200"])
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0, 4).total - less * GIB
         found = planner.fit_with_optimizer(plan)
-        assert found is not None and found.plan.memory.recompute.granularity == "none"
-        assert found.plan.precision == replace(plan.precision, remainders=remainders)
+        assert found is not None and found.plan.memory.recompute.recompute_granularity == "none"
+        assert found.plan.precision == replace(plan.precision, store_param_remainders=remainders)
 
 
-def test_the_optimizer_leaves_only_when_activations_are_not_enough():
+def test_optimizer_offload_is_the_last_resort():
     settings, planner = q6()
     plan = plan_search.as_given(settings, 1)
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
     assert planner.fit(plan) is None
     found = planner.fit_with_optimizer(plan)
-    assert found is not None and found.plan.optimizer.offload.host_steps
+    assert found is not None and found.plan.optimizer.offload.cpu_step
     planner.room = 1 * GIB
     assert planner.fit_with_optimizer(plan) is None
 
 
-def test_the_model_is_within_six_percent_of_what_an_h200_took():
+def test_step_time_is_within_six_percent_of_measurements():
     """Milliseconds of benchmarks/2026-11-21-h200-step.md."""
     planner = Planner(GPUS["h200"])
     for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
@@ -126,7 +126,7 @@ def test_more_work_and_slower_links_take_longer():
     before: PlannedLayout = Planner(gpu).evaluate(plan)
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
-    config = replace(plan.memory.recompute, granularity="selective", modules=("moe_act",))
+    config = replace(plan.memory.recompute, recompute_granularity="selective", recompute_modules=("moe_act",))
     again = Planner(gpu).evaluate(replace(plan, memory=MemoryConfig(recompute=config)))
     assert again.step.recompute > 0 and again.memory.total < before.memory.total
     overlapped = Planner(gpu).evaluate(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))
@@ -134,7 +134,7 @@ def test_more_work_and_slower_links_take_longer():
 
 
 @pytest.mark.parametrize("name", ["ds4", "q6"])
-def test_a_switch_changes_what_its_flags_change(name):
+def test_memory_option_equals_its_flags(name):
     plan = plan_search.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), 1)
     for switch in more_switches(plan):
         read = plan_search.as_given(plan_search.settings_of(["--recipe", name, *switch.flags.split()], REGISTRY), 1)
@@ -143,7 +143,7 @@ def test_a_switch_changes_what_its_flags_change(name):
         assert RankMemory(read).of_rank(0, 4).total == RankMemory(found).of_rank(0, 4).total, switch.flags
 
 
-def test_a_switch_saves_what_the_two_plans_differ_by():
+def test_memory_options_save_memory():
     plan = plan_search.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), 1)
     for switch in more_switches(plan):
         if any(word in switch.flags for word in ("recompute", "exp-avg", "wgrad-interval")):

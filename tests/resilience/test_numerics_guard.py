@@ -1,4 +1,4 @@
-"""Spikes: what is far above what came before, and nothing else."""
+"""Spike detection and findings."""
 
 import math
 
@@ -7,39 +7,38 @@ import torch
 from megatron_moe.resilience.numerics_guard import Finding, SpikeLimit, Spikes
 
 
-def test_a_spike_is_told_after_a_hundred_values() -> None:
+def test_spike_is_reported_after_a_hundred_values() -> None:
     """Fault 41."""
-    spikes = Spikes("loss")
     values = [2.0 + 0.01 * (i % 7) for i in range(99)]
-    assert [spikes.check(value, i) for i, value in enumerate([*values[:50], 500.0, *values[50:]])] == [None] * 100
     spikes = Spikes("loss")
-    assert not any(spikes.check(value, i) for i, value in enumerate([*values, 2.0]))
+    assert not any(spikes.check(value, i) for i, value in enumerate([*values[:50], 500.0, *values[50:]]))
+    spikes = Spikes("loss")
+    for i, value in enumerate([*values, 2.0]):
+        assert spikes.check(value, i) is None
     assert spikes.check(20.5, 101) is None, "ten times 2.06 is 20.6"
-    spikes = Spikes("loss")
-    assert not any(spikes.check(value, i) for i, value in enumerate([*values, 2.0]))
-    said = "iteration 101: loss 206 is 100.0 times the maximum of the previous 100 iterations (2.06)"
-    assert spikes.check(206.0, 101) == said
-    assert spikes.check(206.0, 102) is not None, "a spike is no measure for the next one"
-    assert spikes.check(math.inf, 103) is not None
+    message = "iteration 102: loss 206 is 10.0 times the maximum of the previous 100 iterations (20.5)"
+    assert spikes.check(206.0, 102) == message
+    assert spikes.check(206.0, 103) is not None, "spikes do not enter the maximum"
+    assert spikes.check(math.inf, 104) is not None
 
 
-def test_what_is_not_finite_is_no_measure() -> None:
+def test_nonfinite_values_do_not_enter_the_maximum() -> None:
     spikes = Spikes("gradient norm")
     for i in range(100):
         assert spikes.check(1.0, i) is None and (i > 50 or spikes.check(math.nan, i) is None)
     assert spikes.check(11.0, 100) is not None
 
 
-def test_findings_read_well() -> None:
+def test_text_of_findings() -> None:
     assert str(Finding(kind="gradient", name="a.weight", experts=(3,))) == "the gradient of a.weight (expert 3)"
     assert str(Finding(kind="gradient", name="a.weight", experts=tuple(range(10)))).endswith("6, 7 and 2 more)")
     assert str(Finding(kind="activation", name="a")) == "the output of a"
 
 
-def test_a_limit_on_the_device_judges_as_the_host_does() -> None:
+def test_device_spike_limit_equals_the_host_rule() -> None:
     """Fault 41."""
     values = [1.0, 2.0, 3.0, 31.0, 29.0, math.nan, 300.0, 290.0, 1.0, 1.0, 1.0, 11.0, 9.0]
     limit = SpikeLimit(torch.device("cpu"), window=3)
     usual = [bool(limit.usual(torch.tensor(value))) for value in values]
-    # what is ten times the largest of three; neither it nor what is not finite counts among the three
+    # above ten times the maximum of three finite values that are not spikes
     assert [value for value, fine in zip(values, usual, strict=True) if not fine] == [31.0, 300.0, 11.0]

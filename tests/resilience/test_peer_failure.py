@@ -1,4 +1,4 @@
-"""Errors of broken connections, and whom they are blamed on."""
+"""Attribution of broken connections."""
 
 import json
 import os
@@ -18,12 +18,12 @@ BROKEN = RuntimeError(
 
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds may pass between the failure of a peer and the start of the rank that looks for it."""
+    """Allows seconds between the failure of a peer and the start of this rank."""
     monkeypatch.setattr("megatron_moe.resilience.run_status._START_SKEW_SECONDS", 50.0)
 
 
 def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_size: int = 3) -> BaseException:
-    """What leaves a rank whose connection broke."""
+    """Exception raised by a rank whose connection broke."""
     status = RunStatus(run_dir, rank=rank)
     with pytest.raises(BaseException) as raised, status:
         with PeerFailures(run_dir, status, rank=rank, world_size=world_size, seconds=0.1):
@@ -31,12 +31,12 @@ def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_s
     return raised.value
 
 
-def test_connections_break_in_several_words() -> None:
+def test_broken_connection_messages() -> None:
     assert is_broken_connection(BROKEN) and is_broken_connection(RuntimeError("NCCL error: remote process exited"))
     assert not is_broken_connection(RuntimeError("shape mismatch")) and not is_broken_connection(DataProblem("gloo"))
 
 
-def test_a_rank_that_left_no_report_is_the_first(tmp_path: Path) -> None:
+def test_rank_without_report_is_named(tmp_path: Path) -> None:
     """P8, fault 3."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
     problem = blamed(tmp_path, BROKEN)
@@ -45,7 +45,7 @@ def test_a_rank_that_left_no_report_is_the_first(tmp_path: Path) -> None:
     assert (found["code"], found["rank"], found["host"]) == (11, 2, None)
 
 
-def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
+def test_reported_cause_of_a_peer_is_quoted(tmp_path: Path) -> None:
     """P8, fault 31."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.DATA, "no data")
     problem = blamed(tmp_path, BROKEN)
@@ -54,7 +54,7 @@ def test_a_rank_that_told_why_it_failed_is_quoted(tmp_path: Path) -> None:
 
 
 def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
-    """Writes the report of a rank, dated `seconds` from now; its host's clock is years late."""
+    """Writes the report of a rank, modified `seconds` from now; its host's clock is years behind."""
     folder = run_dir / "crash"
     folder.mkdir(exist_ok=True)
     path = folder / f"rank_{rank:05d}.json"
@@ -62,21 +62,21 @@ def report(run_dir: Path, rank: int, code: ExitCode, *, seconds: float) -> None:
     os.utime(path, (0.0, time.time() + seconds))
 
 
-def test_of_several_that_failed_the_first_is_blamed(tmp_path: Path) -> None:
+def test_earliest_failure_is_named(tmp_path: Path) -> None:
     """P8."""
     report(tmp_path, 1, ExitCode.MEMORY, seconds=900.0)
     report(tmp_path, 2, ExitCode.DATA, seconds=600.0)
     assert str(blamed(tmp_path, BROKEN)) == "rank 2 failed first, code 4: of rank 2"
 
 
-def test_a_report_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
+def test_reports_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
     """P8."""
     report(tmp_path, 1, ExitCode.DATA, seconds=-60.0)
     report(tmp_path, 2, ExitCode.MEMORY, seconds=600.0)
     assert str(blamed(tmp_path, BROKEN)).startswith("rank 2 failed first, code 7")
 
 
-def test_a_collective_timeout_has_the_code_of_a_hang(tmp_path: Path) -> None:
+def test_collective_timeout_exits_with_the_hang_code(tmp_path: Path) -> None:
     """P7, fault 30."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.OTHER_RANK, "the connection broke")
     late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation")
@@ -85,11 +85,11 @@ def test_a_collective_timeout_has_the_code_of_a_hang(tmp_path: Path) -> None:
     assert "rank 2 did not join" in json.loads((tmp_path / "status.json").read_text())["sentence"]
 
 
-def test_without_a_run_folder_no_rank_is_named() -> None:
+def test_no_rank_is_named_without_a_run_folder() -> None:
     problem = blamed(None, BROKEN)
     assert isinstance(problem, OtherRankProblem) and problem.rank is None and "--run-dir" in str(problem)
 
 
 @pytest.mark.parametrize(("error", "world_size"), [(DataProblem("x"), 3), (RuntimeError("x"), 3), (BROKEN, 1)])
-def test_all_other_errors_pass(tmp_path: Path, error: Exception, world_size: int) -> None:
+def test_other_errors_propagate(tmp_path: Path, error: Exception, world_size: int) -> None:
     assert blamed(tmp_path, error, world_size=world_size) is error

@@ -1,4 +1,4 @@
-"""Copies that are no copies: found, named, and not confused with parts."""
+"""Comparison of replicated weights."""
 
 from dataclasses import replace
 
@@ -22,8 +22,8 @@ def flip_lowest_bit(weights: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_flipped_bit_in_one_replica_names_rank_and_parameter(ranks: int) -> None:
-    """P13, fault 42: with two copies both ranks are named, of three the odd one; exit code 12 on all of them."""
+def test_flipped_bit_names_rank_and_parameter(ranks: int) -> None:
+    """P13, fault 42: with two replicas both ranks are named, with three the deviating one; exit code 12 everywhere."""
 
     def main(context: ParallelContext) -> str:
         model = build_model(tiny.plan(), context, reference.bundle())
@@ -35,12 +35,14 @@ def test_a_flipped_bit_in_one_replica_names_rank_and_parameter(ranks: int) -> No
         assert problem.value.code == ExitCode.DRIFT
         return str(problem.value)
 
-    said = on_threads(ParallelConfig(world_size=ranks), main)
+    reported = on_threads(ParallelConfig(world_size=ranks), main)
     who = "rank 1 of 3 differs from the others" if ranks == 3 else "ranks 0, 1 have no majority"
-    assert len(set(said)) == 1 and said[0].startswith("iteration 5: ") and said[0].endswith(f"  {NORM}: {who}")
+    assert (
+        len(set(reported)) == 1 and reported[0].startswith("iteration 5: ") and reported[0].endswith(f"  {NORM}: {who}")
+    )
 
 
-def test_parts_of_experts_on_different_ranks_are_no_copies() -> None:
+def test_expert_shards_are_not_replicas() -> None:
     """P13."""
     plan = tiny.plan(model=tiny.model(moe_config=replace(tiny.moe(), dispatcher="alltoall")))
 
@@ -54,5 +56,5 @@ def test_parts_of_experts_on_different_ranks_are_no_copies() -> None:
             check_replicas(model, context, 2)
         return str(problem.value)
 
-    said = on_threads(ParallelConfig(world_size=4, ep=2), main)
-    assert all("experts.linear_fc1.weight: ranks 1, 3 have no majority" in each for each in said)
+    reported = on_threads(ParallelConfig(world_size=4, ep=2), main)
+    assert all("experts.linear_fc1.weight: ranks 1, 3 have no majority" in each for each in reported)

@@ -1,4 +1,4 @@
-"""Which ends are started again, which are left to people, and when patience is over."""
+"""Restart decisions."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def ending(checkpoint: int | None, restart: bool = True) -> Ending:
 
 
 @pytest.mark.parametrize("code", list(ExitCode))
-def test_only_what_another_start_may_mend_is_started_again(code):
+def test_exit_codes_that_are_restarted(code):
     report = StatusReport(state="failed", code=int(code), sentence="the sentence")
     decision = decide(report, 1)
     assert decision.restart == (code in AGAIN)
@@ -39,11 +39,11 @@ def test_only_what_another_start_may_mend_is_started_again(code):
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "saving"])
-def test_a_run_that_died_without_a_word_is_started_again(state):
+def test_run_without_an_exit_report_is_restarted(state):
     assert decide(StatusReport(state=state, iteration=5), 1).restart
 
 
-def test_a_finished_run_is_left_whatever_the_launcher_says():
+def test_finished_run_is_not_restarted():
     decision = decide(StatusReport(state="finished", code=0, sentence="finished after 10 iterations"), 1)
     assert not decision.restart and "finished after 10 iterations" in decision.reason
 
@@ -51,12 +51,12 @@ def test_a_finished_run_is_left_whatever_the_launcher_says():
 @pytest.mark.parametrize(
     ("code", "restart"), [(0, False), (1, False), (2, False), (130, False), (137, True), (143, True)]
 )
-def test_without_a_report_only_a_signal_is_a_reason_to_start_again(code, restart):
+def test_signals_are_restarted_without_a_report(code, restart):
     assert decide(None, code).restart == restart
 
 
-def test_a_start_that_was_killed_before_it_wrote_a_report_is_started_again(tmp_path):
-    """torchrun turns the signal into code 1, as it does with the code of a refused command line."""
+def test_start_killed_before_its_first_report_is_restarted(tmp_path):
+    """torchrun converts the signal to exit code 1, like the code of a rejected command line."""
     since = time.time() - 5
     RunStatus(tmp_path, rank=1)
     assert judge(tmp_path, 1, since=since, now=time.time()).reason.startswith("it ended without a report")
@@ -64,32 +64,30 @@ def test_a_start_that_was_killed_before_it_wrote_a_report_is_started_again(tmp_p
     assert "before it wrote status.json" in judge(tmp_path, 1, since=since, now=time.time()).reason
 
 
-def test_the_host_whose_weights_drifted_is_named():
+def test_host_of_drifted_weights_is_suspect():
     report = StatusReport(state="failed", code=int(ExitCode.DRIFT), host="node7")
     assert decide(report, 1).suspect_host == "node7"
     assert decide(StatusReport(state="failed", code=int(ExitCode.HANG), host="node7"), 1).suspect_host is None
 
 
-def test_three_ends_at_one_checkpoint_are_enough():
+def test_patience_without_a_new_checkpoint():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
     assert decide(report, 1, (ending(30),)).restart
     decision = decide(report, 1, (ending(30), ending(30)))
     assert not decision.restart
     assert "end number 3 in a row without a new checkpoint, the last at iteration 37" in decision.reason
     assert decide(report, 1, (ending(30), ending(30)), patience=4).restart
+    unsaved = StatusReport(state="running", iteration=3)
+    assert not decide(unsaved, 1, (ending(None), ending(None))).restart
 
 
-def test_a_new_checkpoint_or_a_person_restores_patience():
+def test_new_checkpoint_or_manual_start_resets_patience():
     report = StatusReport(state="running", iteration=37, last_checkpoint=30)
     assert decide(report, 1, (ending(20), ending(20), ending(30))).restart
     assert decide(report, 1, (ending(30), ending(30), ending(30, restart=False))).restart
 
 
-def test_three_starts_that_never_saved_are_enough():
-    assert not decide(StatusReport(state="running", iteration=3), 1, (ending(None), ending(None))).restart
-
-
-def test_an_old_report_says_nothing_about_this_start(tmp_path):
+def test_old_report_is_ignored(tmp_path):
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running"))))
     os.utime(tmp_path / STATUS, (0.0, 100.0))
     assert read_report(tmp_path, since=99.0) is not None
@@ -98,7 +96,7 @@ def test_an_old_report_says_nothing_about_this_start(tmp_path):
 
 
 @pytest.mark.parametrize("behind", [-7200.0, 0.0, 7200.0])
-def test_a_report_of_this_start_counts_whatever_the_clock_of_its_host_says(tmp_path, behind):
+def test_report_of_this_start_counts_with_any_host_clock(tmp_path, behind):
     report = StatusReport(state="failed", code=int(ExitCode.HANG), time=time.time() - behind)
     (tmp_path / STATUS).write_text(json.dumps(asdict(report)))
     assert judge(tmp_path, 1, since=time.time() - 60, now=time.time()).reason == "the run hung"
@@ -107,12 +105,12 @@ def test_a_report_of_this_start_counts_whatever_the_clock_of_its_host_says(tmp_p
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running", "unknown": 1}'])
-def test_a_torn_report_is_none(tmp_path, text):
+def test_invalid_report_is_ignored(tmp_path, text):
     (tmp_path / STATUS).write_text(text)
     assert read_report(tmp_path) is None
 
 
-def test_every_end_is_written_down_and_counts_next_time(tmp_path):
+def test_history_of_ends(tmp_path):
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running", iteration=4, time=5.0))))
     answers = [judge(tmp_path, 1, since=-600.0, now=float(now)).restart for now in (6, 7, 8)]
     assert answers == [True, True, False]
@@ -122,8 +120,8 @@ def test_every_end_is_written_down_and_counts_next_time(tmp_path):
     assert len(read_history(tmp_path)) == 3
 
 
-def test_a_start_that_another_job_kept_out_is_left_and_that_job_loses_nothing(tmp_path):
-    """Its status.json is the other job's: no code yet, as if this start had died without a word."""
+def test_rejected_start_of_a_second_job_is_not_restarted(tmp_path):
+    """status.json belongs to the other job and has no exit code yet."""
     lock = RunLock(tmp_path, does="writes into", option="--run-dir")
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running", iteration=4, time=5.0))))
     decision = judge(tmp_path, 1, since=-600.0, now=6.0)
@@ -133,8 +131,8 @@ def test_a_start_that_another_job_kept_out_is_left_and_that_job_loses_nothing(tm
     assert judge(tmp_path, 1, since=-600.0, now=7.0).restart
 
 
-def test_without_a_history_that_can_be_written_a_run_is_left(tmp_path, capsys):
-    """Ends in vain could not be counted, and would have no end."""
+def test_unwritable_history_prevents_restart(tmp_path, capsys):
+    """Restarts would be unlimited without a history."""
     (tmp_path / "run").write_text("a file where the folder should be")
     assert main(["--run-dir", str(tmp_path / "run"), "--exit-code", "137"]) == 1
     assert "leave it: the history of" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Verdicts over a step that was computed twice."""
+"""Verdicts about repeated steps."""
 
 import math
 
@@ -15,12 +15,12 @@ def twice(rank: int, first: float, again: float) -> RerunResult:
     return RerunResult(rank, "host", "cpu", first, again)
 
 
-def test_what_is_not_finite_equals_what_is_not_finite() -> None:
+def test_nonfinite_results_are_equal() -> None:
     assert same(NAN, math.inf) and same(2.0, 2.001) and same(0.0, 0.0)
     assert not same(NAN, 2.0) and not same(2.0, 2.01)
 
 
-def test_a_result_that_changes_accuses_the_rank_whose_loss_changed() -> None:
+def test_changed_result_suspects_the_rank_whose_loss_changed() -> None:
     """Fault 43."""
     ranks = [twice(0, 5.0, 5.0), twice(1, NAN, 5.0)]
     found = judge({"loss": NAN, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, ranks)
@@ -28,17 +28,17 @@ def test_a_result_that_changes_accuses_the_rank_whose_loss_changed() -> None:
     assert found.problem("x").code == ExitCode.RERUN_DISAMBIGUATE
 
 
-def test_losses_that_change_on_two_ranks_are_seen_although_their_sum_is_the_same() -> None:
+def test_changed_losses_with_an_equal_sum_are_detected() -> None:
     found = judge({"loss": 5.0}, {"loss": 5.0}, [twice(0, 5.0, 4.0), twice(1, 5.0, 6.0), twice(2, 5.0, 5.0)])
     assert (found.kind, found.suspects) == ("transient", (0, 1))
 
 
-def test_gradients_alone_may_change_without_a_suspect() -> None:
+def test_changed_gradients_name_no_suspect() -> None:
     found = judge({"loss": 5.0, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, [twice(0, 5.0, 5.0)])
     assert (found.kind, found.suspects) == ("transient", ())
 
 
-def test_the_same_result_in_two_starts_is_no_fault_of_the_hardware() -> None:
+def test_equal_result_in_two_starts_excludes_the_hardware() -> None:
     first, again, ranks = {"loss": NAN, "norm all": NAN}, {"loss": NAN, "norm all": NAN}, [twice(0, NAN, NAN)]
     earlier = {"loss": "nan", "norm all": "nan"}
     verdicts = [judge(first, again, ranks, each) for each in (None, {**earlier, "loss": "5.0"}, earlier)]
@@ -47,7 +47,7 @@ def test_the_same_result_in_two_starts_is_no_fault_of_the_hardware() -> None:
     assert codes == [ExitCode.NUMERICS, ExitCode.NUMERICS, ExitCode.RERUN_FAILED]
 
 
-def test_statistics_count_what_differs() -> None:
+def test_repeatability_statistics() -> None:
     figures, context = Repeatability(torch.device("cpu")), ParallelContext.single()
     assert figures.line(context) is None
     figures.add(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0]))

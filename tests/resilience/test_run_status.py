@@ -9,50 +9,28 @@ import pytest
 
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
 from megatron_moe.resilience.run_status import STARTED, RunStatus
-
-
-class Clock:
-    """Time that moves when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.logs.reports import Clock
 
 
 def read(run_dir: Path) -> dict:
     return json.loads((run_dir / "status.json").read_text())
 
 
-def test_a_run_is_starting_until_it_says_otherwise(tmp_path: Path) -> None:
-    status = RunStatus(tmp_path / "run", clock=Clock())
-    assert read(tmp_path / "run")["state"] == "starting"
-    status.update(state="running", iteration=1)
-    assert (read(tmp_path / "run")["state"], read(tmp_path / "run")["iteration"]) == ("running", 1)
-
-
-def test_it_is_written_on_every_change_of_state_and_else_every_five_seconds(tmp_path: Path) -> None:
-    status = RunStatus(tmp_path, clock=(clock := Clock()), timer=clock)
+def test_written_on_state_changes_and_every_five_seconds(tmp_path: Path) -> None:
+    """The clock of the host is set back meanwhile."""
+    clock, timer = Clock(), Clock()
+    status = RunStatus(tmp_path, clock=clock, timer=timer)
     status.update(state="running", iteration=1)
     for seconds, iteration, seen in ((1.0, 2, 1), (3.0, 3, 1), (1.0, 4, 4), (4.9, 5, 4), (0.1, 6, 6)):
-        clock.now += seconds
+        timer.now += seconds
+        clock.now -= 3600
         status.update(state="running", iteration=iteration)
         assert read(tmp_path)["iteration"] == seen, f"iteration {iteration}, {seconds} s after the last one"
     status.update(state="saving", iteration=7)
     assert read(tmp_path) | {"state": "saving", "iteration": 7, "time": clock.now} == read(tmp_path)
 
 
-def test_it_is_written_though_the_hosts_clock_is_set_back(tmp_path: Path) -> None:
-    clock, timer = Clock(), Clock()
-    status = RunStatus(tmp_path, clock=clock, timer=timer)
-    clock.now -= 3600
-    timer.now += 5
-    status.update(iteration=9)
-    assert read(tmp_path)["iteration"] == 9
-
-
-def test_the_end_is_written_at_once(tmp_path: Path) -> None:
+def test_end_is_written_immediately(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, clock=Clock())
     status.update(iteration=500, last_checkpoint=400)
     status.finish("finished", ExitCode.OK, "finished after 500 iterations")
@@ -61,7 +39,7 @@ def test_the_end_is_written_at_once(tmp_path: Path) -> None:
     assert found["sentence"] == "finished after 500 iterations"
 
 
-def test_leaving_by_an_error_writes_its_code_and_sentence(tmp_path: Path) -> None:
+def test_error_writes_code_and_sentence(tmp_path: Path) -> None:
     cases: tuple[tuple[BaseException, int, str], ...] = (
         (DataProblem("no data"), 4, "no data"),
         (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"),
@@ -75,15 +53,15 @@ def test_leaving_by_an_error_writes_its_code_and_sentence(tmp_path: Path) -> Non
         assert (found["state"], found["code"], found["sentence"]) == ("failed", code, sentence)
 
 
-def test_a_failed_run_stays_failed(tmp_path: Path) -> None:
+def test_failed_state_is_final(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, clock=Clock())
     status.fail(ExitCode.NUMERICS, "loss is nan")
     status.update(state="running", iteration=9)
     assert read(tmp_path)["state"] == "failed"
 
 
-def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
-    """The clock of every host is an hour behind that of the one before."""
+def test_first_independent_failure_is_named(tmp_path: Path) -> None:
+    """Host clocks differ by an hour each."""
     clocks = [Clock() for _ in range(4)]
     for rank, clock in enumerate(clocks):
         clock.now -= 3600 * rank
@@ -96,7 +74,7 @@ def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
     )
     named = []
     for rank, code, sentence in failures:
-        time.sleep(0.02)  # as exactly as a file system tells the time
+        time.sleep(0.02)  # resolution of file times
         ranks[rank].fail(code, sentence, hint="look there")
         named.append(read(tmp_path)["rank"])
     assert named == [2, 3, 3, 3]
@@ -106,8 +84,8 @@ def test_the_first_rank_that_failed_by_itself_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_newest_checkpoint_that_any_rank_knows_is_told(tmp_path: Path) -> None:
-    """The first rank may complete it when the one that failed first has left."""
+def test_newest_checkpoint_known_to_any_rank_is_written(tmp_path: Path) -> None:
+    """The first rank may complete a checkpoint after another rank has failed."""
     first, other = RunStatus(tmp_path, rank=0), RunStatus(tmp_path, rank=1)
     other.update(last_checkpoint=2)
     other.fail(ExitCode.NUMERICS, "loss is nan")
@@ -116,8 +94,8 @@ def test_the_newest_checkpoint_that_any_rank_knows_is_told(tmp_path: Path) -> No
     assert (read(tmp_path)["rank"], read(tmp_path)["last_checkpoint"]) == (1, 4)
 
 
-def test_failures_of_an_earlier_start_and_torn_files_do_not_count(tmp_path: Path) -> None:
-    """Nor when it came from a host whose clock is hours ahead."""
+def test_failures_of_an_earlier_start_and_invalid_files_are_ignored(tmp_path: Path) -> None:
+    """Even if written by a host whose clock is hours ahead."""
     ahead = Clock()
     ahead.now = time.time() + 7200
     RunStatus(tmp_path, rank=5, clock=ahead).fail(ExitCode.DATA, "long ago")
@@ -127,9 +105,7 @@ def test_failures_of_an_earlier_start_and_torn_files_do_not_count(tmp_path: Path
     assert read(tmp_path)["sentence"] == "now"
 
 
-def test_a_folder_that_somebody_removes_while_a_rank_fails_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_removed_during_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = RunStatus(tmp_path)
     replace = os.replace
 
@@ -143,14 +119,14 @@ def test_a_folder_that_somebody_removes_while_a_rank_fails_does_no_harm(
     assert read(tmp_path)["sentence"] == "now"
 
 
-def test_other_ranks_write_no_report_while_all_is_well(tmp_path: Path) -> None:
+def test_other_ranks_write_failures_only(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, rank=1)
     status.update(state="running", iteration=3)
     status.finish("finished", ExitCode.OK)
     assert [path.name for path in tmp_path.iterdir()] == [STARTED]
 
 
-def test_a_failure_before_the_ranks_have_met_is_not_overwritten_by_the_first_rank(tmp_path: Path) -> None:
+def test_failure_before_the_rendezvous_is_kept_by_the_first_rank(tmp_path: Path) -> None:
     """The first rank may start after another one has failed."""
     RunStatus(tmp_path, rank=1).fail(ExitCode.ENVIRONMENT, "no GPU")
     first = RunStatus(tmp_path)
@@ -159,14 +135,14 @@ def test_a_failure_before_the_ranks_have_met_is_not_overwritten_by_the_first_ran
     assert read(tmp_path)["state"] == "starting"
 
 
-def test_a_failure_of_an_earlier_start_is_overwritten(tmp_path: Path) -> None:
+def test_failure_of_an_earlier_start_is_overwritten(tmp_path: Path) -> None:
     RunStatus(tmp_path, rank=1).fail(ExitCode.ENVIRONMENT, "no GPU")
     os.utime(tmp_path / "status.json", (0.0, time.time() - 60))
     RunStatus(tmp_path)
     assert read(tmp_path)["state"] == "starting"
 
 
-def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
+def test_writes_are_atomic(tmp_path: Path) -> None:
     status = RunStatus(tmp_path, timer=(clock := Clock()))
     for iteration in range(20):
         clock.now += 10
@@ -175,16 +151,16 @@ def test_no_half_written_file_is_ever_in_place(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != STARTED] == ["status.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_does_no_harm(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    said: list[str] = []
-    status = RunStatus(tmp_path / "file", say=said.append, clock=Clock())
+    reported: list[str] = []
+    status = RunStatus(tmp_path / "file", say=reported.append, clock=Clock())
     status.update(state="running")
     status.fail(ExitCode.BUG, "x")
-    assert len(said) == 1 and said[0].startswith("cannot write ") and "training continues" in said[0]
+    assert len(reported) == 1 and reported[0].startswith("cannot write ") and "training continues" in reported[0]
 
 
-def test_without_a_run_folder_nothing_is_written() -> None:
+def test_nothing_is_written_without_a_run_folder() -> None:
     status = RunStatus(None)
     status.update(state="running")
     status.fail(ExitCode.BUG, "x")

@@ -1,4 +1,4 @@
-"""Runs side by side: figures, names and tables."""
+"""Comparison table of runs."""
 
 from pathlib import Path
 
@@ -9,35 +9,36 @@ from megatron_moe.resilience.run_summary import as_csv, as_markdown, as_text, fi
 from tests.helpers.run_dirs import make_run
 
 
-def test_speeds_are_medians_without_the_first_report(tmp_path):
+def test_speeds_are_medians_after_the_first_report(tmp_path):
     row = summarize(make_run(tmp_path / "a", (9.0, 1.0, 3.0, 2.0)), "a")
-    assert (row.seconds_per_step, row.tflops_per_gpu) == (2.0, 5.0)
-    assert (row.iterations, row.ranks, row.loss, row.validation_loss, row.state) == (4, 2, 1.0, 2.5, "finished")
-    assert summarize(tmp_path / "a", "a", skip=0).seconds_per_step == 2.5
-    assert summarize(tmp_path / "a", "a", skip=9).seconds_per_step == 2.5, "a short run is still a run"
+    assert (row["seconds_per_step"], row["tflops_per_gpu"]) == (2.0, 5.0)
+    assert (row["iterations"], row["ranks"], row["state"]) == (4, 2, "finished")
+    assert (row["loss"], row["validation_loss"]) == (1.0, 2.5)
+    assert summarize(tmp_path / "a", "a", skip=0)["seconds_per_step"] == 2.5
+    assert summarize(tmp_path / "a", "a", skip=9)["seconds_per_step"] == 2.5, "a short run is still a run"
 
 
-def test_memory_is_the_largest_and_in_gib(tmp_path):
+def test_memory_is_the_maximum_in_gib(tmp_path):
     row = summarize(make_run(tmp_path / "a", (1.0,), **{"mem-max-allocated-bytes": 3 * 2**30}), "a")
-    assert row.peak_memory_gib == 3.0
+    assert row["peak_memory_gib"] == 3.0
 
 
-def test_a_run_without_a_step_or_a_report_has_a_row(tmp_path):
+def test_run_without_steps_or_report_has_a_row(tmp_path):
     row = summarize(make_run(tmp_path / "a", (), state=None), "a")
-    assert (row.iterations, row.seconds_per_step, row.loss, row.state) == (0, None, None, "unknown")
+    assert (row["iterations"], row["seconds_per_step"], row["loss"], row["state"]) == (0, None, None, "unknown")
     full = summarize(make_run(tmp_path / "b", (1.0,)), "b")
     assert as_text([row, full]).splitlines()[1].split() == ["a", "unknown", "0", "-", "-", "-", "-", "2.5000"]
 
 
-def test_a_loss_that_is_not_finite_does_not_count(tmp_path):
+def test_nonfinite_loss_is_skipped(tmp_path):
     run = make_run(tmp_path / "a", (1.0, 1.0))
     with open(run / "metrics.jsonl", "a") as metrics:
         metrics.write('{"iteration": 3, "iteration-time": 1.0, "lm loss": null}\n')
     row = summarize(run, "a")
-    assert (row.loss, row.iterations) == (3.0, 3)
+    assert (row["loss"], row["iterations"]) == (3.0, 3)
 
 
-def test_runs_are_found_below_a_folder_once(tmp_path):
+def test_find_runs(tmp_path):
     runs = [make_run(tmp_path / "sweep" / name, (1.0,)) for name in ("b", "a")]
     assert find_runs([tmp_path / "sweep", runs[0]]) == [runs[1], runs[0]]
     with pytest.raises(DataProblem, match="empty holds no run"):
@@ -53,11 +54,11 @@ def test_runs_are_found_below_a_folder_once(tmp_path):
         (["x", "x/a"], ["x", "x/a"]),
     ],
 )
-def test_names_are_what_the_paths_do_not_share(runs, names):
+def test_names_omit_the_common_prefix(runs, names):
     assert names_of([Path(run) for run in runs]) == names
 
 
-def test_tables_leave_out_columns_that_no_run_fills(tmp_path):
+def test_tables_omit_empty_columns(tmp_path):
     rows = [summarize(make_run(tmp_path / name, (2.0, 2.0)), name) for name in ("a", "bb")]
     assert as_text(rows).splitlines() == [
         "run  state     iterations  ranks  s/step  TFLOP/s/GPU    loss  validation",

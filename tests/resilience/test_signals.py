@@ -1,4 +1,4 @@
-"""Signals that ask to leave: noted first, obeyed at once the second time, and given back afterwards."""
+"""Signal handlers."""
 
 import json
 import os
@@ -14,29 +14,31 @@ from megatron_moe.resilience.signals import Signals
 from tests.helpers.ranks import REPOSITORY
 
 
-def test_a_signal_is_noted_and_its_handler_is_given_back() -> None:
+def test_signal_is_recorded_and_its_handler_restored() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with Signals(("SIGUSR1", "SIGUSR1")) as signals:
         assert signals.active and signals.received is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.received == signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) is before
+    with Signals() as signals:
+        assert not signals.active and signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not() -> None:
+def test_second_signal_interrupts_but_a_forwarded_first_one_does_not() -> None:
     """Fault 29."""
     now = [10.0]
     signals = Signals(("SIGINT",), clock=lambda: now[0])
     signals.take(signal.SIGINT)
-    now[0] += 1.9  # the launcher passes on what the terminal sent to everybody
+    now[0] += 1.9  # the launcher forwards the signal that the terminal sent to all processes
     signals.take(signal.SIGINT)
     now[0] += 0.1
     with pytest.raises(KeyboardInterrupt, match="SIGTERM, the second signal"):
         signals.take(signal.SIGTERM)
 
 
-def test_ctrl_c_in_an_import_writes_the_status_and_ends_the_process(tmp_path: Path) -> None:
-    """KeyboardInterrupt would come out of an import as another error, or not at all."""
+def test_ctrl_c_during_imports_writes_the_status(tmp_path: Path) -> None:
+    """Imports may replace or swallow a KeyboardInterrupt."""
     (tmp_path / "slow.py").write_text(
         "import os, signal\n"
         "class Sends:\n"
@@ -56,7 +58,7 @@ def test_ctrl_c_in_an_import_writes_the_status_and_ends_the_process(tmp_path: Pa
     assert json.loads((tmp_path / "run" / "status.json").read_text())["code"] == ExitCode.INTERRUPTED
 
 
-def test_ctrl_c_while_the_command_line_is_read_prints_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_while_parsing_prints_nothing(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, pretrain_moe\n"
         "def interrupted(*words): os.kill(os.getpid(), signal.SIGINT)\n"
@@ -68,7 +70,7 @@ def test_ctrl_c_while_the_command_line_is_read_prints_nothing(tmp_path: Path) ->
     assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, "", "")
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         with Signals(("SIGUSR2",)) as signals:
@@ -78,14 +80,8 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_forked_process_leaves_the_answer_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_process_ignores_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     signals = Signals(("SIGTERM",))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     signals.take(signal.SIGTERM)
     assert signals.received is None
-
-
-def test_without_names_nothing_is_listened_to() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Signals() as signals:
-        assert not signals.active and signal.getsignal(signal.SIGTERM) is before

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.config.parallel import ParallelConfig
-from megatron_moe.parallel.collectives import barrier
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience import watchdog
 from megatron_moe.resilience.run_status import RunStatus
@@ -27,11 +28,11 @@ PATIENCE = 120.0
 
 @pytest.fixture(autouse=True)
 def no_c_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that stalls for seconds the C timer could fire before the thread and end all tests."""
+    """Delays the C timer, which would end the test process on a machine that stalls for seconds."""
     monkeypatch.setattr(watchdog, "_C_TIMER_DELAY_S", 3600.0)
 
 
-def test_a_timeout_writes_stacks_and_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeout_writes_stacks_and_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """P7."""
     expired, codes = threading.Event(), []
 
@@ -39,20 +40,19 @@ def test_a_timeout_writes_stacks_and_a_status(tmp_path: Path, capsys: pytest.Cap
         codes.append(code)
         expired.set()
 
-    with Watchdog({"step": 0.2}, tmp_path, exit_process=leave) as dog:
-        dog.reports_to(RunStatus(tmp_path))
+    with Watchdog({"step": 0.2}, tmp_path, status=RunStatus(tmp_path), exit_process=leave) as dog:
         dog.enter("step", 7)
         assert expired.wait(PATIENCE)
     assert codes == [ExitCode.HANG]
     stacks = (tmp_path / "crash" / "stacks_00000.txt").read_text()
-    assert "in test_a_timeout_writes_stacks_and_a_status" in stacks and "in _watch" in stacks
+    assert "in test_timeout_writes_stacks_and_status" in stacks and "in _watch" in stacks
     found = json.loads((tmp_path / "status.json").read_text())
     assert (found["state"], found["code"]) == ("failed", 10)
     assert re.match(r"rank 0 made no progress for \d+ s: phase step, iteration 7\b", found["sentence"]), found
     assert "--step-deadline" in capsys.readouterr().err
 
 
-def test_ranks_without_stacks_are_named_by_the_clock_of_the_file_server(
+def test_ranks_without_stacks_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """P7: the file server's clock is two hours behind this host's."""
@@ -69,15 +69,15 @@ def test_ranks_without_stacks_are_named_by_the_clock_of_the_file_server(
     assert "; no stacks came from rank 2, rank 3: stopped" in capsys.readouterr().err
 
 
-def test_a_timeout_with_a_closed_stderr_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_with_closed_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P7."""
     expired = threading.Event()
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", buffering=1) as broken:
         monkeypatch.setattr(sys, "stderr", broken)
-        with Watchdog({"step": 0.2}, tmp_path, exit_process=lambda code: expired.set()) as dog:
-            dog.reports_to(RunStatus(tmp_path))
+        status = RunStatus(tmp_path)
+        with Watchdog({"step": 0.2}, tmp_path, status=status, exit_process=lambda code: expired.set()) as dog:
             dog.enter("step", 7)
             assert expired.wait(PATIENCE)
         with suppress(BrokenPipeError):
@@ -85,7 +85,7 @@ def test_a_timeout_with_a_closed_stderr_ends_the_run(tmp_path: Path, monkeypatch
     assert json.loads((tmp_path / "status.json").read_text())["code"] == 10
 
 
-def test_phases_that_end_in_time_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_timeout_for_phases_that_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, expired = [0.0], threading.Event()
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep))
     with Watchdog({"step": 1.5}, tmp_path, exit_process=lambda code: expired.set()) as dog:
@@ -99,37 +99,37 @@ def test_phases_that_end_in_time_do_no_harm(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_thread_ends_with_the_context() -> None:
+def test_thread_ends_with_the_context() -> None:
     with Watchdog({"step": 60.0}, None):
         assert any(thread.name == "watchdog" for thread in threading.enumerate())
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
-def test_without_deadlines_nothing_is_watched() -> None:
+def test_no_thread_without_timeouts() -> None:
     with Watchdog({}, None) as dog:
         dog.enter("step", 1)
         assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
-def test_a_rank_that_waits_names_the_collective_and_its_group() -> None:
+def test_waiting_rank_names_the_collective_and_its_group() -> None:
     """P7."""
     threads: dict[int, int] = {}
 
     def main(context: ParallelContext) -> str:
         threads[context.rank] = threading.get_ident()
-        said = ""
-        while context.rank == 1 and "all_reduce" not in said:  # until the other rank waits
+        reported = ""
+        while context.rank == 1 and "all_reduce" not in reported:  # until the other rank waits
             frame = sys._current_frames().get(threads.get(0, 0))
-            said = waiting_in(frame) if frame else ""
-        barrier(context.group("dp"))
-        return said
+            reported = waiting_in(frame) if frame else ""
+        all_reduce_(torch.zeros(1), context.group("dp"))
+        return reported
 
-    _, said = on_threads(ParallelConfig(world_size=2), main)
-    assert said == ", waiting in all_reduce over dp (ranks 0, 1)"
+    _, reported = on_threads(ParallelConfig(world_size=2), main)
+    assert reported == ", waiting in all_reduce over dp (ranks 0, 1)"
 
 
-def test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks() -> None:
-    """Fault 30: C code that never gives the interpreter back."""
+def test_c_timer_prints_stacks_while_the_interpreter_is_locked() -> None:
+    """Fault 30: C code that holds the interpreter lock."""
     code = """
 import ctypes, sys
 from megatron_moe.resilience import watchdog

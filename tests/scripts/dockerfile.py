@@ -1,4 +1,4 @@
-"""A small linter for Dockerfiles: what can be known without building."""
+"""Linter for Dockerfiles: errors that can be found without building."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ class Instruction:
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Comments and empty lines left out."""
+    """Instructions of a Dockerfile, without comments and empty lines."""
     found, number = [], 0
     lines = iter(text.splitlines())
     for line in lines:
@@ -37,7 +37,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def findings(text: str, root: Path) -> list[str]:
-    """One sentence per mistake."""
+    """One message per error."""
     return [f"line {line}: {what}" for line, what in _findings(instructions(text), root)]
 
 
@@ -67,7 +67,7 @@ def _findings(found: list[Instruction], root: Path) -> Iterator[tuple[int, str]]
 
 
 def _image(image: str, everywhere: set[str], found: list[Instruction]) -> Iterator[str]:
-    """An image has a tag that does not move."""
+    """True if an image has a fixed tag."""
     for name in _VARIABLE.findall(image):
         if name not in everywhere:
             yield f"{image} needs an ARG {name} above the first FROM"

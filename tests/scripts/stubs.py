@@ -1,5 +1,4 @@
-"""Stand-ins for SLURM's programs: `srun` starts the tasks here, one after the other or all at once; the others write
-down what they were asked."""
+"""Stand-ins for SLURM's programs: `srun` starts local tasks, the others log their arguments."""
 
 import os
 import stat
@@ -45,7 +44,7 @@ exec "$STUB_PYTHON" "$@"
 
 
 def write_stubs(folder: Path, *, tasks: int = 1) -> dict[str, str]:
-    """Writes the stand-ins into a folder; returns the environment in which they are found first."""
+    """Writes the stand-ins to a folder; returns an environment whose PATH starts with it."""
     for name, text in (("srun", SRUN), ("sbatch", RECORDER), ("scontrol", RECORDER), ("stub_python", PROGRAM)):
         path = folder / name
         path.write_text(text)
@@ -60,7 +59,7 @@ def write_stubs(folder: Path, *, tasks: int = 1) -> dict[str, str]:
     }
 
 
-def asked(folder: Path) -> list[str]:
-    """What the stand-ins were asked, in order."""
+def logged_commands(folder: Path) -> list[str]:
+    """Logged command lines, in order."""
     log = folder / "log"
     return log.read_text().splitlines() if log.exists() else []

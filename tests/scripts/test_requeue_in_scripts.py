@@ -1,4 +1,4 @@
-"""The scripts around a run: when it is started again, and when not. The program and SLURM are stand-ins."""
+"""Restarts by the job scripts, with stand-ins for the program and SLURM."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.resilience.requeue import read_history
 from megatron_moe.resilience.run_status import StatusReport
 from tests.helpers.ranks import REPOSITORY
-from tests.scripts.stubs import asked, write_stubs
+from tests.scripts.stubs import logged_commands, write_stubs
 
 BODY = (REPOSITORY / "scripts" / "slurm" / "body.sh").read_text()
 FUTURE = time.time() + 1e6
@@ -39,7 +39,7 @@ def job_in(folder: Path) -> Job:
 
 
 def start(folder: Path, script: str, report: StatusReport | None, **more: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script whose program leaves this report."""
+    """Runs a script whose program writes this report."""
     environment: Mapping[str, str] = write_stubs(folder) | {"STUB_PYTHON": sys.executable, **more}
     run_dir = folder / "run"
     run_dir.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def start(folder: Path, script: str, report: StatusReport | None, **more: str) -
 
 
 def requeued(folder: Path) -> bool:
-    return "scontrol requeue 4711" in asked(folder)
+    return "scontrol requeue 4711" in logged_commands(folder)
 
 
 def test_slurm_starts_a_preempted_run_again(tmp_path):
@@ -71,14 +71,14 @@ def test_slurm_leaves_a_users_mistake(tmp_path, code):
 def test_slurm_leaves_a_finished_run_without_asking(tmp_path):
     done = start(tmp_path, slurm_script(job_in(tmp_path), BODY), StatusReport(state="finished", code=0))
     assert done.returncode == 0 and not requeued(tmp_path)
-    assert [line.split()[0] for line in asked(tmp_path)] == ["srun", "python"]
+    assert [line.split()[0] for line in logged_commands(tmp_path)] == ["srun", "python"]
 
 
 def test_slurm_gives_up_when_nothing_is_saved_any_more(tmp_path):
     script, report = slurm_script(job_in(tmp_path), BODY), StatusReport(state="running", iteration=9)
     codes = [start(tmp_path, script, report, STUB_CODE="9").returncode for _ in range(3)]
     assert codes == [0, 0, 9]
-    assert asked(tmp_path).count("scontrol requeue 4711") == 2
+    assert logged_commands(tmp_path).count("scontrol requeue 4711") == 2
     assert [entry.restart for entry in read_history(tmp_path / "run")] == [True, True, False]
 
 
@@ -86,7 +86,7 @@ def test_slurm_leaves_out_the_host_whose_weights_drifted(tmp_path):
     report = StatusReport(state="failed", code=int(ExitCode.DRIFT), host="node7")
     job = replace(job_in(tmp_path), slurm=(("exclude", "node3"),))
     assert start(tmp_path, slurm_script(job, BODY), report, STUB_CODE="12").returncode == 0
-    assert "scontrol update JobId=4711 ExcNodeList=node3,node7" in asked(tmp_path)
+    assert "scontrol update JobId=4711 ExcNodeList=node3,node7" in logged_commands(tmp_path)
 
 
 def test_a_job_that_slurm_ends_is_not_started_again(tmp_path):
@@ -99,7 +99,7 @@ def test_a_job_that_slurm_ends_is_not_started_again(tmp_path):
 def test_torchrun_is_started_again_as_often_as_allowed(tmp_path):
     report = StatusReport(state="failed", code=int(ExitCode.HANG))
     done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1", MAX_RESTARTS="1")
-    starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
+    starts = [line for line in logged_commands(tmp_path) if "torch.distributed.run" in line]
     assert done.returncode == 1 and len(starts) == 2
     assert "--nnodes 1 --nproc-per-node 1 --standalone" in starts[0] and starts[0].endswith("--recipe mine")
 
@@ -108,7 +108,7 @@ def test_torchrun_is_not_started_again_after_a_users_mistake(tmp_path):
     report = StatusReport(state="failed", code=int(ExitCode.DATA), sentence="the sentence")
     done = start(tmp_path, torchrun_script(job_in(tmp_path)), report, STUB_CODE="1")
     assert done.returncode == 1 and "leave it: exit code 4: the sentence" in done.stdout
-    assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1
+    assert sum("torch.distributed.run" in line for line in logged_commands(tmp_path)) == 1
 
 
 def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
@@ -117,7 +117,7 @@ def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
     assert alone.returncode != 0 and "NODE_RANK" in alone.stderr
     report = StatusReport(state="failed", code=int(ExitCode.HANG))
     start(tmp_path, script, report, NODE_RANK="1", MASTER_ADDR="host0", STUB_CODE="1")
-    starts = [line for line in asked(tmp_path) if "torch.distributed.run" in line]
+    starts = [line for line in logged_commands(tmp_path) if "torch.distributed.run" in line]
     assert len(starts) == 1, "of several machines none is started again alone"
     assert "--nnodes 2 --nproc-per-node 1 --node-rank 1 --master-addr host0 --master-port 29500" in starts[0]
 
@@ -125,12 +125,12 @@ def test_torchrun_on_several_machines_needs_to_know_where_they_meet(tmp_path):
 @pytest.mark.parametrize("name", ["container", "flags", "python", "root", "SLURM_RESTART_COUNT", "NNODES"])
 @pytest.mark.parametrize("write", [partial(slurm_script, body=BODY), torchrun_script], ids=["slurm", "torchrun"])
 def test_a_variable_of_a_file_reaches_no_command_of_the_script(tmp_path, write, name):
-    """Neither by a name that the script uses itself nor by a value that arithmetic would evaluate."""
+    """Rejects names used by the script itself and values that arithmetic would evaluate."""
     value = f"a[$(touch {tmp_path / 'executed'})]"
     job = replace(job_in(tmp_path), variables=(Variable(name, value, "a file sets it"),))
     done = start(tmp_path, write(job), None)
     assert done.returncode == 0, done.stderr
-    started = [line for line in asked(tmp_path) if "pretrain_moe.py" in line]
+    started = [line for line in logged_commands(tmp_path) if "pretrain_moe.py" in line]
     assert "touch" not in "".join(started) and started[-1].endswith(f"{REPOSITORY}/pretrain_moe.py --recipe mine")
     assert not (tmp_path / "executed").exists()
 
@@ -139,12 +139,12 @@ def test_a_signal_ends_torchrun_for_good(tmp_path):
     report = StatusReport(state="preempted", code=int(ExitCode.PREEMPTED_SAVED))
     script = f"export STUB_SIGNAL_TO=$$\n{torchrun_script(job_in(tmp_path))}"
     done = start(tmp_path, script, report, STUB_CODE="1", STUB_SIGNAL="yes")
-    assert sum("torch.distributed.run" in line for line in asked(tmp_path)) == 1
+    assert sum("torch.distributed.run" in line for line in logged_commands(tmp_path)) == 1
     assert done.returncode != 0
 
 
 def test_torchrun_hears_of_ctrl_c_once(tmp_path):
-    """A second signal would end it while it still waits for its ranks."""
+    """A second signal would end the script while it still waits for its ranks."""
     heard = tmp_path / "heard"
     stand_in = tmp_path / "stub_python"
     stand_in.write_text(

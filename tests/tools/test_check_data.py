@@ -1,4 +1,4 @@
-"""tools/check_data.py: token files are read to their last token."""
+"""tools/check_data.py: statistics and problems of token files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megatron_moe.data.indexed import IndexedWriter
 from tools.check_data import main
 
 DOCUMENTS = ([[5, 6], [7, 99]], [[]], [[1, 2, 3, 99]], [[4]])
-"""Of sequences; 99 ends a document."""
+"""Documents as lists of sequences; 99 is the end-of-document id."""
 
 
 def written(prefix: Path, documents=DOCUMENTS, dtype=np.int32) -> Path:
@@ -23,7 +23,7 @@ def written(prefix: Path, documents=DOCUMENTS, dtype=np.int32) -> Path:
     return prefix
 
 
-def test_the_table_tells_documents_lengths_and_ids(tmp_path: Path, capsys):
+def test_table_of_documents_lengths_and_ids(tmp_path: Path, capsys):
     prefix = written(tmp_path / "a")
     assert main([str(prefix), "--vocab-size", "100", "--eod", "99"]) == ExitCode.OK
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
@@ -38,7 +38,7 @@ def test_the_table_tells_documents_lengths_and_ids(tmp_path: Path, capsys):
     ]
 
 
-def test_ids_outside_the_vocabulary_are_told_with_their_place(tmp_path: Path, capsys):
+def test_ids_outside_the_vocabulary_are_located(tmp_path: Path, capsys):
     prefix = written(tmp_path / "a")
     assert main([f"{prefix}.bin", "--vocab-size", "7"]) == ExitCode.DATA
     said = capsys.readouterr().out
@@ -49,23 +49,23 @@ def test_ids_outside_the_vocabulary_are_told_with_their_place(tmp_path: Path, ca
     assert said.count("expected 0 to 6") == 3
 
 
-def test_the_first_token_behind_an_empty_document_belongs_to_the_next_one(tmp_path: Path):
+def test_tokens_after_an_empty_document_belong_to_the_next(tmp_path: Path):
     found = examine(written(tmp_path / "a", [[[1]], [[]], [[9, 1]], [[8]]]), vocab_size=8).problems
     assert [line.split(":")[0] for line in found] == ["document 2, token 0", "document 3, token 0"]
 
 
-def test_negative_ids_are_told_without_a_vocabulary(tmp_path: Path, capsys):
+def test_negative_ids_are_reported_without_a_vocabulary(tmp_path: Path, capsys):
     assert main([str(written(tmp_path / "a", [[[1, -2]]]))]) == ExitCode.DATA
     assert "document 0, token 1: id -2, expected 0 or more" in capsys.readouterr().out
 
 
-def test_of_many_problems_the_first_are_told_and_the_rest_counted(tmp_path: Path):
+def test_first_problems_are_listed_and_the_rest_counted(tmp_path: Path):
     prefix = written(tmp_path / "a", [[[9] * 50]])
     problems = examine(prefix, vocab_size=9).problems
     assert len(problems) == 21 and problems[-1] == "and 30 more ids outside the vocabulary"
 
 
-def test_files_longer_than_a_block_are_read_to_their_end(tmp_path: Path, monkeypatch):
+def test_files_longer_than_a_block_are_read_completely(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("megatron_moe.data.examine._BLOCK_TOKENS", 3)
     found = examine(written(tmp_path / "a"), vocab_size=99)
     assert [line.split(":")[0] for line in found.problems] == ["document 0, token 3", "document 2, token 3"]
@@ -73,7 +73,7 @@ def test_files_longer_than_a_block_are_read_to_their_end(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_torn_file_is_damaged_and_the_next_is_looked_at(suffix: str, tmp_path: Path, capsys):
+def test_truncated_file_is_damaged_and_the_next_is_checked(suffix: str, tmp_path: Path, capsys):
     torn, fine = written(tmp_path / "torn"), written(tmp_path / "fine")
     path = torn.with_suffix(suffix)
     path.write_bytes(path.read_bytes()[:-1])
@@ -87,14 +87,14 @@ def test_an_empty_pair_has_no_ids(tmp_path: Path, capsys):
     assert "documents              0" in capsys.readouterr().out
 
 
-def test_a_tokenizer_without_a_file_tells_the_vocabulary_too(tmp_path: Path, capsys):
+def test_vocabulary_of_a_tokenizer_without_a_file(tmp_path: Path, capsys):
     prefix = written(tmp_path / "a", ([[104, 105, 256]], [[300]]))
     assert main([str(prefix), "--tokenizer-type", "ByteTokenizer"]) == ExitCode.DATA
     said = capsys.readouterr().out
     assert "document 1, token 0: id 300, expected 0 to 256" in said and "1 end with id 256" in said
 
 
-def test_a_tokenizer_has_the_names_and_errors_of_the_program(tmp_path: Path, capsys):
+def test_invalid_tokenizers_are_rejected(tmp_path: Path, capsys):
     (tmp_path / "t.model").write_bytes(b"no model")
     words = [str(written(tmp_path / "a")), "--tokenizer-model", str(tmp_path / "t.model")]
     assert main([*words, "--tokenizer-type", "Llama2Tokenizer"]) == ExitCode.DATA

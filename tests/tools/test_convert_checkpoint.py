@@ -55,8 +55,8 @@ def test_an_unknown_family_is_named_before_anything_is_missing(tmp_path: Path, c
     assert "config.json has the model type mamba2; supported are mixtral," in said and "missing" not in said
 
 
-def test_latent_norms_with_the_epsilon_of_the_flags_are_told_and_no_obstacle(tmp_path: Path, capsys):
-    """As in Moonlight: flags know one epsilon, transformers norms the latents with 1e-6."""
+def test_a_different_epsilon_of_latent_norms_is_noted(tmp_path: Path, capsys):
+    """Moonlight: flags have one epsilon, but transformers uses 1e-6 for the latent norms."""
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     capsys.readouterr()
@@ -88,7 +88,7 @@ def test_logits_of_experts_of_an_odd_width_are_compared(tmp_path: Path):
     assert main(["--load", f"hf:{odd}", "--save", str(tmp_path / "ours"), "--compare-logits", "9"]) == ExitCode.OK
 
 
-def test_a_family_that_transformers_cannot_compare_is_converted_and_told(tmp_path: Path, capsys):
+def test_a_family_that_transformers_cannot_compare_is_converted_with_a_note(tmp_path: Path, capsys):
     folder = saved(hf_model(configs()["deepseek_v3, yarn"]), tmp_path / "published")
     change_config(folder, model_type="kimi_k2")
     words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--compare-logits", "12"]
@@ -105,13 +105,13 @@ def test_logits_are_compared_on_some_positions(number: str, capsys):
     assert f"--compare-logits: {number!r} is not an integer of at least 1" in capsys.readouterr().err
 
 
-def test_other_logits_are_told_by_the_exit_code(folder: Path, tmp_path: Path, capsys):
+def test_different_logits_set_the_exit_code(folder: Path, tmp_path: Path, capsys):
     words = ["--load", f"hf:{folder}", "--save", str(tmp_path), "--compare-logits", "12", "--rotary-base", "77"]
     assert main(words) == ExitCode.DRIFT
     assert "rope base: 77.0, published 10000.0" in capsys.readouterr().out
 
 
-def test_a_flag_about_the_model_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, capsys):
+def test_a_contradictory_model_flag_is_rejected(folder: Path, tmp_path: Path, capsys):
     words = ["--load", f"hf:{folder}", "--save", str(tmp_path / "ours"), "--moe-ffn-hidden-size", "16"]
     assert main(words) == ExitCode.CHECKPOINT
     assert "another shape: decoder.layers.1.mlp.experts.linear_fc1.weight" in capsys.readouterr().err
@@ -145,13 +145,13 @@ def test_a_model_far_too_large_for_its_files_is_not_built(size: dict, tmp_path: 
         (["--load", "hf:nowhere", "--save", "b"], ExitCode.CHECKPOINT, "nowhere/config.json does not exist"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(words: list[str], code: ExitCode, said: str, capsys):
+def test_impossible_conversions_are_rejected_with_one_message(words: list[str], code: ExitCode, said: str, capsys):
     assert main(words) == code
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["many", "5TB", "GB"])
-def test_an_odd_shard_size_is_refused(size: str, folder: Path, tmp_path: Path, capsys):
+def test_an_invalid_shard_size_is_rejected(size: str, folder: Path, tmp_path: Path, capsys):
     assert main(["--load", f"hf:{folder}", "--save", str(tmp_path / "ours")]) == ExitCode.OK
     words = ["--load", str(tmp_path / "ours"), "--save", f"hf:{tmp_path}/b", "--hf-config", str(folder)]
     assert main([*words, "--shard-size", size]) == ExitCode.CONFIG
@@ -164,7 +164,7 @@ def test_without_a_config_the_export_asks_for_one(folder: Path, tmp_path: Path, 
     assert "give --hf-config FOLDER" in capsys.readouterr().err
 
 
-def test_a_config_whose_length_is_no_number_is_refused(tmp_path: Path, capsys):
+def test_a_config_with_an_invalid_length_is_rejected(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": "long"}')
     assert main(["--load", f"hf:{tmp_path}", "--save", str(tmp_path / "ours")]) == ExitCode.CHECKPOINT
     assert "max_position_embeddings is 'long', which is not an integer" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""tools/doctor.py: what is missing, what that means, and the exit code."""
+"""tools/doctor.py: missing packages, failing probes and exit codes."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from megatron_moe.resilience.packages import PACKAGES, InstalledPackage, Package
 from tools import doctor
 
 REGISTRY = Registry.declared()
-USER = Backend("transformer_engine", ("transformer_engine",), (), by_wish=True, module="x")
+USER = Backend("transformer_engine", ("transformer_engine",), (), on_request=True, module="x")
 
 
 def package(name: str) -> Package:
@@ -25,13 +25,13 @@ def no_probes(monkeypatch):
     monkeypatch.setattr(doctor, "probes", lambda device: [Probe("bf16", True, "matrix product")])
 
 
-def test_a_machine_in_order_can_start_a_run(capsys):
+def test_complete_machine_can_start_a_run(capsys):
     assert doctor.main(["--device", "cpu"]) == ExitCode.OK
     out = capsys.readouterr().out
     assert out.endswith("a run can start here\n") and "bf16                  works   matrix product" in out
 
 
-def test_a_missing_package_is_told_with_its_flags_and_how_to_get_it():
+def test_missing_package_is_reported_with_flags_and_installation():
     missing = InstalledPackage(package=package("transformer-engine"), version=None, tested=None)
     lines = doctor.package_lines([missing], [USER], REGISTRY)
     assert lines[1:] == [
@@ -41,36 +41,36 @@ def test_a_missing_package_is_told_with_its_flags_and_how_to_get_it():
     assert "no flag of this program is missing" in doctor.package_lines([missing], [], REGISTRY)[1]
 
 
-def test_flags_that_the_program_does_not_have_are_not_promised():
+def test_unavailable_flags_are_marked():
     deep_ep = package("deep-ep")
     assert doctor.flags_of(deep_ep, [], REGISTRY) == ["--moe-token-dispatcher-type flex (not available yet)"]
-    backend = Backend("deepep", ("deep_ep",), (), by_wish=True, module="x")
+    backend = Backend("deepep", ("deep_ep",), (), on_request=True, module="x")
     assert doctor.flags_of(deep_ep, [backend], REGISTRY)[0] == "--kernel-backend deepep"
     assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]
 
 
 @pytest.mark.parametrize("wrong", [{"version": None}, {"trouble": "another program"}])
-def test_something_required_that_is_not_right_is_an_environment_problem(wrong, capsys, monkeypatch):
+def test_missing_or_wrong_requirement_is_an_environment_problem(wrong, capsys, monkeypatch):
     found = [replace(each, **wrong) if each.package.name == "numpy" else each for each in find_all()]
     monkeypatch.setattr(doctor, "find_all", lambda constraints: found)
     assert doctor.main(["--device", "cpu"]) == ExitCode.ENVIRONMENT
     assert capsys.readouterr().out.endswith("broken or missing: numpy\n")
 
 
-def test_something_that_does_not_work_is_an_environment_problem(capsys, monkeypatch):
+def test_failing_probe_is_an_environment_problem(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "probes", lambda device: [Probe("nccl", False, "RuntimeError: no GPU")])
     assert doctor.main(["--device", "cpu"]) == ExitCode.ENVIRONMENT
     assert "nccl                  FAILS   RuntimeError: no GPU" in capsys.readouterr().out
 
 
-def test_a_wrong_package_brings_the_steps_that_build_the_right_one():
+def test_wrong_package_is_reported_with_build_steps():
     wrong = InstalledPackage(package=package("apex"), version="0.9", tested=None, trouble="another program")
     lines = doctor.build_lines([wrong])
     assert any("APEX_CUDA_EXT=1" in line for line in lines) and any("pip uninstall apex" in line for line in lines)
     assert doctor.build_lines([replace(wrong, trouble="")]) == []
 
 
-def test_a_file_of_versions_that_is_not_there_is_not_taken_for_an_empty_one(capsys):
+def test_missing_constraints_file_is_rejected(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--constraints", "nowhere.txt"])
     assert "--constraints nowhere.txt is not a file" in capsys.readouterr().err

@@ -21,11 +21,10 @@ RUN = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of the checkpoints of a run."""
-    assert (
-        pretrain_moe.main([*RUN.split(), "--save", str(tmp_path / "ckpt"), "--save-interval", "1"], {}) == ExitCode.OK
-    )
-    return tmp_path / "ckpt"
+    """Checkpoint folder of a one-step run."""
+    save = tmp_path / "ckpt"
+    assert pretrain_moe.main([*RUN.split(), "--save", str(save), "--save-interval", "1"], {}) == ExitCode.OK
+    return save
 
 
 def test_only_ids_of_the_vocabulary_are_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

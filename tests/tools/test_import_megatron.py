@@ -1,4 +1,4 @@
-"""Megatron-Core's own checkpoints come in whole, and nothing that a checkpoint names is executed.
+"""Import of checkpoints written by Megatron-Core, and rejection of damaged or malicious ones.
 
 The checkpoints in tests/data_files/megatron were written by Megatron-Core (make.py there).
 """
@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_moe.checkpoint.load import read_manifest
 from megatron_moe.checkpoint.megatron import source
 from megatron_moe.checkpoint.megatron.per_rank import PerRank
 from megatron_moe.checkpoint.megatron.pickles import Inert, load_archive, load_pickle
-from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES as DTYPES
-from megatron_moe.checkpoint.tensor_shards import FileReader, SavedTensor, TensorBox, fill
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.data.batch import MicrobatchContext, TokenMeta
+from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
 from tools.generate import load_model, newest, plan_of
@@ -66,14 +65,30 @@ def imported(folder: Path, save: Path, model: str, *more: str, flags: str = "") 
     words = ["--load", str(folder), "--save", str(save), *more, "--", *MODELS[model].split(), *flags.split()]
     assert import_megatron.main(words) == ExitCode.OK
     (path,) = save.glob("iter_*")
-    manifest = read_manifest(path)
-    reader, tensors = FileReader(path, manifest.files), {}
-    for key, entry in manifest.tensors.items():
-        data = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        target = SavedTensor(entry.shape, (TensorBox((0,) * data.dim(), data),))
-        fill(target, entry, lambda piece, place, key=key, entry=entry: reader.piece(key, entry, piece, place))
-        tensors[key] = data
-    return tensors
+    return stored_tensors(path)
+
+
+def refused(folder: Path, tmp_path: Path, *more: str, model: str = MODELS["gqa"]) -> int:
+    """Exit code of an import that writes nothing."""
+    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), *more]
+    code = import_megatron.main([*words, "--", *model.split()])
+    assert not any(tmp_path.glob("ours/iter_*"))
+    return code
+
+
+def copy_of(kept: Path, tmp_path: Path, model: str = "0.16.1/gqa") -> Path:
+    return Path(shutil.copytree(kept / model / "iter_0000003", tmp_path / "ckpt"))
+
+
+def save_rank(folder: Path, content: object, name: str = "mp_rank_00") -> None:
+    (folder / name).mkdir(parents=True)
+    torch.save(content, folder / name / "model_optim_rng.pt")
+
+
+def whole_weights(kept: Path, tmp_path: Path, model: str = "gqa") -> dict[str, Tensor]:
+    """Weights of an imported checkpoint by parameter name."""
+    found = imported(kept / "0.19.2" / model, tmp_path / "whole", model, "--no-optimizer")
+    return {key.removeprefix("model."): value for key, value in found.items()}
 
 
 @pytest.mark.parametrize("version, model", KEPT)
@@ -96,7 +111,7 @@ def test_weights_are_megatrons_and_give_its_logits(version: str, model: str, kep
 
 
 @pytest.mark.parametrize("version, model", KEPT)
-def test_the_optimizers_state_comes_along(version: str, model: str, kept: Path, tmp_path: Path) -> None:
+def test_optimizer_state_is_imported(version: str, model: str, kept: Path, tmp_path: Path) -> None:
     tensors = imported(kept / version / model, tmp_path / "ours", model)
     assert tensors["optimizer.step_count"] == 3
     trained = [key.removeprefix("model.") for key in tensors if key.startswith("model.") and "expert_bias" not in key]
@@ -107,7 +122,9 @@ def test_the_optimizers_state_comes_along(version: str, model: str, kept: Path, 
     assert len(moved) > 0.9 * len(trained), f"moments are zero but for {moved}"
 
 
-def test_a_run_goes_on_where_megatron_stopped(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_continues_from_an_imported_checkpoint(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import pretrain_moe
 
     imported(kept / "0.19.2" / "gqa", tmp_path / "ours", "gqa")
@@ -117,7 +134,7 @@ def test_a_run_goes_on_where_megatron_stopped(kept: Path, tmp_path: Path, capsys
     assert " 4/" in log and " 5/" in log and " 3/" not in log, log[-2000:]
 
 
-def test_a_run_in_single_precision_takes_the_masters_for_its_weights(kept: Path, tmp_path: Path) -> None:
+def test_fp32_runs_import_master_weights_as_weights(kept: Path, tmp_path: Path) -> None:
     import pretrain_moe
 
     narrow = imported(kept / "0.19.2" / "gqa", tmp_path / "narrow", "gqa")
@@ -130,7 +147,7 @@ def test_a_run_in_single_precision_takes_the_masters_for_its_weights(kept: Path,
     assert pretrain_moe.main([*words, "--run-dir", str(tmp_path / "run")], {}) == ExitCode.OK
 
 
-def test_a_command_line_of_many_ranks_is_read_by_one(kept: Path, tmp_path: Path) -> None:
+def test_flags_of_a_parallel_run_are_imported_on_one_rank(kept: Path, tmp_path: Path) -> None:
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     layout += "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"
     alone = imported(kept / "0.19.2" / "alike", tmp_path / "alone", "alike")
@@ -140,8 +157,8 @@ def test_a_command_line_of_many_ranks_is_read_by_one(kept: Path, tmp_path: Path)
     assert plan_of(candidate, "cpu").parallel.world_size == 1, "and what is written can be looked into"
 
 
-def test_weights_in_single_precision_keep_every_bit(tmp_path: Path) -> None:
-    """Of a checkpoint per rank, in a virtual pipeline of eleven chunks on one rank."""
+def test_fp32_weights_of_a_virtual_pipeline_are_imported_exactly(tmp_path: Path) -> None:
+    """Per-rank checkpoint of a virtual pipeline of eleven chunks on one rank."""
     flags = "--num-layers 11 --moe-layer-freq 1 --no-bf16"
     words = [*MODELS["alike"].split(), *flags.split()]
     shapes = import_megatron.skeleton(import_megatron.plan_of_run(words), FILES).state_dict()
@@ -155,9 +172,8 @@ def test_weights_in_single_precision_keep_every_bit(tmp_path: Path) -> None:
             head, matrix, _ = next(iter(parts)).rsplit(".", 2)
             parts = {f"{head}.{matrix}.weight{expert}": value[expert].clone() for expert in range(4)}
         chunks[f"model{layer}"] |= parts
-    (tmp_path / "ranks" / "mp_rank_00").mkdir(parents=True)
     args = Namespace(swiglu=True, virtual_pipeline_model_parallel_size=11)
-    torch.save({**chunks, "args": args, "iteration": 3}, tmp_path / "ranks" / "mp_rank_00" / "model_optim_rng.pt")
+    save_rank(tmp_path / "ranks", {**chunks, "args": args, "iteration": 3})
     found = imported(tmp_path / "ranks", tmp_path / "ours", "alike", "--no-optimizer", flags=flags)
     assert set(found) == {f"model.{name}" for name in weights}
     for name, value in weights.items():
@@ -173,47 +189,37 @@ def test_a_checkpoint_per_rank_has_the_same_weights(model: str, kept: Path, tmp_
         EXACT.check(value.float(), whole[key].float(), key)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_parts_of_ranks_are_put_together(told: bool, kept: Path, tmp_path: Path, capsys) -> None:
-    """Two tensor-, two pipeline- and two expert-parallel ranks, cut as Megatron cuts. Older programs do not tell over
-    how many ranks the experts are cut."""
-    whole = imported(kept / "0.19.2" / "gqa", tmp_path / "whole", "gqa", "--no-optimizer")
-    weights = {key.removeprefix("model."): value for key, value in whole.items()}
-    folder = tmp_path / "cut"
+@pytest.mark.parametrize("stored", [True, False])
+def test_shards_of_several_ranks_are_merged(stored: bool, kept: Path, tmp_path: Path, capsys) -> None:
+    """tp 2, pp 2 and ep 2. Older Megatron versions do not store the tensor-parallel size of experts."""
+    weights, folder = whole_weights(kept, tmp_path), tmp_path / "cut"
     args = Namespace(pipeline_model_parallel_size=2, expert_model_parallel_size=2, swiglu=True)
-    if told:
+    if stored:
         args.expert_tensor_parallel_size = 2
-    for tp in range(2):
-        for pp in range(2):
-            for ep in range(2):
-                place = folder / f"mp_rank_{tp:02d}_{pp:03d}_{ep:03d}"
-                place.mkdir(parents=True)
-                content = {"model": cut(weights, tp, pp, ep), "args": args, "iteration": 3}
-                torch.save(content, place / "model_optim_rng.pt")
+    for tp, pp, ep in product(range(2), repeat=3):
+        content = {"model": cut(weights, tp, pp, ep), "args": args, "iteration": 3}
+        save_rank(folder, content, f"mp_rank_{tp:02d}_{pp:03d}_{ep:03d}")
     again = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
-    for key, value in whole.items():
-        EXACT.check(again[key].float(), value.float(), key)
+    for name, value in weights.items():
+        EXACT.check(again[f"model.{name}"].float(), value.float(), name)
     shutil.rmtree(folder / "mp_rank_01_000_001")
-    words = ["--load", str(folder), "--save", str(tmp_path / "third"), "--no-optimizer", "--", *MODELS["gqa"].split()]
-    assert import_megatron.main(words) == ExitCode.CHECKPOINT
+    assert refused(folder, tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
     assert "mp_rank_01_001_001 needs the model of pipeline stage 0, which is missing" in capsys.readouterr().err
 
 
-def test_the_projection_of_prediction_layers_is_cut_by_rows(kept: Path, tmp_path: Path) -> None:
-    """Over two tensor-parallel ranks; all else here is whole on both of them."""
-    whole = imported(kept / "0.19.2" / "mla", tmp_path / "whole", "mla", "--no-optimizer")
+def test_the_mtp_projection_is_sharded_by_rows(kept: Path, tmp_path: Path) -> None:
+    """`eh_proj` sharded over two tensor-parallel ranks."""
     name, folder = "mtp.layers.0.eh_proj.weight", tmp_path / "cut"
+    weight = whole_weights(kept, tmp_path, "mla")[name]
     for tp in range(2):
-        (folder / f"mp_rank_{tp:02d}").mkdir(parents=True)
-        content = {"model": {name: whole[f"model.{name}"].chunk(2)[tp].clone()}, "args": Namespace()}
-        torch.save(content, folder / f"mp_rank_{tp:02d}" / "model_optim_rng.pt")
+        save_rank(folder, {"model": {name: weight.chunk(2)[tp].clone()}, "args": Namespace()}, f"mp_rank_{tp:02d}")
     found = PerRank(folder)
-    assert found.tensors[name].shape == whole[f"model.{name}"].shape
-    EXACT.check(found.read(name, (0, 0), found.tensors[name].shape), whole[f"model.{name}"], name)
+    assert found.tensors[name].shape == weight.shape
+    EXACT.check(found.read(name, (0, 0), weight.shape), weight, name)
 
 
 def cut(weights: dict[str, Tensor], tp: int, pp: int, ep: int) -> dict[str, Tensor]:
-    """What Megatron's rank would hold: layer 0 on the first stage and layer 1, there called 0, on the second."""
+    """Shard of one Megatron rank: layer 0 on the first stage, and layer 1, named 0 there, on the second."""
     held = {}
     for name, value in weights.items():
         first = name.startswith(("embedding", "decoder.layers.0"))
@@ -238,25 +244,23 @@ def part(value: Tensor, name: str, tp: int) -> Tensor:
     return value.chunk(2, dim=1)[tp].clone() if "linear_proj" in name or "linear_fc2" in name else value
 
 
-def test_a_model_of_another_shape_is_refused_with_the_list(kept: Path, tmp_path: Path, capsys) -> None:
-    words = MODELS["gqa"].replace("--moe-ffn-hidden-size 8", "--moe-ffn-hidden-size 16").split()
-    load = ["--load", str(kept / "0.19.2" / "gqa"), "--save", str(tmp_path / "ours")]
-    assert import_megatron.main([*load, "--", *words]) == ExitCode.CHECKPOINT
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("--moe-ffn-hidden-size 16", "linear_fc1.weight: [4, 32, 16] in the model, [4, 16, 16]"),
+        ("--num-layers 3 --moe-layer-freq [0,1,1]", "missing: decoder.layers.2.self_attention.linear_qkv.weight"),
+        ("--num-layers 1 --moe-layer-freq [0]", "left over: decoder.layers.1."),
+    ],
+)
+def test_a_model_of_another_shape_is_rejected(change: str, problem: str, kept: Path, tmp_path: Path, capsys) -> None:
+    model = f"{MODELS['gqa']} {change}"
+    assert refused(kept / "0.19.2" / "gqa", tmp_path, model=model) == ExitCode.CHECKPOINT
     message = capsys.readouterr().err
-    assert (
-        "does not fit this model" in message and "linear_fc1.weight: [4, 32, 16] in the model, [4, 16, 16]" in message
-    )
-    words = [*MODELS["gqa"].split(), "--num-layers", "3", "--moe-layer-freq", "[0,1,1]"]
-    assert import_megatron.main([*load, "--", *words]) == ExitCode.CHECKPOINT
-    assert "missing: decoder.layers.2.self_attention.linear_qkv.weight" in capsys.readouterr().err
-    words = [*MODELS["gqa"].split(), "--num-layers", "1", "--moe-layer-freq", "[0]"]
-    assert import_megatron.main([*load, "--", *words]) == ExitCode.CHECKPOINT
-    assert "left over: decoder.layers.1." in capsys.readouterr().err
-    assert not (tmp_path / "ours").exists() or not any((tmp_path / "ours").glob("iter_*"))
+    assert "does not fit this model" in message and problem in message
 
 
-class Crime:
-    """Writes a file when it is unpickled by somebody careless."""
+class Exploit:
+    """Creates a file when it is unpickled without restrictions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -266,38 +270,35 @@ class Crime:
 
 
 @pytest.mark.parametrize("victim", [".metadata", "common state", "tensor", "per rank"])
-def test_nothing_that_a_checkpoint_names_is_executed(victim: str, kept: Path, tmp_path: Path) -> None:
+def test_pickles_of_a_checkpoint_are_not_executed(victim: str, kept: Path, tmp_path: Path) -> None:
     evidence = tmp_path / "evidence"
-    crime = {"args": Crime(evidence), "iteration": 3, "optimizer": Crime(evidence)}
-    folder = tmp_path / "ckpt"
-    if victim == "per rank":
-        shutil.copytree(kept / "0.19.2" / "gqa-per-rank" / "iter_0000003", folder)
-        torch.save(crime, folder / "mp_rank_00" / "model_optim_rng.pt")
-    else:
-        shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
-        if victim == ".metadata":
-            (folder / ".metadata").write_bytes(pickle.dumps(Crime(evidence)))
-        elif victim == "common state":
-            torch.save(crime, folder / "common.pt")
-        else:
+    folder = copy_of(kept, tmp_path, "0.19.2/gqa-per-rank" if victim == "per rank" else "0.16.1/gqa")
+    exploit = {"args": Exploit(evidence), "iteration": 3, "optimizer": Exploit(evidence)}
+    match victim:
+        case "per rank":
+            torch.save(exploit, folder / "mp_rank_00" / "model_optim_rng.pt")
+        case ".metadata":
+            (folder / ".metadata").write_bytes(pickle.dumps(Exploit(evidence)))
+        case "common state":
+            torch.save(exploit, folder / "common.pt")
+        case "tensor":
             buffer = io.BytesIO()
-            torch.save(Crime(evidence), buffer)
+            torch.save(Exploit(evidence), buffer)
             for file in folder.glob("*.distcp"):
                 size = file.stat().st_size
                 file.write_bytes((buffer.getvalue() * (size // len(buffer.getvalue()) + 1))[:size])
-    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), "--", *MODELS["gqa"].split()]
-    assert import_megatron.main(words) == ExitCode.CHECKPOINT
-    assert not evidence.exists(), "the pickle was obeyed"
+    assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
+    assert not evidence.exists(), "the pickle was executed"
 
 
-def test_names_that_nobody_vouches_for_become_inert(tmp_path: Path) -> None:
+def test_names_that_are_not_allowed_become_inert(tmp_path: Path) -> None:
     evidence = tmp_path / "evidence"
-    found = load_pickle(pickle.dumps([Crime(evidence), Path("x"), 3]), "a pickle")
+    found = load_pickle(pickle.dumps([Exploit(evidence), Path("x"), 3]), "a pickle")
     assert isinstance(found[0], Inert) and isinstance(found[1], Inert) and found[2] == 3
     assert not evidence.exists()
 
 
-def test_tensors_stay_inside_their_storage(tmp_path: Path) -> None:
+def test_tensors_that_exceed_their_storage_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "t.pt"
     torch.save(torch.arange(8.0).view(2, 4)[:, 1:3], file)
     EXACT.check(load_archive(file, "t").load(), torch.tensor([[1.0, 2.0], [5.0, 6.0]]), "a view")
@@ -312,9 +313,8 @@ def test_tensors_stay_inside_their_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no file", "cut", "other backend", "piece elsewhere"])
-def test_a_damaged_checkpoint_is_refused(damage: str, kept: Path, tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "ckpt"
-    shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+def test_a_damaged_checkpoint_is_rejected(damage: str, kept: Path, tmp_path: Path, capsys) -> None:
+    folder = copy_of(kept, tmp_path)
     file = next(iter(sorted(folder.glob("*.distcp"))))
     match damage:
         case "no file":
@@ -326,34 +326,19 @@ def test_a_damaged_checkpoint_is_refused(damage: str, kept: Path, tmp_path: Path
         case "piece elsewhere":
             metadata = (folder / ".metadata").read_bytes()
             (folder / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"../../passwd"))
-    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), "--", *MODELS["gqa"].split()]
-    assert import_megatron.main(words) == ExitCode.CHECKPOINT
+    assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
     assert str(folder) in capsys.readouterr().err
 
 
-def test_a_norm_on_the_input_of_the_query_projection_is_named(kept: Path, tmp_path: Path, capsys) -> None:
+def test_a_norm_on_the_input_of_the_query_projection_is_rejected_by_name(kept: Path, tmp_path: Path, capsys) -> None:
     """Megatron-Core since July 2026, with --qk-layernorm and without a query latent."""
-    whole = imported(kept / "0.19.2" / "gqa", tmp_path / "whole", "gqa", "--no-optimizer")
-    weights = {key.removeprefix("model."): value for key, value in whole.items()}
+    weights = whole_weights(kept, tmp_path)
     name = "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight"
     save_rank(tmp_path / "ranks", {"model": {**weights, name: torch.ones(16)}, "args": Namespace()})
     assert refused(tmp_path / "ranks", tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
     message = capsys.readouterr().err
     assert name in message and "train with --q-lora-rank, or without --qk-layernorm" in message
     assert "left over" not in message
-
-
-def save_rank(folder: Path, content: object) -> None:
-    (folder / "mp_rank_00").mkdir(parents=True)
-    torch.save(content, folder / "mp_rank_00" / "model_optim_rng.pt")
-
-
-def refused(folder: Path, tmp_path: Path, *more: str) -> int:
-    """The exit code of an import that writes nothing."""
-    words = ["--load", str(folder), "--save", str(tmp_path / "ours"), *more]
-    code = import_megatron.main([*words, "--", *MODELS["gqa"].split()])
-    assert not any(tmp_path.glob("ours/iter_*"))
-    return code
 
 
 @pytest.mark.parametrize(
@@ -367,7 +352,7 @@ def refused(folder: Path, tmp_path: Path, *more: str) -> int:
         ({"model": {}, "args": Namespace(), 5: 1}, "does not fit this model"),
     ],
 )
-def test_tables_of_another_form_are_refused(content: object, sentence: str, tmp_path: Path, capsys) -> None:
+def test_malformed_state_dicts_are_rejected(content: object, sentence: str, tmp_path: Path, capsys) -> None:
     save_rank(tmp_path / "ranks", content)
     assert refused(tmp_path / "ranks", tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
     message = capsys.readouterr().err
@@ -396,9 +381,8 @@ def nested(depth: int) -> list:
         ({"optimizer": {"step": 3}, "args": Namespace(consumed_train_samples=1 << 70)}, "consumed_train_samples is no"),
     ],
 )
-def test_counters_that_are_none_are_refused(common: object, sentence: str, kept: Path, tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "ckpt"
-    shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+def test_invalid_counters_are_rejected(common: object, sentence: str, kept: Path, tmp_path: Path, capsys) -> None:
+    folder = copy_of(kept, tmp_path)
     torch.save(common, folder / "common.pt")
     assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
     assert sentence in capsys.readouterr().err
@@ -413,8 +397,7 @@ def test_a_very_deep_common_state_is_read_without_recursion() -> None:
 
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata", "common.pt", "__0_0.distcp"])
 def test_only_regular_files_are_opened(name: str, kept: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "ckpt"
-    shutil.copytree(kept / "0.16.1" / "gqa" / "iter_0000003", folder)
+    folder = copy_of(kept, tmp_path)
     (folder / name).unlink()
     os.mkfifo(folder / name)
     assert refused(folder, tmp_path) == ExitCode.CHECKPOINT
@@ -437,7 +420,7 @@ def test_a_fifo_as_tracker_is_ignored(tmp_path: Path) -> None:
         (import_megatron.TRACKER, "²".encode()),
     ],
 )
-def test_damaged_files_beside_the_tensors_are_named(name: str, content: bytes, tmp_path: Path, capsys):
+def test_damaged_metadata_files_are_named(name: str, content: bytes, tmp_path: Path, capsys):
     (tmp_path / name).write_bytes(content)
     flags = "--recipe quickstart --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --data-path".split()
     assert import_megatron.main(["--load", str(tmp_path), "--save", str(tmp_path / "ours"), "--", *flags]) == 5

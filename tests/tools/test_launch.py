@@ -1,4 +1,4 @@
-"""tools/launch.py: what it prints is what it submits, and what cannot run is not submitted."""
+"""tools/launch.py: printed and submitted scripts, cluster sizes and rejected plans."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from tests.helpers.command_lines import SMALL, words
-from tests.scripts.stubs import asked, write_stubs
+from tests.scripts.stubs import logged_commands, write_stubs
 from tools.launch import ROOT, main, parser, size_of
 
 GOLDENS = ROOT / "tests" / "goldens"
@@ -49,30 +49,31 @@ def test_golden_scripts(here, capsys, launcher):
     assert text == golden.read_text()
 
 
-def test_a_dry_run_prints_what_a_submission_hands_over_and_leaves_nothing_behind(here, capsys):
+def test_dry_run_prints_the_submitted_script_and_writes_nothing(here, capsys):
     before = sorted(here.iterdir())
     script = printed(capsys, "--dry-run", "--gpus-per-node", "4", *FLAGS)
     assert sorted(here.iterdir()) == before
     printed(capsys, "--submit", "--gpus-per-node", "4", *FLAGS)
     path = here / "runs" / "megatron-moe" / "job.sbatch"
-    assert path.read_text() == script and asked(here) == [f"sbatch {path}"]
+    assert path.read_text() == script and logged_commands(here) == [f"sbatch {path}"]
     assert (path.parent / "slurm").is_dir(), "SLURM makes no folder for its logs"
 
 
-def test_without_submission_the_script_is_written_and_the_next_command_named(here, capsys):
+def test_script_is_written_with_the_command_to_start_it(here, capsys):
     out = printed(capsys, "--launcher", "torchrun", "--gpus-per-node", "2", *FLAGS, "--run-dir", "runs/x")
     assert out == f"wrote {here}/runs/x/job.sh; start it with: bash {here}/runs/x/job.sh\n"
-    assert asked(here) == []
+    assert logged_commands(here) == []
 
 
-def test_an_illegal_layout_is_refused_before_anything_is_written(here, capsys):
-    words = ["--submit", "--nodes", "2", "--gpus-per-node", "4", *FLAGS, "--expert-model-parallel-size", "16"]
+@pytest.mark.parametrize("mode", ["--submit", "--dry-run"])
+def test_invalid_layout_is_rejected_before_anything_is_written(here, capsys, mode):
+    words = [mode, "--nodes", "2", "--gpus-per-node", "4", *FLAGS, "--expert-model-parallel-size", "16"]
     assert main(words) == ExitCode.CONFIG
     assert "--expert-model-parallel-size" in capsys.readouterr().err
-    assert asked(here) == [] and not (here / "runs").exists()
+    assert logged_commands(here) == [] and not (here / "runs").exists()
 
 
-def test_a_script_that_cannot_run_yet_is_printed_with_the_reasons_and_not_written(here, capsys):
+def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(here, capsys):
     flags = ["--recipe", "deepseek-v3-gb200-256"]
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
@@ -81,16 +82,10 @@ def test_a_script_that_cannot_run_yet_is_printed_with_the_reasons_and_not_writte
     for more in ([], ["--submit"]):
         assert main([*more, *flags]) == ExitCode.CONFIG
         assert "is not available yet" in capsys.readouterr().err
-    assert asked(here) == [] and not (here / "runs").exists()
+    assert logged_commands(here) == [] and not (here / "runs").exists()
 
 
-def test_what_is_wrong_in_itself_is_refused_by_a_dry_run_as_well(here, capsys):
-    words = ["--dry-run", "--nodes", "2", "--gpus-per-node", "4", *FLAGS, "--expert-model-parallel-size", "16"]
-    assert main(words) == ExitCode.CONFIG
-    assert "--expert-model-parallel-size" in capsys.readouterr().err
-
-
-def test_a_recipe_names_its_job_and_its_folder(here, capsys):
+def test_job_and_folder_are_named_after_the_recipe(here, capsys):
     words = ["--recipe", "quickstart", "--tokenizer-type", "ByteTokenizer", "--gpus-per-node", "1", "--mock-data"]
     script = printed(capsys, "--dry-run", *words)
     assert "#SBATCH --job-name=quickstart\n" in script and "run_dir=" + str(here / "runs" / "quickstart") in script
@@ -117,7 +112,7 @@ def test_a_recipe_names_its_job_and_its_folder(here, capsys):
         ("--config b.yaml --gpus 8", (2, 4)),
     ],
 )
-def test_options_recipe_or_file_give_the_number_of_nodes(here, argv, size):
+def test_cluster_size_from_options_recipe_or_file(here, argv, size):
     Path("a.yaml").touch()
     Path("b.yaml").write_text("about: {gpu: GB300, gpus: 24}")
     options, flags = parser().parse_known_args(argv.split())
@@ -132,13 +127,13 @@ def test_options_recipe_or_file_give_the_number_of_nodes(here, argv, size):
         ("--config a.yaml", "a.yaml: `gpus` of `about` is 'many'"),
     ],
 )
-def test_sizes_that_are_no_cluster_are_rejected(here, capsys, argv, sentence):
+def test_invalid_cluster_sizes_are_rejected(here, capsys, argv, sentence):
     Path("a.yaml").write_text("about: {gpus: many}")
     assert main([*argv.split(), "--dry-run", *FLAGS]) == ExitCode.CONFIG
     assert sentence in capsys.readouterr().err
 
 
-def test_the_machine_that_submits_leaves_no_trace_in_the_plan(here, capsys, monkeypatch):
+def test_environment_of_the_submitting_machine_is_ignored(here, capsys, monkeypatch):
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "NCCL_ALGO": "Ring"}.items():
         monkeypatch.setenv(name, value)
     script = printed(capsys, "--dry-run", "--gpus-per-node", "4", *FLAGS, "--deterministic-mode")
@@ -152,13 +147,13 @@ def test_torchrun_cannot_start_other_machines(here, capsys):
 
 
 @pytest.mark.parametrize("words", [["--name", "a\ntouch x"], ["--slurm", "comment=a\ntouch x"], ["--run-dir", "a\nb"]])
-def test_a_value_with_a_newline_is_refused_before_anything_is_written(here, capsys, words):
+def test_values_with_newlines_are_rejected(here, capsys, words):
     assert main(["--submit", "--gpus-per-node", "4", *FLAGS, *words]) == ExitCode.CONFIG
     assert "which contains the character U+000A" in capsys.readouterr().err
-    assert asked(here) == [] and not (here / "runs").exists()
+    assert logged_commands(here) == [] and not (here / "runs").exists()
 
 
-def test_a_machine_without_slurm_is_told_so(here, capsys, monkeypatch):
+def test_missing_sbatch_is_reported(here, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(here / "nothing"))
     assert main(["--submit", "--gpus-per-node", "4", *FLAGS]) == ExitCode.ENVIRONMENT
     assert "sbatch is not installed on this machine" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The corpus that every machine has."""
+"""tools/make_corpus.py: files of the corpus and rejected libraries."""
 
 import json
 import sysconfig
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from tools.make_corpus import corpus_files, documents, main, read_text
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +32,15 @@ def test_tests_and_installed_packages_are_left_out() -> None:
 
 
 def small_library(folder: Path) -> Path:
-    for name in (
-        "a.py",
-        "b/c.py",
-        "b/notes.txt",
-        "LICENSE",
-        "test/t.py",
-        "b/tests/t.py",
-        "data.bin",
-        "_sysconfigdata_x.py",
-    ):
+    excluded = "test/t.py b/tests/t.py data.bin _sysconfigdata_x.py"
+    for name in f"a.py b/c.py b/notes.txt LICENSE {excluded}".split():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}\n")
     return folder
 
 
-def test_files_that_are_no_text_or_empty_are_passed_over(tmp_path: Path) -> None:
+def test_empty_and_undecodable_files_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# Gr\xfc\xdfe\n")
     (tmp_path / "wrong.py").write_bytes(b"# Gr\xfc\xdfe\n")
     (tmp_path / "wrong.txt").write_bytes(b"Gr\xfc\xdfe\n")
@@ -60,7 +50,7 @@ def test_files_that_are_no_text_or_empty_are_passed_over(tmp_path: Path) -> None
     assert list(documents(tmp_path)) == ["# -*- coding: latin-1 -*-\n# Grüße\n"]
 
 
-def test_a_library_without_sources_is_refused(
+def test_library_without_sources_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(small_library(tmp_path / "library")))

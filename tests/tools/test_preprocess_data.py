@@ -1,4 +1,4 @@
-"""Text to token files: the same bytes from every form of input and any number of workers, whole or not at all."""
+"""Text to token files: the same bytes from every input format and number of workers, complete or absent."""
 
 import contextlib
 import gzip
@@ -35,6 +35,13 @@ def run(folder: Path, *options: str, name: str = "out", source: str = "in.jsonl"
     return main(["--input", str(folder / source), "--output-prefix", str(folder / name), *options])
 
 
+def program(folder: Path, *options: str) -> dict:
+    """Arguments of `subprocess` for the tool as a program."""
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(folder / "in.jsonl")]
+    command += ["--output-prefix", str(folder / "out"), *options]
+    return {"args": command, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+
+
 def decoded(prefix: Path) -> list[str]:
     tokens = IndexedTokens(prefix)
     return [bytes(tokens.get(number).tolist()).decode() for number in range(len(tokens))]
@@ -44,7 +51,7 @@ def output_of(folder: Path, name: str) -> tuple[bytes, bytes]:
     return tuple((folder / f"{name}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx"))  # type: ignore
 
 
-def test_documents_become_sequences_and_empty_texts_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_documents_become_sequences_and_empty_texts_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
     assert run(tmp_path, *BYTES) == 0
     assert decoded(tmp_path / "out_text_document") == [text for text in TEXTS if text]
@@ -68,7 +75,7 @@ def test_append_eod_ends_every_document(tmp_path: Path) -> None:
     assert tokens.dtype == "uint16"
 
 
-def test_every_key_has_its_files(tmp_path: Path) -> None:
+def test_every_json_key_has_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "", "a": "d"}\n')
     assert run(tmp_path, *BYTES, "--json-keys", "q", "a") == 0
     assert decoded(tmp_path / "out_q_document") == ["a"]
@@ -113,14 +120,12 @@ def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> No
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
     model = tmp_path / "t.model"
     assert train_tokenizer(["--input", str(tmp_path / "in.jsonl"), "--output", str(model), "--vocab-size", "300"]) == 0
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl")]
-    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "SentencePieceTokenizer"]
-    command += ["--tokenizer-model", str(model), "--append-eod", "--workers", "2", "--log-interval", "100"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    options = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {model} --append-eod --workers 2"
+    call = program(tmp_path, *options.split(), "--log-interval", "100")
+    done = subprocess.run(**call, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "processed 300 documents" in done.stderr
-    tokenizer = load_tokenizer(TokenizerConfig(kind="SentencePieceTokenizer", model=model))
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model))
     tokens = IndexedTokens(tmp_path / "out_text_document")
     assert len(tokens) == 300
     for number, text in enumerate(texts):
@@ -129,7 +134,7 @@ def test_program_runs_with_a_trained_tokenizer_and_workers(tmp_path: Path) -> No
         assert tokenizer.decode(ids[:-1]) == text
 
 
-def test_every_tokenizer_of_the_program_has_the_same_name_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_tokenizer_names_equal_those_of_the_launcher(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flag = Registry.declared().flags["tokenizer_type"]
     names = [name for name in choices(flag.type) if flag.available(name)]
     for name in names:
@@ -140,7 +145,7 @@ def test_every_tokenizer_of_the_program_has_the_same_name_here(tmp_path: Path, c
     assert "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model" in capsys.readouterr().err
 
 
-def test_the_files_of_gpt2_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_gpt2_tokenizer_files_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
     assert run(tmp_path, "--tokenizer-type", "GPT2BPETokenizer") == 4
     assert "needs --vocab-file and --merge-file" in capsys.readouterr().err
@@ -162,7 +167,7 @@ def test_malformed_line_is_fatal_by_default_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_malformed_lines_are_skipped_and_counted_on_request(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]) + b"nonsense\n" + jsonl(["b"]) + b'{"text": 1}\n[]\n')
     assert run(tmp_path, *BYTES, "--on-bad-line", "skip") == 0
     assert decoded(tmp_path / "out_text_document") == ["a", "b"]
@@ -172,31 +177,29 @@ def test_malformed_lines_are_skipped_by_choice_and_counted(tmp_path: Path, capsy
     assert "skipped 3 malformed lines" in captured.out
 
 
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9")
+
+
 @pytest.mark.parametrize(
-    ("content", "options", "code", "sentence"),
+    ("content", "options", "sentence"),
     [
-        (b"", BYTES, 4, "no text in"),
-        (jsonl(["", ""]), BYTES, 4, "no text in"),
-        (jsonl(["a"]), ("--tokenizer-type", "SentencePieceTokenizer"), 4, "needs --tokenizer-model"),
-        (
-            jsonl(["a"]),
-            ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/absent"),
-            4,
-            "does not exist",
-        ),
-        (jsonl(["1 x"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "reads ids"),
-        (jsonl(["1 70000"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "id 70000 is not below"),
-        (jsonl(["1 -2"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "id -2 is not below"),
-        (jsonl(["1 99999999999"]), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), 4, "is not below"),
-        (b'{"text": "\\ud83d"}\n', BYTES, 4, "in.jsonl, line 1: unpaired surrogate"),
-        (b"[" * 100_000 + b"\n", BYTES, 4, "in.jsonl, line 1: not JSON"),
+        (b"", BYTES, "no text in"),
+        (jsonl(["", ""]), BYTES, "no text in"),
+        (jsonl(["a"]), ("--tokenizer-type", "SentencePieceTokenizer"), "needs --tokenizer-model"),
+        (jsonl(["a"]), ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/absent"), "does not exist"),
+        (jsonl(["1 x"]), NULL, "reads ids"),
+        (jsonl(["1 70000"]), NULL, "id 70000 is not below"),
+        (jsonl(["1 -2"]), NULL, "id -2 is not below"),
+        (jsonl(["1 99999999999"]), NULL, "is not below"),
+        (b'{"text": "\\ud83d"}\n', BYTES, "in.jsonl, line 1: unpaired surrogate"),
+        (b"[" * 100_000 + b"\n", BYTES, "in.jsonl, line 1: not JSON"),
     ],
 )
-def test_bad_input_ends_with_its_code_one_sentence_and_no_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes, options: tuple[str, ...], code: int, sentence: str
+def test_invalid_input_exits_with_one_message_and_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes, options: tuple[str, ...], sentence: str
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
-    assert run(tmp_path, *options) == code
+    assert run(tmp_path, *options) == 4
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -218,33 +221,26 @@ def test_missing_input_and_unwritable_output_are_named(tmp_path: Path, capsys: p
         ("--tokenizer-type", "NoTokenizer"),
         (*BYTES, "--vocab-size", "300"),
         (*BYTES, "--json-keys", "text", "text"),
+        (*BYTES, "--json-keys", "a", "b", "--input", "in.txt"),
     ],
 )
-def test_impossible_options_end_with_the_code_of_flags(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_invalid_options_exit_with_the_code_of_flag_errors(tmp_path: Path, options: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as leave:
         run(tmp_path, *options)
     assert leave.value.code == 2
 
 
-def test_plain_text_with_several_keys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as leave:
-        run(tmp_path, *BYTES, "--json-keys", "a", "b", source="in.txt")
-    assert leave.value.code == 2
-
-
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_half_written(signal_number: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_files(signal_number: signal.Signals, tmp_path: Path) -> None:
     fifo = tmp_path / "in.jsonl"
     os.mkfifo(fifo)
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(fifo)]
-    command += ["--output-prefix", str(tmp_path / "out"), *BYTES, "--workers", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    tool = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    call = program(tmp_path, *BYTES, "--workers", "2")
+    tool = subprocess.Popen(**call, stderr=subprocess.PIPE, start_new_session=True)
     # Opening waits for the tool to read, so it is inside its work; the input then never ends.
     with open(fifo, "wb", buffering=0) as source, contextlib.suppress(BrokenPipeError):
         source.write(jsonl(["a"] * 10))
         os.killpg(tool.pid, signal_number)
-        # Python notices a signal that comes on the way into read(2) when that returns, so the input goes on.
+        # Python handles a signal that arrives just before read(2) after it returns, so the input continues.
         for _ in range(1200):
             if tool.poll() is not None:
                 break
@@ -255,7 +251,7 @@ def test_an_interrupted_run_leaves_nothing_half_written(signal_number: signal.Si
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_files_that_a_killed_run_left_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_incomplete_files_of_a_killed_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
     left = tmp_path / "out_text_document.bin.writing-1"
     left.write_bytes(b"abc")
@@ -273,14 +269,9 @@ def _small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(["word " * 1000] * 40))
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl")]
-    command += ["--output-prefix", str(tmp_path / "out"), *BYTES]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=_small_files
-    )
+    done = subprocess.run(**program(tmp_path, *BYTES), capture_output=True, timeout=300, preexec_fn=_small_files)
     assert done.returncode == 4, done.stderr
     assert "cannot write" in done.stderr and "File too large" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

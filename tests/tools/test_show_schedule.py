@@ -1,4 +1,4 @@
-"""The tool that shows schedules."""
+"""tools/show_schedule.py: charts, verdicts and rejected requests."""
 
 import struct
 import subprocess
@@ -51,7 +51,7 @@ def test_lists_have_sends_and_receives(capsys):
     assert "rank 1: rf0.0<0 F0.0 B0.0 sb0.0>0" in out
 
 
-def test_a_layout_says_virtual_stages_and_is_shown_as_a_table(capsys):
+def test_layout_defines_virtual_stages_and_is_tabulated(capsys):
     out = shown(capsys, "--pp 2 --microbatches 4 --layout Ett|tt|t|tmL")
     assert "VPP 2" in out
     assert "    3    1     1  layer 5, final norm, MTP x1, loss" in out
@@ -68,7 +68,7 @@ def test_long_charts_are_cut_into_blocks():
     assert len(whole) == 3 * 40 * 3
 
 
-def test_sizes_without_a_schedule_end_with_one_sentence_and_code_2(capsys):
+def test_invalid_sizes_are_rejected(capsys):
     assert main("--pp 4 --vpp 2 --microbatches 3".split()) == ExitCode.CONFIG
     captured = capsys.readouterr()
     assert captured.err.startswith("groups of 4 microbatches") and captured.out == ""
@@ -81,7 +81,7 @@ RUN = (
 )
 
 
-def test_the_schedule_of_a_run_takes_time_by_what_its_stages_cost(capsys):
+def test_stage_times_of_a_run_follow_their_flops(capsys):
     assert main(["--width", "150", "--ranks", "2", "--", *RUN.split()]) == ExitCode.OK
     even = capsys.readouterr().out
     assert "1F1B: PP 2, 8 microbatches" in even
@@ -96,21 +96,21 @@ def bubble(out: str) -> float:
     return float(out.rpartition("bubble ")[2].partition("%")[0])
 
 
-def test_the_schedule_of_a_run_is_overlapped_as_the_run_is(capsys):
+def test_overlap_of_a_run_is_shown(capsys):
     sizes = "--pipeline-model-parallel-size 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     more = [*sizes.split(), "--overlap-moe-expert-parallel-comm"]
     assert main(["--ranks", "2", "--", *RUN.split(), *more]) == ExitCode.OK
     assert "one stage, overlapped:" in capsys.readouterr().out
 
 
-def test_a_run_that_waits_for_features_has_a_schedule_too(capsys):
+def test_run_with_unavailable_features_has_a_schedule(capsys):
     words = "--ranks 8 -- --recipe deepseek-v2-lite-h100-8 --global-batch-size 16"
     assert main(words.split()) == ExitCode.OK
     out = capsys.readouterr().out
     assert "one stage: PP 1, 2 microbatches" in out and "no deadlock" in out
 
 
-def test_a_question_about_flags_is_answered(capsys):
+def test_help_about_flags_is_printed(capsys):
     assert main(["--", "--help", "lr"]) == ExitCode.OK
     assert capsys.readouterr().out.startswith("--lr")
 
@@ -118,23 +118,23 @@ def test_a_question_about_flags_is_answered(capsys):
 @pytest.mark.parametrize(
     "words", ["--forward-time 0", "--backward-time nan", "--transfer-time -1", "--queue -1", "--draw a.xyz"]
 )
-def test_numbers_and_files_without_a_meaning_are_refused(words, capsys):
+def test_invalid_numbers_and_files_are_rejected(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
 
 
-def test_a_chart_that_cannot_be_written_is_told(tmp_path, capsys):
+def test_unwritable_chart_is_reported(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     assert main(["--draw", str(tmp_path / "file" / "a.svg")]) == ExitCode.ENVIRONMENT
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_run_that_is_refused_is_refused_here_too(capsys):
+def test_invalid_run_is_rejected(capsys):
     assert main(["--ranks", "3", "--", *RUN.split()]) == ExitCode.CONFIG
     assert "does not divide 3 ranks" in capsys.readouterr().err
 
 
-def test_a_wrong_schedule_is_called_wrong():
+def test_deadlock_is_reported():
     lists = ((Action("receive_backward", 0, peer=1),), (Action("receive_forward", 0, peer=0),))
     report = simulate(StageMap(2), lists)
     assert verdict(report, report).startswith("WRONG:\n  deadlock: rank 0 waits in rb0.0<1 for rank 1")
@@ -151,7 +151,7 @@ def test_charts_are_written_as_png_and_svg(tmp_path, capsys):
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
 
 
-def test_a_chart_of_a_schedule_that_stops_can_be_drawn(tmp_path):
+def test_chart_of_a_deadlocked_schedule(tmp_path):
     lists = ((Action("forward", 0), Action("receive_backward", 0, peer=1)), (Action("receive_forward", 0, peer=0),))
     draw(simulate(StageMap(2), lists), 1, "stopped", tmp_path / "stopped.png")
     assert (tmp_path / "stopped.png").stat().st_size > 1000

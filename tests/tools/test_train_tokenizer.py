@@ -1,4 +1,4 @@
-"""Training the tokenizer of the quickstart."""
+"""tools/train_tokenizer.py: training, sampling and rejected input."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokenizer_at(path: Path) -> Tokenizer:
-    return load_tokenizer(TokenizerConfig(kind="SentencePieceTokenizer", model=path))
+    return load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path))
 
 
 def train(corpus: Path, output: Path, *options: str) -> Tokenizer:
@@ -33,7 +33,7 @@ def texts_of(corpus: Path, count: int) -> list[str]:
     return [json.loads(line)["text"] for line in corpus.read_text().splitlines()[:count]]
 
 
-def test_quickstart_tokenizer_is_lossless_and_made_in_well_under_a_minute(
+def test_quickstart_tokenizer_is_lossless_and_trained_within_a_minute(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     begin = time.process_time()  # this process's own, whatever else the machine does
@@ -59,7 +59,7 @@ def test_the_same_text_gives_the_same_model(corpus: Path, tmp_path: Path, kind: 
     assert first.vocab_size == 500
 
 
-def test_text_that_looks_like_the_end_is_not_the_end(corpus: Path, tmp_path: Path) -> None:
+def test_eod_in_text_is_not_the_eod_token(corpus: Path, tmp_path: Path) -> None:
     tokenizer = train(corpus, tmp_path / "a.model", "--vocab-size", "400", "--sample-mb", "0.1")
     assert tokenizer.eod not in tokenizer.encode("a <eod> b")
     assert tokenizer.decode(tokenizer.encode("a <eod> b")) == "a <eod> b"
@@ -85,7 +85,7 @@ def test_sampled_lines_are_spread_over_all_documents(tmp_path: Path) -> None:
         ('{"text": "\\ud83d"}\n', (), "line 1: unpaired surrogate"),
     ],
 )
-def test_bad_input_ends_with_one_sentence_and_no_file(
+def test_invalid_input_is_reported_and_writes_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture, content: str, options: tuple[str, ...], sentence: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(content)
@@ -96,16 +96,8 @@ def test_bad_input_ends_with_one_sentence_and_no_file(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--vocab-size", "258"),
-        ("--sample-mb", "0"),
-        ("--sample-mb", "nan"),
-        ("--sample-mb", "inf"),
-        ("--model-type", "word"),
-    ],
+    "options", ["--vocab-size 258", "--sample-mb 0", "--sample-mb nan", "--sample-mb inf", "--model-type word"]
 )
-def test_impossible_options_end_with_the_code_of_flags(tmp_path: Path, options: tuple[str, str]) -> None:
-    with pytest.raises(SystemExit) as leave:
-        main(["--input", "a.jsonl", "--output", str(tmp_path / "t.model"), *options])
-    assert leave.value.code == 2
+def test_invalid_options_are_rejected(options: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--input", "a.jsonl", "--output", "t.model", *options.split()])

@@ -1,11 +1,10 @@
-"""tools/verify_layout.py: right layouts pass, planted errors are found and named."""
+"""tools/verify_layout.py: correct layouts pass, injected faults are detected and explained."""
 
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.layout_check.fault_seeds import FaultSeed, UnknownFaultSeed
-from megatron_moe.layout_check.table import Comparison, ComparisonRow
-from megatron_moe.layout_check.verify import summary
+from megatron_moe.layout_check.table import Comparison, ComparisonRow, summary
 from tests.helpers.command_lines import SMALL, words
 from tests.helpers.thinned import thinned
 from tools.verify_layout import main
@@ -18,7 +17,7 @@ LAYOUT = """
 
 
 def verify(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and what was printed, errors behind it."""
+    """Exit code, and standard output followed by errors."""
     code = main([*words(SMALL), *words(LAYOUT), *words(more)], {})
     printed = capsys.readouterr()
     return code, printed.out + printed.err
@@ -37,7 +36,7 @@ def verify(more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     ),
     ids=["balancing per sequence", "global balancing with dropout", "ranks that share a query group"],
 )
-def test_a_right_layout_is_equal_to_one_rank(more, capsys):
+def test_correct_layout_equals_one_rank(more, capsys):
     code, text = verify(f"--steps 2 {more}", capsys)
     assert "folded to 4 ranks: tp 2 ep 2 dp 2 edp 2; stages Et*3L" in text
     assert "equal to one rank:" in text and "NOT" not in text
@@ -52,8 +51,7 @@ PIPELINE = """
 """
 
 
-def test_a_right_pipeline_is_equal_to_one_rank_and_what_did_not_fit_is_named(capsys):
-    # routers route, whatever a benchmark wants of them
+def test_correct_pipeline_equals_one_rank_and_lost_axes_are_named(capsys):
     code, text = verify(f"{PIPELINE} --moe-router-force-biased 0.5 --nproc 4 --steps 1", capsys)
     assert "folded to 4 ranks: cp 2 pp 2 ep 2; stages Et|t||mL" in text
     assert "NOT verified, because 4 ranks are too few: dp, edp" in text
@@ -77,7 +75,7 @@ def test_doubled_gradients_of_experts_are_found_and_explained(capsys):
     assert "NOT equal to one rank" in text
 
 
-def test_sums_that_are_left_out_are_found_in_norms_and_routers(capsys):
+def test_skipped_reductions_are_detected_in_norms_and_routers(capsys):
     code, text = verify("--nproc 2 --steps 1 --inject skip-partial-sums --proxy --expert-model-parallel-size 1", capsys)
     assert code == ExitCode.DRIFT
     assert "decoder.layers.*.mlp.router.weight  copies on ranks [0, 1] differ" in text
@@ -90,10 +88,10 @@ def test_sums_that_are_left_out_are_found_in_norms_and_routers(capsys):
     [
         ("--num-experts 7", ExitCode.CONFIG, "8 ranks do not divide 7 experts"),
         ("--num-layer 7", ExitCode.CONFIG, "--num-layer is not a flag"),
-        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is no error that can be planted"),
+        ("--inject nonsense:2", ExitCode.CONFIG, "--inject nonsense:2 is not a fault seed"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(more, code, text, capsys):
+def test_invalid_requests_are_rejected(more, code, text, capsys):
     found, printed = verify(more, capsys)
     assert found == code and text in printed
 
@@ -106,17 +104,17 @@ def test_what_cannot_be_verified_is_refused(more, code, text, capsys):
         ("skip-partial-sums", FaultSeed("skip-partial-sums")),
     ],
 )
-def test_errors_to_plant_are_written_with_their_factor(text, plant):
+def test_fault_seeds_are_parsed(text, plant):
     assert FaultSeed.parse(text) == plant
 
 
 @pytest.mark.parametrize("text", ["scale-expert-grads", "scale-expert-grads:x", "skip-partial-sums:2", "", "nan:nan"])
-def test_other_errors_are_unknown(text):
+def test_unknown_fault_seeds_are_rejected(text):
     with pytest.raises(UnknownFaultSeed, match="choose one of: scale-expert-grads:FACTOR"):
         FaultSeed.parse(text)
 
 
-def test_the_summary_takes_layers_and_steps_together_and_shows_the_worst():
+def test_summary_shows_the_worst_row_over_layers_and_steps():
     def row(name: str, error: float, bad: bool = False, what: str = "gradient") -> ComparisonRow:
         return ComparisonRow(what, name, "attention", error, 2.0 if bad else None, "doubled" if bad else "", bad)
 
@@ -132,7 +130,7 @@ def test_the_summary_takes_layers_and_steps_together_and_shows_the_worst():
 
 
 @pytest.mark.parametrize("number", ["--nproc 0", "--steps x", "--timeout -1"])
-def test_numbers_without_a_meaning_are_refused(number, capsys):
+def test_invalid_numbers_are_rejected(number, capsys):
     with pytest.raises(SystemExit):
         main([*words(SMALL), *number.split()], {})
     assert f"{number.split()[0]}: {number.split()[1]!r} is not an integer of at least 1" in capsys.readouterr().err

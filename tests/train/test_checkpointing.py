@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint: what is enforced, what is told, what is taken over."""
+"""Saving and resuming runs."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import (
+    build_checkpointing,
+    build_data,
+    build_model,
+    build_train_loader,
+    build_train_state_config,
+    build_trainer,
+)
 from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.manifest import CorruptCheckpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
@@ -26,7 +33,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.train import checkpointing as checkpoints_module
-from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLog, RunPosition, saved_tensors
+from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLog, saved_tensors
 from megatron_moe.train.train_state import TrainState, check_train_state
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
@@ -40,28 +47,29 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Notes(list):
-    """A reporter that keeps what it is told."""
+    """Reporter that keeps its notes."""
 
     note = list.append
 
 
 @dataclass
 class Run:
-    """A run up to the moment where training begins."""
+    """Run after restoring, before training."""
 
     trainer: Trainer
     loader: TrainLoader | None
     checkpoints: Checkpointing
     state: TrainState
-    said: str
-    """At the start."""
+    start_notes: str
+    """Notes while restoring, as one text."""
     notes: list[str]
-    """Since the start, too."""
+    """All notes."""
     status: RunStatus
 
     def train(self, steps: int) -> None:
+        config = build_train_state_config(tiny.plan())
         for _ in range(steps):
-            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).num_samples, tiny.plan())
+            self.state.advance(self.trainer.step(self.loader.next_step(), self.state).num_samples, config)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self.trainer.model.state_dict().items()}
@@ -73,26 +81,26 @@ def start(plan: RunPlan) -> Run:
     trainer = build_trainer(plan, context, build_model(plan, context, kernels), kernels)
     loader = None if plan.loop.skip_train else build_train_loader(plan, context, build_data(plan, context))
     saver = CheckpointSaver(plan.checkpoint.save, context, say=lambda line: None) if plan.checkpoint.save else None
-    said = Notes()
+    reported = Notes()
     status = RunStatus(None)
-    checkpoints = Checkpointing(plan, context, trainer, saver, said, status)
+    checkpoints = build_checkpointing(plan, trainer, saver, reported, status)
     try:
         state = checkpoints.restore(loader)
     finally:
         if saver:
             saver.close()
-    return Run(trainer, loader, checkpoints, state, "\n".join(said), said, status)
+    return Run(trainer, loader, checkpoints, state, "\n".join(reported), reported, status)
 
 
 def plan_of(*, save: Path | None = None, load: Path | None = None, **changes: Any) -> RunPlan:
-    """A tiny plan; `flags` are more fields of its CheckpointConfig."""
+    """A tiny plan; `flags`: further fields of its CheckpointConfig."""
     flags = changes.pop("flags", {})
     return tiny.plan(checkpoint=CheckpointConfig(save=save, load=load and str(load), **flags), **changes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Two steps and their checkpoint."""
+    """Checkpoint folder of a run after two steps, and the run."""
     folder = tmp_path_factory.mktemp("trained")
     run = start(plan_of(save=folder))
     run.train(2)
@@ -104,7 +112,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     "precision", [tiny.plan().precision, BF16, PrecisionConfig()], ids=lambda config: config.params
 )
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_the_expected_size_of_a_checkpoint_is_its_size(precision: PrecisionConfig, optimizer: bool) -> None:
+def test_expected_checkpoint_size_is_exact(precision: PrecisionConfig, optimizer: bool) -> None:
     plan = plan_of(precision=precision, flags={"save_optim": optimizer})
     tensors = saved_tensors(start(plan).trainer, optimizer=optimizer)
     without_buffers = {key: tensor for key, tensor in tensors.items() if "step_count" not in key}
@@ -115,24 +123,24 @@ def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:
     return replace(plan, **{room: replace(getattr(plan, room), **fields)})
 
 
-def test_a_run_goes_on_with_everything_and_says_nothing_of_differences(trained: tuple[Path, Run]) -> None:
+def test_resumed_run_has_equal_state_and_reports_no_differences(trained: tuple[Path, Run]) -> None:
     folder, run = trained
     again = start(plan_of(load=folder))
     assert (again.state, again.loader.consumed) == (run.state, 16)
     EXACT.check_all(again.weights(), run.weights())
-    assert "differs" not in again.said and "data" not in again.said
+    assert "differs" not in again.start_notes and "data" not in again.start_notes
 
 
-def test_the_status_tells_from_the_start_where_a_run_goes_on(trained: tuple[Path, Run]) -> None:
-    """Also if it ends before its first step."""
+def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Run]) -> None:
+    """Before the first step."""
     folder, _ = trained
     own, other = (start(plan).status.report for plan in (plan_of(save=folder), plan_of(load=folder)))
     assert (own.iteration, own.last_checkpoint) == (2, 2)
     assert (other.iteration, other.last_checkpoint) == (2, None)
 
 
-def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
-    """The flag of the update does not see numbers that something else has spoiled."""
+def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
+    """The update mask does not detect weights modified otherwise."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader)
@@ -141,18 +149,20 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     for save in (run.checkpoints.save, run.checkpoints.save_last, partial(run.checkpoints.save, in_background=True)):
         with pytest.raises(NumericsProblem) as problem:
             save(run.state, run.loader)
-        said = str(problem.value)
-        assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in said
-        assert "the newest checkpoint there is of iteration 1" in said and "decoder.final_layernorm.weight" in said
+        reported = str(problem.value)
+        assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in reported
+        assert (
+            "the newest checkpoint there is of iteration 1" in reported and "decoder.final_layernorm.weight" in reported
+        )
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
-def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path) -> None:
-    """Else a job script believes that this start has got nowhere."""
+def test_checkpoint_committed_at_exit_is_reported(tmp_path: Path) -> None:
+    """Job scripts count starts without a new checkpoint."""
     run = start(plan_of(save=tmp_path))
     run.train(1)
     run.checkpoints.save(run.state, run.loader, in_background=True)
-    saver = run.checkpoints._saver
+    saver = run.checkpoints.saver
     assert saver is not None
     while saver._pending is not None and saver._pending.committing is None:
         saver.poll()
@@ -160,7 +170,7 @@ def test_a_checkpoint_that_is_committed_while_the_run_ends_counts(tmp_path: Path
     assert run.status.report.last_checkpoint == 1 and "was completed while the run ended" in run.notes[-1]
 
 
-def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(plan_of(save=tmp_path))
     run.train(1)
     monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
@@ -170,76 +180,74 @@ def test_a_run_without_any_checkpoint_says_so(tmp_path: Path, monkeypatch: pytes
         run.checkpoints.leave_preempted(run.state, run.loader, "why")
 
 
-def test_another_sequence_length_is_refused_with_both_numbers(trained: tuple[Path, Run]) -> None:
+def test_changed_sequence_length_is_rejected(trained: tuple[Path, Run]) -> None:
     plan = changed(plan_of(load=trained[0]), "data", seq_length=16)
     with pytest.raises(CheckpointProblem, match="sequences of 32 tokens, this run has --seq-length 16"):
         start(plan)
 
 
-def test_a_save_that_takes_longer_than_launchers_wait_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_longer_than_the_grace_period_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P12."""
     monkeypatch.setattr(checkpoints_module, "_GRACE_SECONDS", 0.0)
     launched = changed(plan_of(save=tmp_path), "launch", launcher="torchrun")
-    told = []
+    reported = []
     for plan in (launched, changed(launched, "resilience", exit_signals=("SIGTERM",))):
         run = start(plan)
         for _ in range(2):
             run.train(1)
             run.checkpoints.save(run.state, run.loader)
-        told.append([note for note in run.notes if "give torchrun --shutdown-timeout" in note])
-    assert [len(notes) for notes in told] == [0, 1]
+        reported.append([note for note in run.notes if "give torchrun --shutdown-timeout" in note])
+    assert [len(notes) for notes in reported] == [0, 1]
 
 
-def test_other_data_is_told(trained: tuple[Path, Run]) -> None:
+def test_changed_data_is_reported(trained: tuple[Path, Run]) -> None:
     run = start(changed(plan_of(load=trained[0]), "data", seed=4321))
-    assert "the data or its sample order is not that of the checkpoint" in run.said
+    assert "the data or its sample order is not that of the checkpoint" in run.start_notes
     assert run.state.iteration == 2
 
 
 def test_changed_content_of_a_data_file_is_reported_with_both_checksums(tmp_path: Path) -> None:
-    """A file of the same size at the same place, with other tokens."""
+    """Same path and size, other tokens."""
 
     def begin() -> Run:
-        data = {"mock": False, "train": (str(tmp_path / "a"),), "blend": ()}
+        data = {"mock_data": False, "train_data_path": (str(tmp_path / "a"),), "data_path": ()}
         return start(changed(plan_of(save=tmp_path / "save"), "data", **data))
 
     write_tokens(tmp_path / "a", [[number % 90 for number in range(33 * 16)]] * 4)
     run = begin()
     run.train(1)
     run.checkpoints.save_last(run.state, run.loader)
-    assert "the content of" not in begin().said
+    assert "the content of" not in begin().start_notes
     write_tokens(tmp_path / "a", [[number % 80 for number in range(33 * 16)]] * 4)
-    said = begin().said
-    assert f"the content of {tmp_path / 'a'}.bin is not that of the checkpoint (then 4224 bytes, sampled crc32" in said
-    assert "the data or its sample order" not in said
+    reported = begin().start_notes
+    assert (
+        f"the content of {tmp_path / 'a'}.bin is not that of the checkpoint (then 4224 bytes, sampled crc32" in reported
+    )
+    assert "the data or its sample order" not in reported
 
 
-def put(*place: str, value: Any) -> Callable[[dict], None]:
-    """Sets one value of a table of tables."""
+MISSING = object()
+
+
+def put(*place: str, value: Any = MISSING) -> Callable[[dict], None]:
+    """Function that sets or, without `value`, deletes one entry of nested tables."""
 
     def change(content: dict) -> None:
-        for key in place[:-1]:
-            content = content[key]
-        content[place[-1]] = value
-
-    return change
-
-
-def drop(*place: str) -> Callable[[dict], None]:
-    def change(content: dict) -> None:
-        for key in place[:-1]:
-            content = content[key]
-        del content[place[-1]]
+        *outer, key = place
+        for name in outer:
+            content = content[name]
+        if value is MISSING:
+            del content[key]
+        else:
+            content[key] = value
 
     return change
 
 
 DAMAGED_STATES = {
-    "no state": (drop("state"), r"lacks the keys \['state'\]"),
-    "no counter": (drop("state", "consumed_samples"), r"state lacks the keys \['consumed_samples'\]"),
-    "no length": (drop("seq_length"), r"lacks the keys \['seq_length'\]"),
+    "no state": (put("state"), r"lacks the keys \['state'\]"),
+    "no counter": (put("state", "consumed_samples"), r"state lacks the keys \['consumed_samples'\]"),
+    "no length": (put("seq_length"), r"lacks the keys \['seq_length'\]"),
     "unknown key": (put("other", value=1), r"the file has the unknown keys \['other'\]"),
     "unknown counter": (put("state", "other", value=1), r"state has the unknown keys \['other'\]"),
     "unknown curve": (put("learning_rate", "other", value=1), r"learning_rate has the unknown keys \['other'\]"),
@@ -251,12 +259,12 @@ DAMAGED_STATES = {
     "text": (put("seed", value="1"), "'seed' of the file is '1', a value of"),
     "a list": (put("state", value=[1]), "'state' of the file is \\[1\\], a value of"),
     "a style": (put("learning_rate", "style", value="steep"), "'style' of learning_rate is 'steep', a value of"),
-    "no order": (drop("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
+    "no order": (put("data", "fingerprint"), r"data lacks the keys \['fingerprint'\]"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED_STATES)
-def test_a_train_state_that_is_not_as_written_is_damage(name: str, trained: tuple[Path, Run]) -> None:
+def test_invalid_train_state_is_rejected(name: str, trained: tuple[Path, Run]) -> None:
     content = json.loads((trained[0] / "iter_0000002" / "train_state.json").read_text())
     check_train_state(content, 2)
     change, sentence = DAMAGED_STATES[name]
@@ -265,7 +273,7 @@ def test_a_train_state_that_is_not_as_written_is_damage(name: str, trained: tupl
         check_train_state(content, 2)
 
 
-def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
+def test_invalid_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
     run = start(plan_of(save=tmp_path))
     for _ in range(2):
         run.train(1)
@@ -276,22 +284,20 @@ def test_a_damaged_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path
     rewrite_text(path, "train_state.json", json.dumps(content).encode())
     again = start(plan_of(load=tmp_path))
     assert again.state.iteration == 1
-    assert again.said.count("state lacks the keys ['consumed_samples']") == 1
+    assert again.start_notes.count("state lacks the keys ['consumed_samples']") == 1
 
 
-def test_another_learning_rate_is_refused_only_when_the_optimizer_goes_on(trained: tuple[Path, Run]) -> None:
+def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tuple[Path, Run]) -> None:
     other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
     with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
         start(other)
-    for flags in ({"load_optim": False}, {"finetune": True}, {"weights_only": True}):
-        run = start(changed(plan_of(load=trained[0], flags=flags), "lr", max_lr=3e-3))
+    for flags in ({"load_optim": False}, {"finetune": True}, {"skip_train": True}):
+        run = start(changed(plan_of(load=trained[0], flags=flags), "lr_schedule", max_lr=3e-3))
         assert run.trainer.schedule.config.max_lr == 3e-3, flags
         EXACT.check_all(run.weights(), trained[1].weights())
 
 
-def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_training_data(
-    trained: tuple[Path, Run],
-) -> None:
+def test_evaluation_casts_weights_and_ignores_training_data(trained: tuple[Path, Run]) -> None:
     plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
     plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
     run = start(plan)
@@ -300,9 +306,7 @@ def test_an_evaluation_takes_the_weights_in_its_own_type_and_ignores_the_trainin
     EXACT.check(run.weights()[weight], trained[1].weights()[weight].bfloat16(), weight)
 
 
-def test_finetuning_in_bf16_trains_from_the_loaded_weights_and_not_from_random_masters(
-    trained: tuple[Path, Run],
-) -> None:
+def test_bf16_finetuning_starts_from_the_loaded_weights(trained: tuple[Path, Run]) -> None:
     plan = plan_of(load=trained[0], flags={"finetune": True}, precision=BF16)
     run = start(changed(plan, "loop", seed=99))
     loaded = run.weights()
@@ -314,28 +318,28 @@ def test_finetuning_in_bf16_trains_from_the_loaded_weights_and_not_from_random_m
     assert any((run.weights()[name] != loaded[name]).any() for name in loaded)
 
 
-def test_an_upcycled_model_is_saved_at_once_and_its_restart_does_not_convert_again(tmp_path: Path) -> None:
+def test_upcycled_model_is_saved_at_start_and_resumed(tmp_path: Path) -> None:
     config = tiny.model()
     dense = start(plan_of(save=tmp_path / "dense", model=dense_ancestor(config, 1)))
     dense.train(1)
     dense.checkpoints.save_last(dense.state, dense.loader)
-    flags = {"upcycle": True, "load_optim": False, "weights_only": True}
+    flags = {"moe_use_upcycling": True, "load_optim": False, "skip_train": True}
     plan = plan_of(save=tmp_path / "moe", load=tmp_path / "dense", flags=flags, model=config)
     converted = start(changed(plan, "loop", skip_train=True))
     (candidate,) = list_checkpoints(tmp_path / "moe")
     assert candidate.iteration == converted.state.iteration == 0 and verify(candidate.path) == []
 
     again = start(plan)
-    assert "upcycled the dense" in converted.said and "upcycled the dense" not in again.said
-    assert "the data or its sample order" not in again.said
+    assert "upcycled the dense" in converted.start_notes and "upcycled the dense" not in again.start_notes
+    assert "the data or its sample order" not in again.start_notes
     EXACT.check_all(again.weights(), converted.weights())
 
 
-def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> None:
+def test_progress_log_has_starts_and_checkpoints(tmp_path: Path) -> None:
     for start in (0, 10):
         log = ProgressLog(tmp_path, 2, {"SLURM_JOB_ID": "77"})
-        log.begin(RunPosition(start, 0.0, 0))
-        log.saving(RunPosition(start + 10, 4e12, 3_000_000_000))
+        log.begin(TrainState(iteration=start))
+        log.saving(TrainState(iteration=start + 10, flops=4e12, consumed_tokens=3_000_000_000))
         log.saved(start + 10)
     fields = [line.split("\t")[1:] for line in (tmp_path / PROGRESS).read_text().splitlines()]
     assert [each[2:4] for each in fields[:2]] == [
@@ -346,9 +350,8 @@ def test_starts_and_checkpoints_of_all_starts_have_a_line(tmp_path: Path) -> Non
     assert [each[3] for each in fields[2:]] == ["Iteration: 10", "Iteration: 20"]
 
 
-def test_nothing_is_written_where_nobody_asked_or_nobody_can(tmp_path: Path) -> None:
+def test_progress_log_without_a_folder(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "missing"):
         log = ProgressLog(folder, 1)
-        log.begin(RunPosition(0, 0.0, 0))
-        log.saved(10)
+        log.begin(TrainState())
     assert list(tmp_path.iterdir()) == []

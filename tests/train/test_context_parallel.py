@@ -1,4 +1,4 @@
-"""Training steps over a split sequence give the numbers of one rank that has the whole of it."""
+"""Context-parallel training steps equal those of one rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ KERNELS = reference.bundle()
 CP2 = ParallelConfig(world_size=2, cp=2)
 CP4 = ParallelConfig(world_size=4, cp=4)
 LEVELS = ParallelConfig(world_size=4, cp=4, cp_sub_axes=(2, 2))
-LOOPS = (tiny.plan().loop, replace(tiny.plan().loop, per_token_loss=True))
+LOOPS = (tiny.plan().loop, replace(tiny.plan().loop, calculate_per_token_loss=True))
 
 
 def windowed() -> AttentionConfig:
@@ -44,7 +44,7 @@ def model(mixer: AttentionConfig | MLAConfig, exchange: Any, **changes: Any) -> 
 
 
 def check(plan: RunPlan, parallel: ParallelConfig, *, only: tuple[str, ...] = ("",)) -> None:
-    """Losses, norms, metrics and weights of three steps; `only` those whose names begin so."""
+    """Compares losses, norms, metrics and weights of three steps; `only`: prefixes of their names."""
 
     def figures(context: ParallelContext) -> dict[str, torch.Tensor]:
         return {name: value for name, value in train(plan, context).items() if name.startswith(only)}
@@ -56,13 +56,13 @@ def check(plan: RunPlan, parallel: ParallelConfig, *, only: tuple[str, ...] = ("
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
-    """Short documents of a small file."""
+    """Plan with short documents from a small file."""
     folder = tmp_path_factory.mktemp("corpus")
     data = replace(
         tiny.plan().data,
-        mock=False,
-        train=(tiny_data.corpus(folder),),
-        valid=(tiny_data.corpus(folder, name="valid", seed=5),),
+        mock_data=False,
+        train_data_path=(tiny_data.corpus(folder),),
+        valid_data_path=(tiny_data.corpus(folder, name="valid", seed=5),),
         vocab_size=tiny_data.VOCAB,
         tokenizer=tiny_data.data_config().tokenizer,
     )
@@ -70,7 +70,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 
 def packed(plan: RunPlan) -> RunPlan:
-    """Positions and attention begin anew in each document, and its last token counts in no loss."""
+    """Plan with positions and attention reset at documents, and end-of-document tokens masked in the loss."""
     data = replace(plan.data, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     return replace(plan, data=data)
 
@@ -84,25 +84,22 @@ def packed(plan: RunPlan) -> RunPlan:
         ("a2a+p2p", "gqa", LEVELS),
     ],
 )
-def test_three_steps_are_those_of_one_rank(plan: RunPlan, exchange: str, mixer: str, parallel: ParallelConfig) -> None:
+def test_context_parallel_steps_equal_one_rank(
+    plan: RunPlan, exchange: str, mixer: str, parallel: ParallelConfig
+) -> None:
     check(replace(plan, model=model(MIXERS[mixer], exchange)), parallel)
 
 
+@pytest.mark.parametrize("mtp", [None, MTPConfig(num_layers=2)], ids=["", "multi-token prediction"])
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_packed_documents_train_alike(plan: RunPlan, loop: LoopConfig) -> None:
-    """Microbatches weigh the same, or tokens do; parts of a sequence weigh by their tokens."""
-    check(replace(packed(plan), loop=loop), CP2)
+def test_packed_documents_equal_one_rank(plan: RunPlan, loop: LoopConfig, mtp: MTPConfig | None) -> None:
+    """Equal weights of microbatches or of tokens; parts of a sequence are weighted by their tokens."""
+    check(replace(packed(plan), model=model(tiny.attention(), "p2p", mtp=mtp), loop=loop), CP2)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_multi_token_prediction_trains_alike(plan: RunPlan, loop: LoopConfig) -> None:
-    config = model(tiny.attention(), "p2p", mtp=MTPConfig(num_layers=2))
-    check(replace(packed(plan), model=config, loop=loop), CP2)
-
-
-def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
-    """Documents differ in length, and so do the degrees of the microbatches."""
-    dynamic, plan = replace(CP2, max_seqlen_per_rank=24), packed(plan)
+def test_dynamic_context_parallel_degree_equals_one_rank(plan: RunPlan) -> None:
+    """The degree of a microbatch depends on its document lengths."""
+    dynamic, plan = replace(CP2, max_seqlen_per_dp_cp_rank=24), packed(plan)
 
     def degrees(context: ParallelContext) -> set[int]:
         loader = build_train_loader(plan, context, build_data(plan, context))
@@ -112,19 +109,19 @@ def test_a_degree_per_microbatch_trains_alike(plan: RunPlan) -> None:
     check(plan, dynamic)
 
 
-def test_data_parallel_ranks_beside_context_parallel_ones(plan: RunPlan) -> None:
+def test_context_and_data_parallel_equal_one_rank(plan: RunPlan) -> None:
     check(plan, ParallelConfig(world_size=4, cp=2))
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["per microbatch", "per token"])
-def test_experts_over_context_parallel_ranks(plan: RunPlan, loop: LoopConfig) -> None:
-    """The ranks that split the sequence share the experts, so weights of experts are not those of one rank in shape."""
+def test_expert_parallel_over_context_parallel_ranks_equals_one_rank(plan: RunPlan, loop: LoopConfig) -> None:
+    """Experts are sharded over the context-parallel ranks, so only losses, norms and metrics are compared."""
     config = model(tiny.attention(), "allgather", moe_config=tiny.moe(dispatcher="alltoall"))
     figures = ("loss", "norm", "load_balancing_loss")
     check(replace(plan, model=config, loop=loop), ParallelConfig(world_size=2, cp=2, ep=2), only=figures)
 
 
-def test_an_evaluation_is_that_of_one_rank(plan: RunPlan) -> None:
+def test_context_parallel_evaluation_equals_one_rank(plan: RunPlan) -> None:
     plan = replace(packed(plan), loop=replace(plan.loop, eval_iters=2))
 
     def loss(context: ParallelContext) -> float:

@@ -1,8 +1,9 @@
-"""Validation is the loss of the model as it is: no dropout, no jitter, no counting."""
+"""Evaluation without dropout, jitter and token counts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -34,16 +35,16 @@ def evaluated(model, batches):
     return evaluate(Pipeline(plan.pipeline, plan.layout, CONTEXT, model), batches, num_microbatches=3)
 
 
-def test_evaluation_has_no_dropout_and_no_jitter():
+def test_evaluation_disables_dropout_and_jitter():
     noisy, calm = (build_model(tiny.plan(model=config), CONTEXT, KERNELS) for config in (noisy_model(), tiny.model()))
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
-    # even when the batches come with the keys of training
+    # batches with the RNG keys of training
     keyed = [replace(batch, context=replace(batch.context, rng=RNGKey(1, 2, 3))) for batch in batches]
     FP64_REF.check(evaluated(noisy, keyed), evaluated(calm, batches), "validation loss")
 
 
-def test_evaluation_counts_no_tokens_and_leaves_the_model_in_training():
+def test_evaluation_counts_no_tokens_and_restores_training_mode():
     config = tiny.router(score_function="sigmoid", expert_bias=True)
     model = build_model(tiny.plan(model=tiny.model(moe_config=tiny.moe(config))), CONTEXT, KERNELS)
     plan = tiny.plan()
@@ -53,7 +54,7 @@ def test_evaluation_counts_no_tokens_and_leaves_the_model_in_training():
     assert model.training
 
 
-def test_the_mean_is_over_tokens_of_all_batches():
+def test_loss_is_the_mean_over_tokens_of_all_batches():
     model = build_model(tiny.plan(), CONTEXT, KERNELS)
     plan = tiny.plan()
     first, second = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()[:2]
@@ -66,7 +67,7 @@ def test_the_mean_is_over_tokens_of_all_batches():
     FP64_REF.check(evaluated(model, [first, second]), expected, "mean over tokens")
 
 
-def test_every_split_has_its_own_loader():
+def test_each_split_has_its_own_loader():
     plan = tiny.plan(data=replace(tiny.plan().data, split="80,10,10"))
     loaders = build_eval_loaders(plan, CONTEXT, build_data(plan, CONTEXT))
     assert set(loaders) == {"validation", "test"}
@@ -74,8 +75,8 @@ def test_every_split_has_its_own_loader():
     assert not torch.equal(first["validation"], first["test"])
 
 
-class Stretches:
-    """Instead of a loader: remembers which stretches of the data were read."""
+class NumberedLoader:
+    """Loader that records the numbers of the evaluations."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -85,17 +86,15 @@ class Stretches:
         return iter(())
 
 
-class Silent:
-    def validation(self, report: Any) -> None:
-        """Takes what is reported."""
-
-
-def test_every_evaluation_reads_the_stretch_after_that_of_the_one_before():
-    """The first one from the beginning of the data, the last one behind all others, whoever continues the run."""
+def test_evaluations_read_consecutive_data_across_restarts():
+    """The first evaluation reads the beginning of the data, the final one follows all others."""
     plan = tiny.plan(loop=replace(tiny.plan().loop, eval_interval=2, eval_iters=1))
-    pipeline, data = Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)), Stretches()
+    pipeline, data = (
+        Pipeline(plan.pipeline, plan.layout, CONTEXT, build_model(plan, CONTEXT, KERNELS)),
+        NumberedLoader(),
+    )
     for iterations in (range(1, 4), range(4, 7)):  # two starts
-        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, Silent())
+        validation = Evaluation(plan.loop, plan.batch, pipeline, {"validation": data}, None, Mock())
         for iteration in iterations:
             validation.run_if_due(TrainState(iteration=iteration))
     validation.final(TrainState(iteration=6))

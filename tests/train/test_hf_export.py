@@ -1,4 +1,4 @@
-"""Exports as a run goes: whatever the layout, the folder has the whole model, and a failure costs one line."""
+"""Hugging Face exports during training."""
 
 import errno
 import os
@@ -38,38 +38,38 @@ def published(name: str, folder: Path) -> ModelConfig:
 
 
 def exported(context: ParallelContext, config: ModelConfig, folder: Path, output: Path) -> list[str]:
-    """Loads a folder on this rank and writes it again; what was reported."""
-    pp, said = context.group("pp"), Notes()
+    """Loads a folder on this rank and exports it; returns the notes."""
+    pp, reported = context.group("pp"), Notes()
     counts = [len(config.layers)] if pp.size == 1 else [1, len(config.layers) - 1]
     model = GPT(config, context, bundle(), chunks=place_layers(counts, pp.size, 0, 0).chunks(pp.rank))
     load_hf(folder, model, config, pp)
-    made = HuggingFaceExport(config, context, folder, output, said)
+    made = HuggingFaceExport(config, context, folder, output, reported)
     made.save(5, model_tensors(model))
     made.save(5, model_tensors(model))
-    return said
+    return reported
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3, yarn", "gpt_oss, yarn"])
-def test_every_layout_exports_the_whole_model_once(name: str, layout: ParallelConfig, tmp_path: Path):
+def test_every_layout_exports_the_complete_model_once(name: str, layout: ParallelConfig, tmp_path: Path):
     config = over_ranks(published(name, tmp_path / "hf"))
-    said = on_threads(layout, lambda c: exported(c, config, tmp_path / "hf", tmp_path / "out"), dtype=torch.float32)
+    reported = on_threads(layout, lambda c: exported(c, config, tmp_path / "hf", tmp_path / "out"), dtype=torch.float32)
     EXACT.check_all(tensors_in(tmp_path / "out" / "iter_0000005"), tensors_in(tmp_path / "hf"), "tensors")
     path = tmp_path / "out" / "iter_0000005"
-    assert said == [[f"exported iteration 5 as a Hugging Face folder to {path}"], *[[]] * (layout.world_size - 1)]
+    assert reported == [[f"exported iteration 5 as a Hugging Face folder to {path}"], *[[]] * (layout.world_size - 1)]
 
 
-def test_latent_norms_that_transformers_computes_otherwise_are_told_at_the_start(tmp_path: Path):
+def test_norm_that_transformers_computes_differently_is_reported(tmp_path: Path):
     config = published("deepseek_v3, yarn", tmp_path / "hf")
     trained = tuple(replace(layer, mixer=replace(layer.mixer, norm=layer.norm)) for layer in config.layers)
-    said = Notes()
+    reported = Notes()
     plan = tiny.plan(model=replace(config, layers=trained))
-    HuggingFaceExport(plan.model, ParallelContext.single(), tmp_path / "hf", tmp_path / "out", said)
-    (line,) = said
+    HuggingFaceExport(plan.model, ParallelContext.single(), tmp_path / "hf", tmp_path / "out", reported)
+    (line,) = reported
     assert line.startswith("exports to Hugging Face: layers 0-2 mixer norm eps: 0.0001, published 1e-06")
 
 
-def test_a_failure_in_the_middle_costs_one_line_and_no_rank_waits(tmp_path: Path, monkeypatch):
+def test_failed_export_is_reported_and_blocks_no_rank(tmp_path: Path, monkeypatch):
     config = over_ranks(published("qwen2_moe", tmp_path / "hf"))
 
     def full(folder, export, values, template, **options):
@@ -78,25 +78,29 @@ def test_a_failure_in_the_middle_costs_one_line_and_no_rank_waits(tmp_path: Path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(hf_export, "write_folder", full)
-    said = on_threads(
+    reported = on_threads(
         LAYOUTS["ep4"], lambda c: exported(c, config, tmp_path / "hf", tmp_path / "out"), dtype=torch.float32
     )
-    (line,) = said[0]
+    (line,) = reported[0]
     assert "failed" in line and "No space left" in line and "training continues" in line
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> RunPlan:
-    """A run from a folder that exports every second iteration."""
+    """Plan that starts from a folder and exports every second iteration."""
     config = published("olmoe", tmp_path / "hf")
     place = CheckpointConfig(
-        save=tmp_path / "run", load=f"hf:{tmp_path}/hf", hf_interval=2, hf_config=tmp_path / "hf", save_interval=3
+        save=tmp_path / "run",
+        load=f"hf:{tmp_path}/hf",
+        save_hf_interval=2,
+        save_hf_config=tmp_path / "hf",
+        save_interval=3,
     )
     data = replace(tiny.plan().data, vocab_size=61, tokenizer=replace(tiny.plan().data.tokenizer, vocab_size=61))
     return tiny.plan(model=config, checkpoint=place, data=data)
 
 
-def test_a_run_exports_at_its_interval_and_at_its_end(plan: RunPlan, tmp_path: Path):
+def test_exports_at_the_interval_and_at_the_end(plan: RunPlan, tmp_path: Path):
     run = start(plan)
     due = []
     for _ in range(5):
@@ -111,7 +115,7 @@ def test_a_run_exports_at_its_interval_and_at_its_end(plan: RunPlan, tmp_path: P
     assert read_config(tmp_path / "run" / "hf" / "iter_0000005")["dtype"] == "float64"
 
 
-def test_a_config_of_another_model_ends_the_run_at_its_start(plan: RunPlan):
+def test_config_of_another_model_is_rejected_at_start(plan: RunPlan):
     other = replace(plan.model, layers=plan.model.layers[:1])
     with pytest.raises(CheckpointProblem, match="number of layers: 1, published 2"):
         start(replace(plan, model=other))

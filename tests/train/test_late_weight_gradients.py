@@ -1,4 +1,4 @@
-"""Weight gradients of experts that are computed once for several microbatches are those of one at a time."""
+"""Expert weight gradients over several microbatches (`--moe-expert-wgrad-interval`)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,12 +18,12 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.pipelines import laid_out, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
@@ -47,7 +47,7 @@ def plan(num_microbatches: int = 4, config: ModelConfig | None = None, *, dp: in
     return tiny.plan(
         model=config or model(),
         data=replace(tiny.plan().data, seq_length=8),
-        batch=BatchConfig(micro=1, global_size=num_microbatches * dp),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=num_microbatches * dp),
         **changes,
     )
 
@@ -59,7 +59,7 @@ def over_ranks(num_microbatches: int = 3, moe: Any = None, **sizes: Any) -> RunP
 
 
 def selective(*modules: str) -> MemoryConfig:
-    return MemoryConfig(recompute=RecomputeConfig(granularity="selective", modules=modules))
+    return MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=modules))
 
 
 LATENT = tiny.moe(
@@ -71,9 +71,9 @@ AGAIN = MTPConfig(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
 ALL_TO_ALL, ALL_GATHER = tiny.moe(dispatcher="alltoall"), tiny.moe(dispatcher="allgather")
 STAGES = laid_out(plan(), "Et|tL", 2)
 CHUNKS = laid_out(plan(config=model(4)), "Et|t|t|tL", 2)
-PAIRS = PipelineConfig(overlap=True, split_backward=True)
-EARLY = DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True, bucket_size=1)
-MOVED = ActivationOffloadConfig(modules=("expert_fc1", "moe_act"), min_elements=1)
+PAIRS = PipelineConfig(overlap=True, delay_wgrad_compute=True)
+EARLY = DataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, ddp_bucket_size=1)
+MOVED = ActivationOffloadConfig(offload_modules=("expert_fc1", "moe_act"), min_offloaded_tensor_size=1)
 CASES = {
     **{f"{number} microbatches": plan(number) for number in (1, 3, 5)},
     "experts by all-to-all": over_ranks(moe=ALL_TO_ALL),
@@ -84,27 +84,29 @@ CASES = {
     "copies of experts, reduced early": replace(over_ranks(4, ep=1), data_parallel=EARLY),
     "1F1B": STAGES,
     "chunks": CHUNKS,
-    "weight gradients apart": replace(plan(5), pipeline=PipelineConfig(split_backward=True)),
+    "weight gradients apart": replace(plan(5), pipeline=PipelineConfig(delay_wgrad_compute=True)),
     "pairs of chunks": replace(CHUNKS, pipeline=replace(PAIRS, layout=CHUNKS.pipeline.layout)),
     "pairs over experts": replace(over_ranks(moe=ALL_TO_ALL), pipeline=PAIRS),
     "activation again": plan(memory=selective("moe_act", "layernorm")),
     "layer again": plan(memory=selective("moe")),
-    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(granularity="full"))),
+    "whole layers again": plan(memory=MemoryConfig(recompute=RecomputeConfig(recompute_granularity="full"))),
     "rows on the host": plan(memory=MemoryConfig(offload=MOVED)),
     "standard permutation, bias": plan(config=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
     "one by one": plan(config=model(moe=tiny.moe(experts=experts(grouped=False)))),
     "latent, prediction by a repeated layer": plan(3, model(moe=LATENT, mtp=AGAIN)),
-    "recorded attention": plan(graphs=CudaGraphConfig(modules=("attn", "moe_router"), warmup_steps=1)),
-    "recorded steps": plan(graphs=CudaGraphConfig(full_iteration=True, warmup_steps=1)),
+    "recorded attention": plan(
+        cuda_graphs=CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"), cuda_graph_warmup_steps=1)
+    ),
+    "recorded steps": plan(cuda_graphs=CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1)),
 }  # fmt: skip
 
 
 def every(interval: int, each: RunPlan) -> RunPlan:
-    return replace(each, memory=replace(each.memory, expert_wgrad_interval=interval))
+    return replace(each, memory=replace(each.memory, moe_expert_wgrad_interval=interval))
 
 
 def counting(calls: Counter[int]) -> KernelSet:
-    """Plain torch, which notes how many parts the weight gradients of experts have."""
+    """Reference kernels that count calls by the number of microbatches per expert weight gradient."""
     plain = reference.bundle()
 
     def grouped_weight_grad(parts: Any, out: Tensor, accumulate: bool) -> None:
@@ -118,7 +120,7 @@ def counting(calls: Counter[int]) -> KernelSet:
 def trainer_of(each: RunPlan, context: ParallelContext, calls: Counter[int] | None = None) -> Trainer:
     kernels = counting(Counter() if calls is None else calls)
     trainer = build_trainer(each, context, build_model(each, context, kernels), kernels)
-    record_steps(trainer, EagerRecorder(), each.graphs, each.memory.expert_wgrad_interval)
+    record_steps(trainer, EagerRecorder(), each.cuda_graphs, each.memory.moe_expert_wgrad_interval)
     return trainer
 
 
@@ -132,7 +134,7 @@ def trained(each: RunPlan) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("case", thinned(CASES))
-def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
+def test_batched_weight_gradients_equal_immediate_ones(case: str) -> None:
     expected = trained(CASES[case])
     for interval in (2, 3) if CASES[case].parallel.world_size == 1 else (2,):
         for rank, figures in enumerate(trained(every(interval, CASES[case]))):
@@ -140,8 +142,8 @@ def test_steps_are_those_of_one_microbatch_at_a_time(case: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
-def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
-    recorded = plan(graphs=CudaGraphConfig(modules=(module,), warmup_steps=1))  # type: ignore[arg-type]
+def test_batched_weight_gradients_reject_captured_expert_modules(module: str) -> None:
+    recorded = plan(graphs=CudaGraphConfig(cuda_graph_modules=(module,), cuda_graph_warmup_steps=1))  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="rows of 2 microbatches wait"):
         trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
 
@@ -149,8 +151,8 @@ def test_rows_do_not_wait_where_a_replay_writes(module: str) -> None:
 @pytest.mark.parametrize(
     "number, interval, sizes", [(4, 1, [1, 1, 1, 1]), (4, 2, [2, 2]), (5, 2, [2, 2, 1]), (5, 3, [3, 2]), (3, 7, [3])]
 )
-def test_one_product_takes_the_rows_of_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
-    """Of two layers with two stacks each. Evaluations in between bring none."""
+def test_one_product_covers_several_microbatches(number: int, interval: int, sizes: list[int]) -> None:
+    """Counts products of two layers with two weight stacks each; evaluations add none."""
     calls: Counter[int] = Counter()
     each = every(interval, plan(number))
     context = ParallelContext.single(dtype=torch.float64)
@@ -164,8 +166,8 @@ def test_one_product_takes_the_rows_of_several_microbatches(number: int, interva
         assert calls == Counter({size: 4 * sizes.count(size) for size in sizes})
 
 
-def test_a_repetition_of_a_step_sums_in_the_same_groups() -> None:
-    """Also where a layer that is used twice brings more gradients than there are microbatches."""
+def test_repeated_step_uses_the_same_groups() -> None:
+    """Includes a layer that runs twice per microbatch."""
     calls: Counter[int] = Counter()
     each = every(2, CASES["latent, prediction by a repeated layer"])
     context = ParallelContext.single(dtype=torch.float64)

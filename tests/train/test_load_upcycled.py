@@ -27,7 +27,7 @@ CONTEXT = ParallelContext.single(dtype=torch.float64)
 
 
 def dense_checkpoint(config, folder):
-    """Saves the dense ancestor of `spec` with random weights; returns it."""
+    """Saves a dense model with random weights and returns it."""
     dense = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
     saver = CheckpointSaver(folder, CONTEXT, say=lambda line: None)
     tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in dense.state_dict().items()}
@@ -37,13 +37,10 @@ def dense_checkpoint(config, folder):
 
 
 @pytest.mark.parametrize("granularity", [1, 2])
-def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
+def test_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     config = tiny.model(moe_config=tiny.moe(tiny.router(topk=2)))
     dense = dense_checkpoint(dense_ancestor(config, granularity), tmp_path)
-    sparse = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
-    source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
-    lines = []
-    load_upcycled(source, granularity, sparse, CONTEXT, say=lines.append)
+    sparse, lines = upcycle(config, tmp_path, granularity)
     plan = tiny.plan()
     batches = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)).next_step()
     pipelines = [
@@ -54,21 +51,26 @@ def test_the_upcycled_model_has_the_dense_models_loss(tmp_path, granularity):
     assert not any("warning" in line for line in lines), lines
 
 
-def test_an_inexact_conversion_says_why(tmp_path):
+def upcycle(config, folder, granularity=1, context=CONTEXT):
+    """Returns a model initialised from the dense checkpoint, and the reported lines."""
+    model, lines = build_model(tiny.plan(model=config, parallel=context.config), context, KERNELS), []
+    source = find(CheckpointConfig(load=str(folder)), context, say=lambda line: None)
+    load_upcycled(source, granularity, model, context, say=lines.append)
+    return model, lines
+
+
+def test_inexact_conversion_is_reported_with_its_reason(tmp_path):
     config = tiny.model(moe_config=tiny.moe(tiny.router(pre_softmax=True)))
     dense_checkpoint(dense_ancestor(config, 1), tmp_path)
-    lines = []
-    source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
-    load_upcycled(source, 1, build_model(tiny.plan(model=config), CONTEXT, KERNELS), CONTEXT, say=lines.append)
+    _, lines = upcycle(config, tmp_path)
     assert any("softmax before top-k" in line for line in lines), lines
 
 
-def test_another_dense_model_is_refused(tmp_path):
+def test_mismatching_dense_model_is_rejected(tmp_path):
     config = tiny.model()
     dense_checkpoint(dense_ancestor(config, 2), tmp_path)
-    source = find(CheckpointConfig(load=str(tmp_path)), CONTEXT)
     with pytest.raises(CheckpointProblem, match="does not fit this run"):
-        load_upcycled(source, 1, build_model(tiny.plan(model=config), CONTEXT, KERNELS), CONTEXT)
+        upcycle(config, tmp_path)
 
 
 LAYOUTS = {
@@ -81,15 +83,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("granularity", [1, 2])
-def test_every_layout_gets_its_part_of_the_upcycled_model(tmp_path, granularity, layout):
+def test_every_layout_gets_its_shards_of_the_upcycled_model(tmp_path, granularity, layout):
     config = tiny.model(num_layers=4, moe_config=tiny.moe(tiny.router(topk=2), dispatcher="alltoall"))
     dense_checkpoint(dense_ancestor(config, granularity), tmp_path)
 
     def upcycled(context):
-        model = build_model(tiny.plan(model=config, parallel=context.config), context, KERNELS)
-        source = find(CheckpointConfig(load=str(tmp_path)), context)
-        load_upcycled(source, granularity, model, context, say=lambda line: None)
-        return dict(named_parameters(model))
+        return dict(named_parameters(upcycle(config, tmp_path, granularity, context)[0]))
 
     whole = {name: parameter.detach() for name, parameter in upcycled(CONTEXT).items()}
     for held in on_threads(layout, upcycled):

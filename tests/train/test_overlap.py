@@ -1,5 +1,4 @@
-"""An overlapped schedule trains the same weights as the plain one, bit for bit: its nodes are the same, their order and
-the boundaries between them differ."""
+"""Overlapped and split schedules train the same weights as the plain one, bit for bit."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,19 +17,22 @@ from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
-from megatron_moe.memory.cuda_graphs.capture import EagerRecorder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.pipeline.layout import parse_layout
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_processes, on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT, Tolerance
 
 ORDERS = {
     "pairs": PipelineConfig(overlap=True),
-    "weight gradients later": PipelineConfig(overlap=True, split_backward=True),
-    "attention early": PipelineConfig(overlap=True, split_backward=True, early_attention_backward=True),
+    "split backward": PipelineConfig(delay_wgrad_compute=True),
+    "weight gradients later": PipelineConfig(overlap=True, delay_wgrad_compute=True),
+    "attention early": PipelineConfig(
+        overlap=True, delay_wgrad_compute=True, ep_overlap_early_attn_memory_release=True
+    ),
 }
 
 
@@ -58,7 +60,7 @@ def latent():
 
 
 def plan(config: ModelConfig, layout: str = "", *, pp: int = 2, micro: int = 1, samples: int = 8, **sizes) -> RunPlan:
-    """A step of few short samples; `layout` in Megatron's language for `pp` ranks."""
+    """Plan with a few short samples; `layout`: Megatron's layout string for `pp` ranks."""
     parallel = ParallelConfig(ep=2, **{"world_size": 2, **sizes})
     placed = None
     if layout:
@@ -71,7 +73,7 @@ def plan(config: ModelConfig, layout: str = "", *, pp: int = 2, micro: int = 1, 
         parallel=parallel,
         pipeline=PipelineConfig(layout=placed),
         data=replace(tiny.plan().data, seq_length=8),
-        batch=BatchConfig(micro=micro, global_size=samples),
+        batch=BatchConfig(micro_batch_size=micro, global_batch_size=samples),
     )
 
 
@@ -94,14 +96,15 @@ CASES = {
     "tensor parallel": plan(model(mla=True), tp=2, sequence_parallel=True),
     "expert tensor parallel": plan(model(), world_size=4, etp=2),
     "gradients reduced early": replace(
-        plan(model(), micro=2), data_parallel=DataParallelConfig(overlap_grad_reduce=True, sharded_optimizer=True)
+        plan(model(), micro=2),
+        data_parallel=DataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True),
     ),
     "weights gathered late": replace(
         plan(model(), micro=2),
         data_parallel=DataParallelConfig(
-            overlap_grad_reduce=True, sharded_optimizer=True, overlap_param_gather=True, bucket_size=500
+            overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=500
         ),
-        optimizer=replace(tiny.plan().optimizer, in_forward=True),
+        optimizer=replace(tiny.plan().optimizer, overlap_optimizer_step=True),
     ),
 }  # fmt: skip
 
@@ -113,17 +116,17 @@ def ranks_of(each: RunPlan, *, processes: bool = False):
 
 
 def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tensor]:
-    """Everything that two steps leave on a rank, by name."""
+    """Results of two steps on a rank, by name."""
     datasets = random_datasets(each, num_steps=2)
     trainers: list[Trainer] = []
 
     def capture(trainer: Trainer) -> None:
-        record_steps(trainer, EagerRecorder(), each.graphs)
+        record_steps(trainer, EagerRecorder(), each.cuda_graphs)
         trainers.append(trainer)
 
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)
     graph_instances = trainers[0].pipeline.graph_instances or ()
-    assert bool(each.graphs.modules) == any(flight.num_recordings for flight in graph_instances)
+    assert bool(each.cuda_graphs.cuda_graph_modules) == any(flight.num_recordings for flight in graph_instances)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
         found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
@@ -140,13 +143,13 @@ def plain(case: str):
 
 
 def in_order(case: str, order: str) -> RunPlan:
-    """The case's plan in another order."""
+    """Plan of the case with another schedule order."""
     each = CASES[case]
     return replace(each, pipeline=replace(ORDERS[order], layout=each.pipeline.layout))
 
 
 def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = False) -> None:
-    """`captured`: without the tokens per expert, which hooks of the routers count and replays do not run."""
+    """`captured`: skips tokens per expert, which router hooks count and graph replays do not."""
     for rank, (actual, expected) in enumerate(zip(found, plain(case), strict=True)):
         if captured:
             actual, expected = (
@@ -162,16 +165,17 @@ def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = Fa
         ("experts over two ranks", "pairs"),
         ("two chunks on each of two stages", "pairs"),
         ("experts over two ranks", "attention early"),
+        ("experts over two ranks", "split backward"),
         *thinned((case, "weight gradients later") for case in CASES),
     ],
 )
-def test_pairs_train_the_same_weights(case, order):
+def test_schedule_orders_train_the_same_weights(case, order):
     check(ranks_of(in_order(case, order)), case)
 
 
 @pytest.mark.parametrize("case", ["MLA, multi-token prediction, dropout", "two chunks on each of two stages"])
-def test_pairs_over_processes_train_the_same_weights(case):
-    # gloo adds the squares of four ranks in another order than the in-memory group of threads
+def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
+    # gloo sums four ranks in another order than the in-memory group of threads
     check(ranks_of(in_order(case, "weight gradients later"), processes=True), case, FP64_LAYOUT)
 
 
@@ -186,11 +190,17 @@ def test_pairs_over_processes_train_the_same_weights(case):
         ("weights gathered late", "pairs", ("attn", "mlp")),
     ],
 )
-def test_pairs_replay_captured_modules(case, order, modules):
+def test_overlapped_schedule_replays_captured_modules(case, order, modules):
     each = in_order(case, order)
-    pipeline = replace(each.pipeline, split_backward=False)
+    pipeline = replace(each.pipeline, delay_wgrad_compute=False)
     check(
-        ranks_of(replace(each, pipeline=pipeline, graphs=CudaGraphConfig(modules=modules, warmup_steps=0))),
+        ranks_of(
+            replace(
+                each,
+                pipeline=pipeline,
+                cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=0),
+            )
+        ),
         case,
         captured=True,
     )
@@ -199,5 +209,7 @@ def test_pairs_replay_captured_modules(case, order, modules):
 def test_shared_experts_overlap_exchanges_between_captured_modules():
     overlapped = plan(model(moe_config=moe(shared_overlap=True)))
     modules = ("attn", "mlp", "moe_router", "moe_preprocess")
-    found = ranks_of(replace(overlapped, graphs=CudaGraphConfig(modules=modules, warmup_steps=1)))
+    found = ranks_of(
+        replace(overlapped, cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1))
+    )
     check(found, "experts over two ranks", captured=True)

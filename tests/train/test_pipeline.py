@@ -1,11 +1,11 @@
-"""A pipeline of any shape gives the numbers of one rank: losses, metrics, gradients, norms, weights."""
+"""Pipeline parallelism gives the losses, metrics, gradients, norms and weights of one rank."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_eval_loaders, build_train_loader
+from megatron_moe.build import build_data, build_eval_loaders, build_model, build_train_loader, introduction
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.model import MTPConfig
 from megatron_moe.config.parallel import DataParallelConfig
@@ -14,7 +14,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.evaluation import evaluate
 from megatron_moe.train.train_state import TrainState
 from tests.helpers import tiny
-from tests.helpers.pipelines import laid_out, make_trainer, train, train_on_ranks
+from tests.helpers.pipelines import KERNELS, laid_out, make_trainer, train, train_on_ranks
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import FP64_LAYOUT
 
@@ -33,12 +33,16 @@ def model(num_layers=4, *, noisy=False, **changes):
 def plan(config=None, *, num_microbatches=4, **changes):
     short = replace(tiny.plan().data, seq_length=12)
     return tiny.plan(
-        model=config or model(), data=short, batch=BatchConfig(micro=1, global_size=num_microbatches), **changes
+        model=config or model(),
+        data=short,
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=num_microbatches),
+        **changes,
     )
 
 
-PER_TOKEN = replace(tiny.plan().loop, per_token_loss=True)
+PER_TOKEN = replace(tiny.plan().loop, calculate_per_token_loss=True)
 MTP = MTPConfig(num_layers=2, loss_scaling_factor=0.3)
+GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 CASES = {
     "two stages": (plan(), "Ett|ttL", 2, {}),
     "four uneven stages, one empty, loss alone": (plan(), "Et|ttt||L", 4, {}),
@@ -52,13 +56,13 @@ CASES = {
     "prediction alone, loss alone": (plan(model(mtp=MTP)), "Et|ttt|mm|L", 4, {}),
     "loss per token, prediction in a chunk": (plan(model(mtp=MTP), loop=PER_TOKEN), "Et|t|t|tmmL", 2, {}),
     "one microbatch": (plan(num_microbatches=1), "Et|t|t|tL", 4, {}),
-    "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {"group_size": 4}),
-    "split backward": (plan(model(noisy=True)), "Et|t|t|tL", 2, {"split_backward": True}),
+    "eight microbatches, groups of four": (plan(num_microbatches=8), "Et|t|t|tL", 2, {GROUP: 4}),
+    "split backward": (plan(model(noisy=True)), "Et|t|t|tL", 2, {"delay_wgrad_compute": True}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pipeline_gives_the_numbers_of_one_rank(case):
+def test_pipeline_equals_one_rank(case):
     single_plan, layout, pp, pipeline = CASES[case]
     steps = 3 if pp == 2 else 2
     single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps)
@@ -67,18 +71,18 @@ def test_a_pipeline_gives_the_numbers_of_one_rank(case):
     FP64_LAYOUT.check_all(ranks, single, case)
 
 
-def test_processes_give_the_numbers_of_one_rank():
+def test_pipeline_over_processes_equals_one_rank():
     single_plan = plan(model(3, mtp=MTP, tied_embeddings=True, noisy=True))
     single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps=1)
     ranks = train_on_ranks(laid_out(single_plan, "Et|t|t|mmL", 2), processes=True, steps=1)
     FP64_LAYOUT.check_all(ranks, single, "two processes")
 
 
-EARLY = DataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
+EARLY = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=500)
 
 
 @pytest.mark.parametrize("data_parallel", [DataParallelConfig(), EARLY], ids=["reduce at the end", "reduce early"])
-def test_pipelines_beside_each_other_share_the_batch(data_parallel):
+def test_data_parallel_pipelines_equal_one_rank(data_parallel):
     single_plan = plan(model(tied_embeddings=True, mtp=MTP))
     single = train(single_plan, ParallelContext.single(dtype=torch.float64), steps=2)
     two = laid_out(replace(single_plan, data_parallel=data_parallel), "Et|t|t|tmmL", 2)
@@ -87,7 +91,7 @@ def test_pipelines_beside_each_other_share_the_batch(data_parallel):
 
 
 @pytest.mark.parametrize("layout, pp", [("Ett|tt|mm|L", 4), ("Et|t|t|tmmL", 2)])
-def test_evaluation_through_a_pipeline_has_the_loss_of_one_rank(layout, pp):
+def test_pipeline_evaluation_equals_one_rank(layout, pp):
     single_plan = plan(model(mtp=MTP, noisy=True), num_microbatches=4)
     single_plan = replace(single_plan, loop=replace(single_plan.loop, eval_iters=2))
 
@@ -101,7 +105,7 @@ def test_evaluation_through_a_pipeline_has_the_loss_of_one_rank(layout, pp):
     FP64_LAYOUT.check(torch.tensor(losses), torch.full((pp,), expected), "validation loss")
 
 
-def test_a_bad_number_on_one_stage_stops_the_update_on_all():
+def test_nonfinite_value_on_one_stage_skips_the_update_on_all():
     ranks_plan = laid_out(plan(), "Ett|ttL", 2)
 
     def main(context):
@@ -115,3 +119,15 @@ def test_a_bad_number_on_one_stage_stops_the_update_on_all():
         return bool(outcome.proceed), all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
 
     assert on_threads(ranks_plan.parallel, main) == [(False, True), (False, True)]
+
+
+def test_log_starts_with_the_pipeline_layout():
+    ranks_plan = laid_out(tiny.plan(), "Ett|tL", 2)
+
+    def notes(context: ParallelContext) -> str:
+        model = build_model(ranks_plan, context, KERNELS)
+        return "\n".join(introduction(ranks_plan, context, model, build_data(ranks_plan, context)))
+
+    for text in on_threads(ranks_plan.parallel, notes):
+        assert "pipeline layout Ett|tL, cost in operations:" in text
+        assert "    1    1     0  layer 2, final norm, loss" in text

@@ -1,16 +1,14 @@
-"""Pairs of layouts: what one saves, the other loads to the last bit, and goes on with the same numbers."""
+"""Resuming on another layout: bitwise equal state after loading, and equal numbers in the next step."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import TORCH_DTYPES, SavedTensor, fill
-from megatron_moe.checkpoint.verify import open_verified
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
@@ -18,6 +16,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.checkpointing import saved_tensors
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
+from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.pipelines import make_trainer, run_steps
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT, FP64_LAYOUT
@@ -26,7 +25,7 @@ from tests.parity.dimensions import cell_of
 
 MODELS = {
     "bias, mtp": "balance=bias mtp=on",
-    "tied, shared": "balance=bias head=tied shared=on",
+    "tied, shared": "balance=bias head=tied shared=on mtp=on",
     "mla, latent": "balance=none attention=mla latent=on",
 }
 MOVED = "dispatcher=alltoall"
@@ -35,19 +34,19 @@ PAIRS = (
     ("bias, mtp", "tp=4 sp=on groups=shared dp=2 zero=on", "tp=2 sp=on"),
     ("bias, mtp", "pp=2 accumulation=2", f"tp=4 sp=on groups=shared ep=4 {MOVED}"),
     ("tied, shared", f"tp=2 sp=on ep=2 {MOVED}", "pp=4 accumulation=4"),
-    ("bias, mtp", "pp=2 vpp=2 accumulation=4", f"dp=4 zero=on ep=4 experts=looped {MOVED}"),
+    ("bias, mtp", "pp=2 vpp=2 accumulation=4", f"dp=4 zero=on ep=4 experts=sequential {MOVED}"),
     ("mla, latent", f"dp=4 zero=on ep=2 {MOVED}", f"tp=2 sp=on dp=2 etp=2 {MOVED}"),
     ("tied, shared", f"tp=2 sp=on dp=2 etp=2 ep=2 {MOVED}", "cp=2 dp=2 zero=on"),
     ("bias, mtp", "cp=2 dp=2 zero=on", "pp=2 cp=2 accumulation=2"),
-    ("mla, latent", f"cp=2 ep=2 experts=looped {MOVED}", "plain"),
+    ("mla, latent", f"cp=2 ep=2 experts=sequential {MOVED}", "plain"),
     ("tied, shared", "pp=4 accumulation=4", "pp=2 vpp=2 dp=2 accumulation=2 zero=on"),
     ("mla, latent", f"tp=2 sp=on pp=2 etp=2 zero=on {MOVED}", f"tp=4 sp=on ep=4 {MOVED}"),
     ("mla, latent", "tp=4 sp=on", "dp=2 zero=on"),
     ("tied, shared", "pp=2 vpp=2 dp=2 accumulation=2 zero=on", f"cp=4 ep=4 {MOVED}"),
-    ("bias, mtp", f"dp=2 cp=2 ep=2 experts=looped {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
+    ("bias, mtp", f"dp=2 cp=2 ep=2 experts=sequential {MOVED}", f"tp=2 sp=on pp=2 vpp=2 etp=2 accumulation=2 {MOVED}"),
 )
-"""(model, layout that saves, layout that goes on). Every size of every axis saves, and loads what others saved."""
-NUM_IN_CI = 2
+"""(model, layout that saves, layout that resumes). Every size of every axis saves, and loads what others saved."""
+NUM_IN_CI = 6
 
 
 def plan(model: str, layout: str) -> RunPlan:
@@ -57,12 +56,12 @@ def plan(model: str, layout: str) -> RunPlan:
 def save(plan: RunPlan, trainer: Trainer, state: TrainState, folder: Path, context: ParallelContext) -> None:
     saver = CheckpointSaver(folder, context, say=lambda line: None)
     tensors = saved_tensors(trainer, optimizer=True)
-    assert saver.save(state.iteration, tensors, state.to_json(plan)) is not None
+    assert saver.save(state.iteration, tensors, state.to_json(build_train_state_config(plan))) is not None
     saver.close()
 
 
 def train_and_save(plan: RunPlan, folder: Path) -> None:
-    """Checkpoints after one step and after two."""
+    """Saves checkpoints after steps 1 and 2."""
 
     def main(context: ParallelContext) -> None:
         trainer, state = make_trainer(plan, context), TrainState()
@@ -73,8 +72,8 @@ def train_and_save(plan: RunPlan, folder: Path) -> None:
     run(plan, main)
 
 
-def go_on(plan: RunPlan, source: Path, folder: Path) -> None:
-    """Loads the checkpoint of one step, saves it at once, makes the second step and saves that."""
+def resume(plan: RunPlan, source: Path, folder: Path) -> None:
+    """Loads the checkpoint of step 1, saves it again, runs step 2 and saves that."""
 
     def main(context: ParallelContext) -> None:
         other_seed = replace(plan, loop=replace(plan.loop, seed=99))
@@ -99,17 +98,6 @@ def run(plan: RunPlan, main) -> None:
         on_threads(plan.parallel, main, dtype=dtype)
 
 
-def whole(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, put together from their pieces."""
-    manifest, reader = open_verified(path)
-    tensors = {}
-    for key, entry in manifest.tensors.items():
-        tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        read = lambda piece, place, k=key, e=entry: reader.piece(k, e, piece, place)  # noqa: E731
-        fill(SavedTensor.whole(tensors[key]), entry, read)
-    return tensors
-
-
 @pytest.mark.parametrize(
     "model, writer, reader",
     [
@@ -117,35 +105,37 @@ def whole(path: Path) -> dict[str, Tensor]:
         for n, pair in enumerate(PAIRS)
     ],
 )
-def test_p4_what_one_layout_saves_another_goes_on_from(model: str, writer: str, reader: str, tmp_path: Path) -> None:
-    """P4, fault 23: weights, buffers and optimizer state bit by bit, then one step as without a stop."""
+def test_p4_checkpoint_resumes_on_another_layout(model: str, writer: str, reader: str, tmp_path: Path) -> None:
+    """P4, fault 23."""
     train_and_save(plan(model, writer), tmp_path / "a")
-    go_on(plan(model, reader), tmp_path / "a", tmp_path / "b")
-    saved = whole(tmp_path / "a" / "iter_0000001")
+    resume(plan(model, reader), tmp_path / "a", tmp_path / "b")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
     assert {key.partition(".")[0] for key in saved} == {"model", "exp_avg", "exp_avg_sq", "optimizer"}
     assert any("mtp" in key or "expert_bias" in key for key in saved) or model == "mla, latent"
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
-    straight = whole(tmp_path / "a" / "iter_0000002")
-    FP64_LAYOUT.check_all(whole(tmp_path / "b" / "iter_0000002"), straight, "one step further")
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "loaded and saved again")
+    straight = stored_tensors(tmp_path / "a" / "iter_0000002")
+    FP64_LAYOUT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), straight, "one step further")
 
 
 @pytest.mark.slow
-def test_p3_the_same_layout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_p3_resume_on_the_same_layout_is_bitwise_equal(tmp_path: Path) -> None:
     same = plan("bias, mtp", PAIRS[0][2])
     train_and_save(same, tmp_path / "a")
-    go_on(same, tmp_path / "a", tmp_path / "b")
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000002"), whole(tmp_path / "a" / "iter_0000002"))
+    resume(same, tmp_path / "a", tmp_path / "b")
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000002"), stored_tensors(tmp_path / "a" / "iter_0000002"))
 
 
 @pytest.mark.slow
-def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> None:
-    """From shards of two ranks to one, and back. Files have them in fp32, whatever they are kept in."""
-    precision = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg="bf16", exp_avg_sq="bf16")
+def test_bf16_moments_resume_on_other_rank_counts(tmp_path: Path) -> None:
+    """From shards of two ranks to one rank, and back. Checkpoints store moments in fp32."""
+    precision = PrecisionConfig(
+        params="bf16", grads="fp32", main_params_dtype="fp32", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
     sharded, single = (replace(plan("bias, mtp", name), precision=precision) for name in ("dp=2 zero=on", "plain"))
     train_and_save(sharded, tmp_path / "a")
-    go_on(single, tmp_path / "a", tmp_path / "b")
-    go_on(sharded, tmp_path / "b", tmp_path / "c")
-    saved = whole(tmp_path / "a" / "iter_0000001")
+    resume(single, tmp_path / "a", tmp_path / "b")
+    resume(sharded, tmp_path / "b", tmp_path / "c")
+    saved = stored_tensors(tmp_path / "a" / "iter_0000001")
     kinds = {key.partition(".")[0]: value.dtype for key, value in saved.items() if "word_embeddings" in key}
     assert kinds == {
         "model": torch.bfloat16,
@@ -153,5 +143,5 @@ def test_moments_that_are_kept_in_bf16_move_over_any_ranks(tmp_path: Path) -> No
         "exp_avg": torch.float32,
         "exp_avg_sq": torch.float32,
     }
-    EXACT.check_all(whole(tmp_path / "b" / "iter_0000001"), saved, "on one rank")
-    EXACT.check_all(whole(tmp_path / "c" / "iter_0000001"), saved, "on two again")
+    EXACT.check_all(stored_tensors(tmp_path / "b" / "iter_0000001"), saved, "on one rank")
+    EXACT.check_all(stored_tensors(tmp_path / "c" / "iter_0000001"), saved, "on two again")

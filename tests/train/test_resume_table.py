@@ -1,8 +1,8 @@
-"""What may change when a run goes on, and what is refused: one test per row of the table in docs/reliability.md.
+"""Settings that may change when a run resumes: one test per row of the table in docs/reliability.md.
 
-Rows that have tests elsewhere: the same run (`test_main_job.py`), layouts (`test_resharding.py`), sequence length, data
-and learning rate (`test_checkpoints.py`), ranks that do not divide the batch (`tests/arguments/test_checks.py`), and
-versions of the format (`tests/checkpoint/test_load.py`).
+Rows that have tests elsewhere: the same run (`test_train_and_resume.py`), layouts (`test_resharding.py`), sequence
+length, data and learning rate (`test_checkpointing.py`), ranks that do not divide the batch
+(`tests/arguments/test_checks.py`), and versions of the format (`tests/checkpoint/test_load.py`).
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.train.test_checkpointing import Run, plan_of, start
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Two steps and their checkpoint, then a third step."""
+    """Checkpoint folder of a run after two steps, and the run after a third."""
     folder = tmp_path_factory.mktemp("trained")
     run = start(plan_of(save=folder))
     run.train(2)
@@ -35,17 +35,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return folder, run
 
 
-def gone_on(plan: RunPlan) -> Run:
+def resumed(plan: RunPlan) -> Run:
     run = start(plan)
     run.train(1)
     return run
 
 
-def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on_at_once(
-    trained: tuple[Path, Run], tmp_path: Path
-) -> None:
+def test_asynchronous_checkpoint_resumes_bitwise(trained: tuple[Path, Run], tmp_path: Path) -> None:
     """Row "nothing" with --async-save; P3."""
-    run = start(plan_of(save=tmp_path / "a", flags={"in_background": True, "save_interval": 2}))
+    run = start(plan_of(save=tmp_path / "a", flags={"async_save": True, "save_interval": 2}))
     run.train(2)
     run.checkpoints.save_if_due(run.state, run.loader)
     run.train(1)
@@ -54,35 +52,40 @@ def test_a_run_saved_in_the_background_goes_on_bitwise_although_training_went_on
     run.checkpoints.save_last(run.state, run.loader)
     from_three = start(again_from_two)
     EXACT.check_all(from_three.weights(), trained[1].weights(), "of the last checkpoint")
-    from_two = gone_on(replace(again_from_two, checkpoint=replace(again_from_two.checkpoint, ckpt_step=2)))
+    from_two = resumed(replace(again_from_two, checkpoint=replace(again_from_two.checkpoint, ckpt_step=2)))
     EXACT.check_all(from_two.weights(), trained[1].weights(), "one step after the one in the background")
 
 
-def test_another_micro_batch_takes_the_same_samples_to_the_same_weights(trained: tuple[Path, Run]) -> None:
+def test_changed_micro_batch_size_keeps_samples_and_weights(trained: tuple[Path, Run]) -> None:
     plain = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     first = start(plan_of(load=trained[0], model=plain))
-    other = start(plan_of(load=trained[0], model=plain, batch=BatchConfig(micro=4, global_size=8)))
+    other = start(plan_of(load=trained[0], model=plain, batch=BatchConfig(micro_batch_size=4, global_batch_size=8)))
     for run in (first, other):
         run.train(1)
     FP64_LAYOUT.check_all(other.weights(), first.weights())
-    assert "the next step takes" not in other.said
+    assert "the next step takes" not in other.start_notes
 
 
 @pytest.mark.parametrize("override", [False, True], ids=["continues by samples", "the command line wins"])
-def test_another_global_batch_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
-    """100 iterations of 8 sequences become 100 of 4: the command line's lengths are half of the checkpoint's."""
-    plan = plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4))
-    halved = replace(plan, lr=replace(plan.lr, decay_samples=400, override=override))
+def test_changed_global_batch_size_keeps_a_schedule_in_iterations(trained: tuple[Path, Run], override: bool) -> None:
+    """100 iterations of 8 sequences become 100 of 4, so the schedule on the command line has half as many samples."""
+    plan = plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4))
+    halved = replace(
+        plan, lr_schedule=replace(plan.lr_schedule, decay_samples=400, override_opt_param_scheduler=override)
+    )
     run = start(halved)
     assert run.trainer.schedule.config.decay_samples == (400 if override else 800)
-    assert "decay_samples 400 (checkpoint: 800), the" in run.said
-    for lr in (replace(halved.lr, decay_samples=500, override=False), replace(halved.lr, max_lr=1.0, override=False)):
+    assert "decay_samples 400 (checkpoint: 800), the" in run.start_notes
+    for lr in (
+        replace(halved.lr_schedule, decay_samples=500, override_opt_param_scheduler=False),
+        replace(halved.lr_schedule, max_lr=1.0, override_opt_param_scheduler=False),
+    ):
         with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
-            start(replace(halved, lr=lr))
+            start(replace(halved, lr_schedule=lr))
 
 
 def model_functions() -> dict[str, tuple[ModelConfig, str]]:
-    """Models that compute something else from the same tensors, and what is said of it."""
+    """Models with the same tensors but another function, and the reported difference."""
 
     def with_router(**changes: Any) -> ModelConfig:
         return tiny.model(moe_config=tiny.moe(tiny.router(**changes)))
@@ -108,25 +111,25 @@ def model_functions() -> dict[str, tuple[ModelConfig, str]]:
 
 
 @pytest.mark.parametrize("what", model_functions())
-def test_another_function_of_the_same_tensors_is_refused(trained: tuple[Path, Run], what: str) -> None:
-    model, said = model_functions()[what]
+def test_changed_model_function_is_rejected(trained: tuple[Path, Run], what: str) -> None:
+    model, reported = model_functions()[what]
     with pytest.raises(
         CheckpointProblem, match="another model than the weights .* run.yaml.*, or --finetune"
     ) as problem:
         start(plan_of(load=trained[0], model=model))
-    assert said in str(problem.value)
+    assert reported in str(problem.value)
     run = start(plan_of(load=trained[0], model=model, flags={"finetune": True}))
-    assert f"differs from the checkpoint: {said}" in run.said or said in run.said
+    assert f"differs from the checkpoint: {reported}" in run.start_notes or reported in run.start_notes
     assert run.state.iteration == 0
 
 
-def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -> None:
+def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> None:
     model = tiny.model(moe_config=tiny.moe(tiny.router(aux_loss_coeffs=(0.5,))))
     model = replace(model, layers=tuple(replace(layer, hidden_dropout=0.25) for layer in model.layers))
     plan = plan_of(load=trained[0], model=model)
-    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, beta2=0.5))
-    said = [line for line in start(plan).said.splitlines() if line.startswith("differs")]
-    assert said == [
+    plan = replace(plan, optimizer=replace(plan.optimizer, clip_grad=2.0, adam_beta2=0.5))
+    reported = [line for line in start(plan).start_notes.splitlines() if line.startswith("differs")]
+    assert reported == [
         "differs from the checkpoint: layers 0-2 hidden_dropout: 0.25, checkpoint 0.0",
         "differs from the checkpoint: layers 1-2 feed_forward router aux_loss_coeffs: (0.5,), checkpoint (0.01,)",
         "differs from the checkpoint: --adam-beta2: 0.5, checkpoint 0.999",
@@ -134,10 +137,11 @@ def test_another_training_of_the_same_model_is_told(trained: tuple[Path, Run]) -
     ]
 
 
-def test_another_global_batch_is_told_and_the_learning_rate_goes_on_by_samples(trained: tuple[Path, Run]) -> None:
-    run = start(plan_of(load=trained[0], batch=BatchConfig(micro=2, global_size=4)))
+def test_changed_global_batch_size_is_reported(trained: tuple[Path, Run]) -> None:
+    run = start(plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4)))
     assert (
-        "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)" in run.said
+        "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)"
+        in run.start_notes
     )
     assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed) == (2, 16, 16)
     run.train(1)
@@ -156,13 +160,13 @@ def other_models() -> dict[str, ModelConfig]:
 
 
 @pytest.mark.parametrize("what", other_models())
-def test_another_model_is_refused_with_every_tensor_and_a_way_on(trained: tuple[Path, Run], what: str) -> None:
+def test_changed_model_shape_is_rejected(trained: tuple[Path, Run], what: str) -> None:
     """Rows "number of experts, layers" and "tokenizer", whose vocabulary sizes the embedding."""
     with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors; .* --moe-use-upcycling"):
         start(plan_of(load=trained[0], model=other_models()[what]))
 
 
-def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimizer(trained: tuple[Path, Run]) -> None:
+def test_changed_dtype_is_rejected_with_optimizer_state(trained: tuple[Path, Run]) -> None:
     """Row "precision"."""
     bf16 = PrecisionConfig(params="bf16", grads="fp32")
     with pytest.raises(CheckpointProblem, match=r"does not fit this run in \d+ tensors"):
@@ -171,9 +175,7 @@ def test_weights_of_another_type_are_refused_and_taken_over_without_the_optimize
     assert run.state.iteration == 2
 
 
-def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabulary_told(
-    trained: tuple[Path, Run],
-) -> None:
+def test_changed_end_of_document_id_is_rejected_and_changed_vocabulary_reported(trained: tuple[Path, Run]) -> None:
     """Row "tokenizer", where the tensors have the same sizes."""
 
     def with_tokenizer(**fields: int) -> RunPlan:
@@ -183,31 +185,31 @@ def test_a_tokenizer_that_ends_documents_otherwise_is_refused_and_another_vocabu
     with pytest.raises(CheckpointProblem, match="ends documents with id 89; this run's, NullTokenizer-90-7, with id 7"):
         start(with_tokenizer(eod=7))
     run = start(with_tokenizer(vocab_size=91, eod=89))
-    assert "not that of the checkpoint (then NullTokenizer-90, now NullTokenizer-91-89)" in run.said
-    assert "tokenizer" not in start(plan_of(load=trained[0])).said
+    assert "not that of the checkpoint (then NullTokenizer-90, now NullTokenizer-91-89)" in run.start_notes
+    assert "tokenizer" not in start(plan_of(load=trained[0])).start_notes
 
 
 @pytest.mark.parametrize("kept", ["fp16", "fp8"])
-def test_moments_of_few_bits_go_on_bitwise_and_become_fp32(kept: StateName, tmp_path: Path) -> None:
+def test_low_precision_moments_resume_bitwise_and_convert_to_fp32(kept: StateName, tmp_path: Path) -> None:
     """Row "moments kept in another type"."""
-    narrow = PrecisionConfig(params="bf16", grads="fp32", master="fp32", exp_avg=kept, exp_avg_sq=kept)
+    narrow = PrecisionConfig(
+        params="bf16", grads="fp32", main_params_dtype="fp32", exp_avg_dtype=kept, exp_avg_sq_dtype=kept
+    )
     run = start(plan_of(save=tmp_path, precision=narrow))
     run.train(2)
     run.checkpoints.save_last(run.state, run.loader)
     saved = {key: tensor.boxes[0].data.clone() for key, tensor in saved_tensors(run.trainer, optimizer=True).items()}
     run.train(1)
-    EXACT.check_all(gone_on(plan_of(load=tmp_path, precision=narrow)).weights(), run.weights())
-    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg="fp32", exp_avg_sq="fp32")))
+    EXACT.check_all(resumed(plan_of(load=tmp_path, precision=narrow)).weights(), run.weights())
+    wide = start(plan_of(load=tmp_path, precision=replace(narrow, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")))
     loaded = saved_tensors(wide.trainer, optimizer=True)
     EXACT.check_all({key: tensor.boxes[0].data for key, tensor in loaded.items()}, saved)
 
 
 @pytest.mark.parametrize("host_steps", [True, False], ids=["stepped there", "parked there"])
-def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
-    host_steps: bool, trained: tuple[Path, Run], tmp_path: Path
-) -> None:
-    """The part ends inside of a parameter, whose moments are then kept in two places."""
-    split = OptimizerOffloadConfig(fraction=0.5, host_steps=host_steps)
+def test_partially_offloaded_state_resumes_bitwise(host_steps: bool, trained: tuple[Path, Run], tmp_path: Path) -> None:
+    """The offloaded part ends within a parameter, whose moments are split."""
+    split = OptimizerOffloadConfig(fraction=0.5, cpu_step=host_steps)
     optimizer = replace(plan_of().optimizer, offload=split)
     run = start(plan_of(load=trained[0], save=tmp_path, optimizer=optimizer))
     states = saved_tensors(run.trainer, optimizer=True).items()
@@ -216,13 +218,13 @@ def test_state_that_is_in_host_memory_in_part_goes_on_bitwise(
     EXACT.check_all(run.weights(), trained[1].weights(), "loaded in two parts")
     run.checkpoints.save_last(run.state, run.loader)
     run.train(1)
-    EXACT.check_all(gone_on(plan_of(load=tmp_path)).weights(), run.weights(), "saved in two parts")
+    EXACT.check_all(resumed(plan_of(load=tmp_path)).weights(), run.weights(), "saved in two parts")
 
 
-def test_kernels_and_loops_over_experts_are_no_part_of_the_state(trained: tuple[Path, Run]) -> None:
-    """Row "kernels, loops over experts": silently."""
+def test_expert_kernel_choice_is_not_saved(trained: tuple[Path, Run]) -> None:
+    """Row "kernels, loops over experts": not reported."""
     grouped = tiny.moe()
     sequential = replace(grouped, experts=replace(grouped.experts, grouped=False))
-    run = gone_on(plan_of(load=trained[0], model=tiny.model(moe_config=sequential)))
+    run = resumed(plan_of(load=trained[0], model=tiny.model(moe_config=sequential)))
     FP64_LAYOUT.check_all(run.weights(), trained[1].weights())
-    assert "differ" not in run.said
+    assert "differ" not in run.start_notes

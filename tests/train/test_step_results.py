@@ -1,19 +1,18 @@
-"""Steps read one behind: figures and times belong to the step they are shown with."""
+"""Step results, read one iteration late."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_moe.build import build_data, build_model, build_train_loader, build_trainer
+from megatron_moe.build import build_data, build_model, build_train_loader, build_train_state_config, build_trainer
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.kernels import reference
 from megatron_moe.logs import timers
 from megatron_moe.logs.timers import Timers
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.train.step_results import StepResultReader
+from megatron_moe.train.step_results import StepOutcome, StepResultReader
 from megatron_moe.train.train_state import TrainState
-from megatron_moe.train.trainer import StepOutcome
 from tests.helpers import tiny
 from tests.helpers.tolerances import EXACT, FP64_REF
 
@@ -36,7 +35,7 @@ def outcome(iteration):
     )
 
 
-def test_a_step_is_read_when_the_next_one_is_there():
+def test_step_is_read_after_the_next_one_starts():
     late = StepResultReader(CPU)
     assert late.push(outcome(1)) is None
     first = late.push(outcome(2))
@@ -45,7 +44,7 @@ def test_a_step_is_read_when_the_next_one_is_there():
     assert late.flush() is None
 
 
-def test_each_step_has_its_own_time(monkeypatch):
+def test_step_times_exclude_evaluations(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(timers.time, "perf_counter", lambda: clock[0])
     late, readings = StepResultReader(CPU), []
@@ -70,23 +69,23 @@ def run(steps, plan, timers=None):
     loader, state, outcomes = build_train_loader(plan, CONTEXT, build_data(plan, CONTEXT)), TrainState(), []
     for _ in range(steps):
         outcomes.append(trainer.step(loader.next_step(), state))
-        state.advance(outcomes[-1].num_samples, plan)
+        state.advance(outcomes[-1].num_samples, build_train_state_config(plan))
     return trainer, outcomes, state
 
 
-def test_norm_of_the_parameters_and_zeros_of_the_gradient_are_those_of_their_step():
-    plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros=True))
+def test_params_norm_and_num_zeros_belong_to_their_step():
+    plan = tiny.plan(logging=LoggingConfig(log_params_norm=True, log_num_zeros_in_grad=True))
     one, (first,), _ = run(1, plan)
     _, (earlier, later), _ = run(2, plan)
     EXACT.check(earlier.figures["params_norm"], first.figures["params_norm"], "params norm after one step")
     flat = torch.cat([parameter.detach().flatten() for parameter in one.model.parameters()])
     FP64_REF.check(first.figures["params_norm"], flat.norm(), "params norm")
     assert later.figures["params_norm"] != earlier.figures["params_norm"]
-    # tokens that do not occur leave rows of the embedding's gradient at zero
+    # embedding gradients of unused tokens are zero
     assert 0 < int(first.figures["num_zeros"]) < flat.numel()
 
 
-def test_the_step_times_its_parts():
+def test_step_times_its_parts():
     timers = Timers(1, CPU)
     run(2, tiny.plan(), timers)
     taken = timers.take(CONTEXT, 2)
@@ -94,18 +93,22 @@ def test_the_step_times_its_parts():
     assert all(seconds > 0 for (seconds,) in taken.values())
 
 
-def test_the_state_counts_samples_and_tokens():
+def test_state_counts_samples_and_tokens():
     _, _, state = run(2, tiny.plan())
     assert (state.iteration, state.consumed_samples, state.consumed_tokens) == (2, 16, 16 * tiny.SEQ)
     assert state.flops > 0
 
 
-def test_schedules_are_read_at_the_samples_trained_on_before_the_step_and_logged_after_it():
-    """Schedules of Megatron-LM do not advance over skipped iterations; it logs the rate after its scheduler's step."""
+def test_schedules_count_trained_samples():
+    """Schedules do not count skipped iterations; the logged rate follows the scheduler step, as in Megatron-LM."""
     ramp = replace(
-        tiny.plan().lr, warmup_samples=80, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_style="linear"
+        tiny.plan().lr_schedule,
+        warmup_samples=80,
+        start_weight_decay=0.0,
+        end_weight_decay=0.4,
+        weight_decay_style="linear",
     )
-    plan = tiny.plan(lr=ramp)
+    plan = tiny.plan(lr_schedule=ramp)
     trainer, outcomes, _ = run(2, plan)
     assert [outcome.applied_learning_rate for outcome in outcomes] == [0.0, 1e-2 * 8 / 80]
     assert [outcome.learning_rate for outcome in outcomes] == [1e-2 * 8 / 80, 1e-2 * 16 / 80]
@@ -116,7 +119,7 @@ def test_schedules_are_read_at_the_samples_trained_on_before_the_step_and_logged
     assert seen == [(pytest.approx(1e-2 * 24 / 80), pytest.approx(0.4 * 24 / 800))]
 
 
-def test_a_step_moves_the_expert_bias_once_by_the_rate():
+def test_expert_bias_changes_once_per_step():
     rate = 0.125
     config = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=rate)
     plan = tiny.plan(model=tiny.model(moe_config=tiny.moe(config)))
@@ -126,5 +129,5 @@ def test_a_step_moves_the_expert_bias_once_by_the_rate():
     assert before
     for name, bias in before.items():
         moves = ((after[name] - bias) / rate).abs()
-        # over four microbatches, yet only one step of the rate
+        # one update over four microbatches
         assert moves.max() == 1.0 and set(moves.round(decimals=4).tolist()) <= {0.0, 1.0}, (name, moves)

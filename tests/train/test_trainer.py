@@ -1,4 +1,4 @@
-"""The training step: what it computes, on one rank and on several."""
+"""Training steps on one and several ranks."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def train(plan, context, steps=STEPS, spoil=None):
         if spoil:
             spoil(trainer, step)
         outcome = trainer.step(loader.next_step(), state)
-        state.advance(outcome.num_samples, plan)
+        state.advance(outcome.num_samples, build.build_train_state_config(plan))
         figures[f"loss {step}"] = outcome.loss
         figures |= {f"norm {name} {step}": norm for name, norm in outcome.norms.items()}
     figures |= {name: torch.tensor(metric.value) for name, metric in trainer.metrics.take(context).items()}
@@ -49,7 +49,7 @@ def train(plan, context, steps=STEPS, spoil=None):
 BIASED = tiny.router(score_function="sigmoid", expert_bias=True, balancing=("seq_aux_loss",), aux_loss_coeffs=(0.02,))
 CASES = {
     "aux_loss": {},
-    "per_token_loss": {"loop": replace(tiny.plan().loop, per_token_loss=True)},
+    "per_token_loss": {"loop": replace(tiny.plan().loop, calculate_per_token_loss=True)},
     "expert_bias_and_sequence_aux_loss": {"model": tiny.model(moe_config=tiny.moe(BIASED))},
     "dropout_and_jitter": {
         "model": tiny.model(moe_config=tiny.moe(tiny.router(input_jitter_eps=0.1)), embedding_dropout=0.1)
@@ -58,8 +58,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_give_the_numbers_of_one(case):
-    # one rank is given the partition of the tokens that the two ranks have: the same microbatches
+def test_two_ranks_equal_one(case):
+    # one rank with the microbatches of both ranks
     plan = tiny.plan(**CASES[case])
     single = train(plan, ParallelContext.single(dtype=torch.float64))
     results = on_threads(ParallelConfig(world_size=2), lambda context: train(plan, context))
@@ -75,9 +75,9 @@ BALANCING_LOSSES = {
 
 
 @pytest.mark.parametrize("loss", BALANCING_LOSSES)
-def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in_the_loss(loss):
-    """As in Megatron-Core: tokens that `--eod-mask-loss` masks are routed and count, padding does not."""
-    batch, context = BatchConfig(micro=8, global_size=8), ParallelContext.single(dtype=torch.float64)
+def test_balancing_losses_of_per_token_loss_count_routed_tokens(loss):
+    """Megatron-Core semantics: tokens masked by `--eod-mask-loss` are routed and count, padding does not."""
+    batch, context = BatchConfig(micro_batch_size=8, global_batch_size=8), ParallelContext.single(dtype=torch.float64)
     datasets = random_datasets(tiny.plan(batch=batch), num_steps=1)
     (microbatch,) = build_train_loader(tiny.plan(batch=batch), context, datasets).next_step()
     num_routed, num_in_loss = int(microbatch.context.tokens.valid_BS.sum()), int(microbatch.loss_mask_BS.sum())
@@ -87,7 +87,7 @@ def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in
         model = tiny.model(
             moe_config=tiny.moe(tiny.router(**{"balancing": ("none",), "aux_loss_coeffs": (0.0,)} | router))
         )
-        plan = tiny.plan(model=model, batch=batch, loop=replace(tiny.plan().loop, per_token_loss=per_token))
+        plan = tiny.plan(model=model, batch=batch, loop=replace(tiny.plan().loop, calculate_per_token_loss=per_token))
         gradients = record_run(plan, context, KERNELS, datasets, num_steps=1).gradients
         return torch.stack([held.value for name, held in gradients.items() if name.endswith("router.weight")])
 
@@ -97,7 +97,7 @@ def test_per_token_loss_weights_balancing_losses_by_routed_tokens_over_tokens_in
     FP64_LAYOUT.check(of_loss(per_token=True), of_loss(per_token=False) * num_routed / num_in_loss, loss)
 
 
-def test_the_expert_bias_of_every_step_is_reported():
+def test_expert_bias_range_is_recorded_every_step():
     plan, ranges = tiny.plan(**CASES["expert_bias_and_sequence_aux_loss"]), []
 
     def look(trainer, step):
@@ -108,7 +108,7 @@ def test_the_expert_bias_of_every_step_is_reported():
     FP64_LAYOUT.check(figures["moe/expert_bias_range"], torch.stack(ranges).mean(), "range, before every step")
 
 
-def test_a_step_lowers_the_loss_on_its_own_batch():
+def test_step_lowers_the_loss_on_its_batch():
     plan = tiny.plan()
     context = ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
@@ -117,31 +117,31 @@ def test_a_step_lowers_the_loss_on_its_own_batch():
     assert losses == sorted(losses, reverse=True), losses
 
 
-def test_microbatches_add_up_to_the_whole_batch():
-    # without balancing losses, whose definition is per microbatch
+def test_microbatches_equal_the_whole_batch():
+    # no balancing losses, which are defined per microbatch
     model = tiny.model(moe_config=tiny.moe(tiny.router(balancing=("none",), aux_loss_coeffs=(0.0,))))
     context = ParallelContext.single(dtype=torch.float64)
-    whole = train(tiny.plan(model=model, batch=BatchConfig(micro=8, global_size=8)), context)
-    parts = train(tiny.plan(model=model, batch=BatchConfig(micro=1, global_size=8)), context)
+    whole = train(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=8, global_batch_size=8)), context)
+    parts = train(tiny.plan(model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=8)), context)
     names = [name for name in whole if not name.startswith("moe/")]
     FP64_LAYOUT.check_all({n: parts[n] for n in names}, {n: whole[n] for n in names}, "1 x 8 against 8 x 1")
 
 
-def test_every_gradient_is_clipped_by_the_norm_of_all_of_them():
+def test_gradients_are_clipped_by_the_global_norm():
     plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
     batches = build_train_loader(plan, context, build_data(plan, context)).next_step()
     norm, clip = trainer.step(batches, TrainState()).norms["all"], plan.optimizer.clip_grad
     assert norm > clip
-    # the first moment after one step is this share of what the optimizer was given
-    share = (1 - plan.optimizer.beta1) * clip / (norm + 1e-6)
+    # first moment after one step, relative to the unclipped gradient
+    share = (1 - plan.optimizer.adam_beta1) * clip / (norm + 1e-6)
     for state in trainer.optimizer.states:
         FP64_LAYOUT.check(
             state.kept.moments["exp_avg"].data, share * state.grads, f"first moments of {state.buffer.key}"
         )
 
 
-def test_an_infinite_gradient_of_a_finite_loss_is_not_applied():
+def test_infinite_gradient_of_a_finite_loss_is_not_applied():
     plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
     good = train(plan, context, steps=1)
 
@@ -155,7 +155,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_not_applied():
     EXACT.check_all({n: bad[n] for n in weights}, {n: good[n] for n in weights}, "weights after an infinite gradient")
 
 
-def test_a_non_finite_gradient_never_reaches_the_weights_and_the_verdict_stays_bad():
+def test_nonfinite_step_stops_all_later_updates():
     plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
     good = train(plan, context, steps=1)
 
@@ -172,7 +172,7 @@ def test_a_non_finite_gradient_never_reaches_the_weights_and_the_verdict_stays_b
     EXACT.check_all({n: bad[n] for n in weights}, {n: good[n] for n in weights}, "weights after a bad step")
 
 
-def test_running_out_of_memory_is_told_with_its_remedy():
+def test_out_of_memory_step_raises_with_a_report():
     plan, context = tiny.plan(), ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
 
@@ -186,7 +186,7 @@ def test_running_out_of_memory_is_told_with_its_remedy():
 
 
 @pytest.mark.parametrize("overflows", [False, True])
-def test_an_overflow_of_expert_rows_on_one_rank_stops_the_updates_of_all_ranks(monkeypatch, overflows):
+def test_expert_row_overflow_on_one_rank_stops_updates_of_all_ranks(monkeypatch, overflows):
     def new_expert_comm(kind, ctx, kernels):
         return ExpertComm(ctx, kernels, TokenMajorDispatcher)
 

@@ -1,4 +1,4 @@
-"""Kernel warm-up: every kind of layer at the sizes of a rank, without peers, compiled by one rank per node."""
+"""Kernel warm-up."""
 
 import gc
 import os
@@ -23,33 +23,33 @@ PATIENCE = 120.0
 SEVERAL = ParallelConfig(world_size=8, pp=2, tp=2, sequence_parallel=True, ep=4)
 
 
-def test_every_kind_of_layer_runs_once_at_the_sizes_of_a_rank():
+def test_reduced_plan_has_every_kind_of_layer_at_unchanged_sizes():
     plan = replace(tiny.plan(model=tiny.model(num_layers=6)), parallel=SEVERAL)
     small = warmed_up(plan)
     assert set(small.model.layers) == set(plan.model.layers) and len(small.model.layers) == 2
     assert (small.parallel.world_size, small.parallel.pp) == (4, 1)
     assert (small.parallel.tp, small.parallel.ep, small.parallel.dp) == (2, 4, 2)
-    assert small.batch.micro == plan.batch.micro and small.data == plan.data
-    assert small.batch.global_size == 2 * plan.batch.micro * small.parallel.dp
+    assert small.batch.micro_batch_size == plan.batch.micro_batch_size and small.data == plan.data
+    assert small.batch.global_batch_size == 2 * plan.batch.micro_batch_size * small.parallel.dp
 
 
-def test_incomplete_groups_of_weight_gradients_are_covered():
-    """Of 4 microbatches of a step 3 are one product, and 1 is left."""
-    plan = replace(tiny.plan(), memory=MemoryConfig(expert_wgrad_interval=3))
-    assert warmed_up(plan).batch.global_size == (3 + 3 + 1) * plan.batch.micro
+def test_reduced_plan_covers_incomplete_weight_gradient_groups():
+    """Steps of 4 microbatches with interval 3 leave an incomplete group of 1."""
+    plan = replace(tiny.plan(), memory=MemoryConfig(moe_expert_wgrad_interval=3))
+    assert warmed_up(plan).batch.global_batch_size == (3 + 3 + 1) * plan.batch.micro_batch_size
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL])
-def test_a_step_runs_without_peers_and_leaves_no_process_group(parallel):
+def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel):
     model = tiny.model(moe_config=tiny.moe(dispatcher="alltoall"))
     take_step(tiny.plan(model=model, parallel=parallel), torch.device("cpu"))
     assert not dist.is_initialized()
 
 
-def test_the_warm_up_frees_its_memory(tmp_path):
+def test_warm_up_frees_its_memory(tmp_path):
     plan = replace(tiny.plan(), data_parallel=DataParallelConfig(overlap_grad_reduce=True))
     gc.collect()
-    before = parameters_alive()  # held here, so that no new one takes the place of one that goes meanwhile
+    before = parameters_alive()  # kept alive, so that ids stay unique
     assert not attempt(plan, torch.device("cpu"), tmp_path)
     known = set(map(id, before))
     assert [each.shape for each in parameters_alive() if id(each) not in known] == []
@@ -59,11 +59,11 @@ def parameters_alive() -> list[Parameter]:
     return [each for each in gc.get_objects() if type(each) is Parameter]
 
 
-def test_there_is_no_warm_up_on_a_cpu():
+def test_no_warm_up_on_a_cpu():
     assert warm_up_kernels(tiny.plan(), Watchdog({}, None)) == "kernels are compiled when they are first needed"
 
 
-def test_a_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
+def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("no room\nfor details")
 
@@ -73,18 +73,18 @@ def test_a_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch)
     assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "", "the lock is free again"
 
 
-def test_every_node_has_its_own_folder(tmp_path, monkeypatch):
+def test_each_node_has_its_own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
     plan = tiny.plan()
-    plan = replace(plan, kernels=replace(plan.kernels, cache_dir=tmp_path / "kernels"))
+    plan = replace(plan, kernels=replace(plan.kernels, kernel_cache_dir=tmp_path / "kernels"))
     assert cache_folder(plan) == tmp_path / "kernels" / "node17"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels" / "node17")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     assert cache_folder(plan) == tmp_path / "mine", "the environment variable wins"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_cache_folder_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "kernels"))
     with pytest.raises(EnvironmentProblem, match="--kernel-cache-dir names another folder"):
@@ -102,7 +102,7 @@ def enter_in_a_thread(folder: Path, inside: threading.Event, leave: threading.Ev
     return thread
 
 
-def test_the_first_rank_of_a_node_compiles_alone_and_the_others_run_together(tmp_path):
+def test_first_rank_of_a_node_compiles_alone(tmp_path):
     inside = [threading.Event() for _ in range(3)]
     leave = [threading.Event() for _ in range(3)]
     threads = [enter_in_a_thread(tmp_path, inside[0], leave[0])]

@@ -4,25 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_moe.checkpoint.huggingface import deepseek, grouped_query
 from megatron_moe.checkpoint.huggingface.config_reader import HFConfig
+from megatron_moe.checkpoint.huggingface.families import FAMILIES
 from megatron_moe.config.attention import MLAConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
-
-FAMILIES = (
-    ("mixtral", grouped_query.mixtral),
-    ("qwen2_moe", grouped_query.qwen2_moe),
-    ("qwen3_moe", grouped_query.qwen3_moe),
-    ("olmoe", grouped_query.olmoe),
-    ("gpt_oss", grouped_query.gpt_oss),
-    ("glm4_moe", grouped_query.glm4_moe),
-    ("deepseek_v2", deepseek.deepseek_v2),
-    ("deepseek_v3", deepseek.deepseek_v3),
-    ("kimi_k2", deepseek.deepseek_v3),
-)
-"""Readers by `model_type` of config.json. A new family needs a reader here, name rules in `weight_map`, and a case in
-the logit parity test."""
 
 _MAX_LAYERS = 10_000
 """A larger number is a damaged file, whose layer configs could exhaust memory."""
@@ -36,14 +22,24 @@ def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Mod
     Raises:
         CheckpointProblem: unknown model type, unsupported options, or invalid values.
     """
+    hf_config = HFConfig(values)
     try:
-        return _model_config(HFConfig(values), mtp)
+        return _model_config(hf_config, _read_layers(hf_config), mtp)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # e.g. a string for a list
         raise CheckpointProblem(f"config.json holds an invalid value: {error}; download the file again.") from error
 
 
-def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
-    layers = _family(hf_config)
+def _read_layers(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
+    read = FAMILIES.get(hf_config.model_type)
+    if read is None:
+        known = ", ".join(FAMILIES)
+        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
+    num_layers = hf_config.get("num_hidden_layers", 0)
+    hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
+    return read(hf_config)
+
+
+def _model_config(hf_config: HFConfig, layers: tuple[LayerConfig, ...], mtp: bool) -> ModelConfig:
     num_mtp = int(hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers", 0))) if mtp else 0
     std = float(hf_config.get("initializer_range", 0.02))
     return ModelConfig(
@@ -57,16 +53,6 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
         mtp=MTPConfig(num_layers=num_mtp) if num_mtp else None,
         init=InitConfig(std=std, output_std=std / (2 * len(layers)) ** 0.5),
     )
-
-
-def _family(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
-    read = dict(FAMILIES).get(hf_config.model_type)
-    if read is None:
-        known = ", ".join(name for name, _ in FAMILIES)
-        raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
-    num_layers = hf_config.get("num_hidden_layers", 0)
-    hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
-    return read(hf_config)
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:

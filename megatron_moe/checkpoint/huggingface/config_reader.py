@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Any
 
 from megatron_moe.config.attention import AttentionConfig, MLAConfig, NormConfig, RopeConfig, yarn_mscale
@@ -39,16 +40,16 @@ class HFConfig:
         return default if value is None else value
 
     def integer(self, key: str) -> int:
-        value = self.require(key)
-        if not isinstance(value, int):
-            raise CheckpointProblem(f"config.json has {key} = {value!r}, which is not an integer; correct the file.")
-        return value
+        return self._typed(key, int, "an integer")
 
     def number(self, key: str) -> float:
+        return float(self._typed(key, int | float, "a number"))
+
+    def _typed(self, key: str, kind: type | UnionType, what: str) -> Any:
         value = self.require(key)
-        if not isinstance(value, int | float):
-            raise CheckpointProblem(f"config.json has {key} = {value!r}, which is not a number; correct the file.")
-        return float(value)
+        if not isinstance(value, kind):
+            raise CheckpointProblem(f"config.json has {key} = {value!r}, which is not {what}; correct the file.")
+        return value
 
     def refuse_if(self, condition: bool, what: str) -> None:
         """Raises CheckpointProblem if `condition`, a feature that our model does not implement."""

@@ -20,18 +20,17 @@ from megatron_moe.checkpoint.huggingface import weight_map
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES, Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
-from megatron_moe.checkpoint.huggingface.load import load_notes, match_weights, weight_tensors
-from megatron_moe.checkpoint.manifest import Manifest
+from megatron_moe.checkpoint.huggingface.load import MatchedWeights, match_weights, weight_tensors
+from megatron_moe.checkpoint.load import mismatches
+from megatron_moe.checkpoint.manifest import TORCH_DTYPES, Manifest
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import (
-    TORCH_DTYPES,
-    FileReader,
+    CheckpointReader,
     PendingBox,
     SavedTensor,
     TensorBox,
     dtype_name,
     fill,
-    is_weight,
     tensor_key,
 )
 from megatron_moe.checkpoint.verify import open_verified
@@ -101,12 +100,10 @@ def to_hf(
     if output.exists():
         raise EnvironmentProblem(f"{output} exists; remove it or give another folder")
     hf_config = read_config(template)
-    manifest, reader = open_verified(checkpoint)
-    weights = _stored_weights(checkpoint, manifest, model, dtype)
-    export = Export(weights, config, hf_config)
+    reader = open_verified(checkpoint)
+    export = Export(_stored_weights(checkpoint, reader.manifest, model, dtype), config, hf_config)
     try:
-        read = partial(_read, manifest, reader)
-        write_folder(output, export, export.stream(read), template, shard_bytes=shard_bytes)
+        write_folder(output, export, export.stream(partial(_read, reader)), template, shard_bytes=shard_bytes)
     except OSError as error:
         raise EnvironmentProblem(
             f"{output} could not be written: {error.strerror}; free disk space or give another folder"
@@ -141,35 +138,34 @@ def from_hf(
     started = time.monotonic()
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
-    hf_config = read_config(folder)
-    published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
-    targets = weight_tensors(model)
     with ExitStack() as stack:
-        source = HFFolder(folder, hf_config, stack)
-        mappings, ignored = match_weights(folder, source, hf_config["model_type"], targets, config, published)
-        _check_ignored(folder, source, ignored)
-        rows = [ConversionRow(n, source.dtype(n), source.shape(n), c.name) for c in mappings for n in c.hf_names]
-        tensors = _pending_tensors(mappings, targets, source)
+        weights = match_weights(folder, model, config, stack)
+        source = weights.source
+        _check_ignored(folder, source, weights.ignored)
+        rows = [
+            ConversionRow(name, source.dtype(name), source.shape(name), mapping.name)
+            for mapping in weights.mappings
+            for name in mapping.hf_names
+        ]
+        tensors = _pending_tensors(weights)
         saver = CheckpointSaver(save, ParallelContext.single(), stop_after=1, say=say)
         stack.callback(saver.close)
         path = saver.save(0, tensors, train_state, texts=texts)
     assert path is not None, "stop_after=1: a failed save raises"
-    return ConversionReport(folder, path, rows, time.monotonic() - started, load_notes(config, published, ignored))
+    return ConversionReport(folder, path, rows, time.monotonic() - started, weights.notes)
 
 
-def _pending_tensors(
-    mappings: list[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
-) -> dict[str, SavedTensor]:
+def _pending_tensors(weights: MatchedWeights) -> dict[str, SavedTensor]:
     """Builds a `PendingBox` for every parameter or expert."""
     by_target: dict[str, list[weight_map.WeightMapping]] = {}
-    for mapping in mappings:
+    for mapping in weights.mappings:
         by_target.setdefault(mapping.name, []).append(mapping)
     tensors = {}
     for target, parts in by_target.items():
-        shape = tuple(targets[target].shape)
-        dtypes = [TORCH_DTYPES[source.dtype(name)] for part in parts for name in part.hf_names]
+        shape = tuple(weights.targets[target].shape)
+        dtypes = [TORCH_DTYPES[weights.source.dtype(name)] for part in parts for name in part.hf_names]
         dtype = reduce(torch.promote_types, dtypes)
-        boxes = tuple(_pending_box(part, shape, dtype, source) for part in parts)
+        boxes = tuple(_pending_box(part, shape, dtype, weights.source) for part in parts)
         tensors[tensor_key("model", target)] = SavedTensor(shape, boxes)
     return tensors
 
@@ -219,29 +215,23 @@ def _stored_weights(
 
     Raises CheckpointProblem if the checkpoint's weights do not match the model.
     """
-    state = {tensor_key("model", name): value for name, value in model.state_dict().items()}
-    stored = {key: entry for key, entry in manifest.tensors.items() if is_weight(key)}
-    problems = [f"missing in the checkpoint: {key}" for key in state if key not in stored]
-    problems += [f"unknown to the model: {key}" for key in stored if key not in state]
-    problems += [
-        f"shape of {key}: {list(stored[key].shape)} in the checkpoint, {list(value.shape)} in the model"
-        for key, value in state.items()
-        if key in stored and stored[key].shape != tuple(value.shape)
-    ]
+    state = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
+    problems = mismatches(state, frozenset(), manifest, casting=True)
     if problems:
         raise CheckpointProblem(
             f"checkpoint {checkpoint} does not match the model in {len(problems)} tensors:\n  {listed(problems)}"
         )
-    dtypes = {name: TORCH_DTYPES[stored[tensor_key("model", name)].dtype] for name in weight_tensors(model)}
+    dtypes = {name: TORCH_DTYPES[manifest.tensors[tensor_key("model", name)].dtype] for name in weight_tensors(model)}
     if dtype is not None:  # expert biases keep fp32: their update step vanishes in bf16
         dtypes |= {name: dtype for name, _ in model.named_parameters()}
     return {name: torch.empty_like(value, dtype=dtypes[name]) for name, value in weight_tensors(model).items()}
 
 
-def _read(manifest: Manifest, reader: FileReader, mapping: weight_map.WeightMapping) -> Tensor:
+def _read(reader: CheckpointReader, mapping: weight_map.WeightMapping) -> Tensor:
     """Reads a parameter, or one expert's slice of it."""
-    entry = manifest.tensors[tensor_key("model", mapping.name)]
+    key = tensor_key("model", mapping.name)
+    entry = reader.manifest.tensors[key]
     offset, shape = _extent(mapping, entry.shape)
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, out: reader.mapped(entry, piece))
+    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mapped(key, piece))
     return data if mapping.expert is None else data[0]

@@ -83,19 +83,19 @@ class Export:
 
     def tensors(self) -> list[HFTensor]:
         """Tensors of the folder, in file order."""
-        return [tensor for mapping in self.mappings for tensor in self._tensors(mapping)]
+        tensors = []
+        for mapping in self.mappings:
+            weight, expert = self._weights[mapping.name], mapping.expert
+            value = torch.empty_like(weight if expert is None else weight[0], device="meta")
+            source = mapping.name if expert is None else f"{mapping.name}[{expert}]"
+            likes = mapping.transform.to_hf(value)
+            tensors += [HFTensor(name, like, source) for name, like in zip(mapping.hf_names, likes, strict=True)]
+        return tensors
 
     def stream(self, read: Read) -> Iterator[Tensor]:
         """Yields the values of `tensors()`, reading one parameter or expert at a time."""
         for mapping in self.mappings:
             yield from mapping.transform.to_hf(read(mapping))
-
-    def _tensors(self, mapping: weight_map.WeightMapping) -> Iterator[HFTensor]:
-        weight = self._weights[mapping.name]
-        value = torch.empty_like(weight if mapping.expert is None else weight[0], device="meta")
-        expert = "" if mapping.expert is None else f"[{mapping.expert}]"
-        for name, like in zip(mapping.hf_names, mapping.transform.to_hf(value), strict=True):
-            yield HFTensor(name, like, f"{mapping.name}{expert}")
 
 
 def write_folder(

@@ -54,13 +54,6 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Converts an e4m3 matrix [R, C] with scales [ceil(R / rows), ceil(C / columns)] to bf16."""
-    rows, columns = weight.shape
-    spread = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return (weight.float() * spread).bfloat16()
-
-
 class HFFolder:
     """Tensors of a folder by name, read on demand.
 
@@ -99,11 +92,14 @@ class HFFolder:
 
     def tensor(self, name: str) -> Tensor:
         """Reads a tensor into host memory, dequantised."""
-        tensor = self._read(name)
+        weight = self._read(name)
         if name not in self._scaled:
-            return tensor
-        assert self._block is not None
-        return _dequantise(tensor, self._read(name + _SCALE), self._block)
+            return weight
+        assert self._block is not None, f"{name} has scales, but the config names no block size"
+        scale = self._read(name + _SCALE).float()  # [ceil(R / rows), ceil(C / columns)] of a weight [R, C]
+        for dim, block in enumerate(self._block):
+            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
+        return (weight.float() * scale).bfloat16()
 
     def _read(self, name: str) -> Tensor:
         # A new memory map, released with the tensor: the pages of a long-lived map would accumulate.

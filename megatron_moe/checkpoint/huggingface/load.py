@@ -6,6 +6,7 @@ All names, shapes and dtypes are checked before the first parameter is modified.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,40 +40,48 @@ def load_hf(folder: Path, model: nn.Module, config: ModelConfig, stages: Process
         CheckpointProblem: lists all tensors that are missing, unexpected, misshapen or not floating point. Raised
             before any parameter is modified.
     """
-    hf_config = read_config(folder)
-    published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
-    targets = weight_tensors(model)
     with ExitStack() as stack:
-        source = HFFolder(folder, hf_config, stack)
-        mappings, ignored = match_weights(folder, source, hf_config["model_type"], targets, config, published, stages)
-        for mapping in mappings:
-            _fill(targets[mapping.name], mapping, source)
-    return load_notes(config, published, ignored)
+        weights = match_weights(folder, model, config, stack, stages)
+        for mapping in weights.mappings:
+            _fill(weights.targets[mapping.name], mapping, weights.source)
+    return weights.notes
+
+
+@dataclass(frozen=True)
+class MatchedWeights:
+    """A Hugging Face folder whose tensors were mapped to the parameters and expert biases of a model."""
+
+    source: HFFolder
+    targets: Mapping[str, Tensor]
+    """Parameters and expert biases by name."""
+    mappings: list[weight_map.WeightMapping]
+    ignored: list[str]
+    """Names of unused tensors."""
+    notes: list[str]
+    """Log notes: differences between the two configs, unused tensors, and padding."""
 
 
 def match_weights(
-    folder: Path,
-    source: HFFolder,
-    model_type: str,
-    targets: Mapping[str, Tensor],
-    config: ModelConfig,
-    published: ModelConfig,
-    stages: ProcessGroup | None = None,
-) -> tuple[list[weight_map.WeightMapping], list[str]]:
-    """Maps every target to tensors of the folder. Returns the mappings and the names of unused tensors.
+    folder: Path, model: nn.Module, config: ModelConfig, stack: ExitStack, stages: ProcessGroup | None = None
+) -> MatchedWeights:
+    """Opens a folder, to be closed by `stack`, and maps every parameter of `model` to its tensors.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected, misshapen or not floating point.
     """
-    mappings, unknown = weight_map.map_names(model_type, targets, config, published)
+    hf_config = read_config(folder)
+    published = model_config_from_hf(hf_config, mtp=config.mtp is not None)
+    source, targets = HFFolder(folder, hf_config, stack), weight_tensors(model)
+    mappings, unknown = weight_map.map_names(hf_config["model_type"], targets, config, published)
     # pp: names of tensors, and below of problems, so that all ranks raise together
     wanted = set(_gather((name for mapping in mappings for name in mapping.hf_names), stages))
     extra = sorted(source.names - wanted)
     ignored = [name for name in extra if _ignorable(name, config, published)]
     no_mtp = config.mtp is not None and not any(_is_mtp(name, published) for name in source.names)
     missing = [name for name in sorted(wanted - source.names) if not (no_mtp and _is_mtp(name, published))]
+    padding = config.vocab_size - published.vocab_size
     problems = [
         *(["it has no MTP layers: give --mtp-num-layers 0"] if no_mtp else []),
-        *_vocabulary_problems(config, published),
+        *([f"vocabulary: {-padding} tokens more than the model's {config.vocab_size} rows"] if padding < 0 else []),
         *(f"no mapping: {name}" for name in unknown),
         *(f"missing: {name}" for name in missing),
         *(f"left over: {name}" for name in extra if name not in ignored),
@@ -84,7 +93,12 @@ def match_weights(
             f"{folder} does not fit this model in {len(problems)} places; compare the model flags with its "
             f"config.json:\n  {listed(problems)}"
         )
-    return mappings, ignored
+    notes = [f"differs from the published model: {line}" for line in differences(config, published)]
+    if ignored:
+        notes.append(f"{len(ignored)} tensors not used: {', '.join(ignored[:3])}{' …' if len(ignored) > 3 else ''}")
+    if padding:
+        notes.append(f"{padding} padding rows of the vocabulary start at zero")
+    return MatchedWeights(source, targets, mappings, ignored, notes)
 
 
 def _is_mtp(name: str, published: ModelConfig) -> bool:
@@ -120,17 +134,6 @@ def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -
         target.copy_(local_part(value, target.boxes, target.meta))
 
 
-def _global_shape(target: Tensor, mapping: weight_map.WeightMapping) -> tuple[int, ...]:
-    shape = target.global_shape if isinstance(target, Parameter) else tuple(target.shape)
-    return shape if mapping.expert is None else shape[1:]
-
-
-def _vocabulary_problems(config: ModelConfig, published: ModelConfig) -> list[str]:
-    if published.vocab_size <= config.vocab_size:
-        return []
-    return [f"vocabulary: {published.vocab_size} tokens exceed the model's {config.vocab_size} rows"]
-
-
 def _misshaped(
     mappings: Sequence[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
 ) -> list[str]:
@@ -146,7 +149,9 @@ def _misshaped(
             made = tuple(mapping.transform.from_hf([torch.empty(shape, device="meta") for shape in shapes]).shape)
         except RuntimeError:
             made = None
-        expected = _global_shape(targets[mapping.name], mapping)
+        target = targets[mapping.name]
+        whole = target.global_shape if isinstance(target, Parameter) else tuple(target.shape)
+        expected = whole if mapping.expert is None else whole[1:]
         if made != expected:
             found = ", ".join(f"{name} {list(shape)}" for name, shape in zip(mapping.hf_names, shapes, strict=True))
             problems.append(f"another shape: {mapping.name} {list(expected)} from {found}")
@@ -160,14 +165,3 @@ def _ignorable(name: str, config: ModelConfig, published: ModelConfig) -> bool:
     if name == "lm_head.weight":
         return published.tied_embeddings
     return _is_mtp(name, published) and (config.mtp is None or name.split(".", 3)[3] in _SHARED_COPIES)
-
-
-def load_notes(config: ModelConfig, published: ModelConfig, ignored: Sequence[str]) -> list[str]:
-    """Log notes about loaded weights."""
-    lines = [f"differs from the published model: {line}" for line in differences(config, published)]
-    if ignored:
-        lines.append(f"{len(ignored)} tensors not used: {', '.join(ignored[:3])}{' …' if len(ignored) > 3 else ''}")
-    padding = config.vocab_size - published.vocab_size
-    if padding:
-        lines.append(f"{padding} padding rows of the vocabulary start at zero")
-    return lines

@@ -4,105 +4,71 @@ A rule names one of our parameters, the Hugging Face tensors that it consists of
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import AttentionConfig
-from megatron_moe.config.model import LayerConfig, ModelConfig
+from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.moe import MoEConfig
 
 
-class Transform(Protocol):
+@dataclass(frozen=True)
+class Transform:
     """Bijection between one of our tensors and the Hugging Face tensors it consists of."""
 
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor: ...
-
-    def to_hf(self, tensor: Tensor) -> list[Tensor]: ...
-
-
-@dataclass(frozen=True)
-class CopyRule:
-    """Renamed tensor."""
-
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0]
-
-    def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor]
+    from_hf: Callable[[Sequence[Tensor]], Tensor]
+    to_hf: Callable[[Tensor], Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
-class GateUp:
-    """gate [F, ...] and up [F, ...] <-> [2F, ...], gate rows first."""
-
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(tensors))
-
-    def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        return list(tensor.chunk(2))
+COPY = Transform(lambda tensors: tensors[0], lambda tensor: [tensor])
+GATE_UP = Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: tensor.chunk(2))
+"""gate [F, ...] and up [F, ...] <-> [2F, ...], gate rows first."""
+TRANSPOSED = Transform(lambda tensors: tensors[0].transpose(1, 2), lambda tensor: [tensor.transpose(1, 2)])
+"""Expert matrices [E, I, O] <-> [E, O, I]."""
 
 
-@dataclass(frozen=True)
-class QueryKeyValue:
+def _halves_of_interleaved(tensors: Sequence[Tensor]) -> Tensor:
+    halves = torch.cat([tensors[0][..., 0::2], tensors[0][..., 1::2]], dim=-1)
+    return halves.transpose(1, 2) if halves.dim() == 3 else halves
+
+
+def _interleaved_halves(tensor: Tensor) -> list[Tensor]:
+    halves = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+    return [torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)]
+
+
+INTERLEAVED_GATE_UP = Transform(_halves_of_interleaved, _interleaved_halves)
+"""GPT-OSS: gate and up interleaved along the last dim <-> gate half first.
+
+Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
+"""
+
+
+def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
     """q [N D, ...], k [G D, ...], v [G D, ...] <-> rows grouped by query group: its q heads, its k, its v."""
 
-    num_groups: int
-    heads_per_group: int
-
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        parts = [part.reshape(self.num_groups, -1, *part.shape[1:]) for part in tensors]
+    def from_hf(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        groups = tensor.reshape(self.num_groups, self.heads_per_group + 2, -1, *tensor.shape[1:])
-        q, k, v = groups.split([self.heads_per_group, 1, 1], dim=1)
-        return [part.flatten(0, 2) for part in (q, k, v)]
+    def to_hf(tensor: Tensor) -> list[Tensor]:
+        groups = tensor.reshape(num_groups, heads_per_group + 2, -1, *tensor.shape[1:])
+        return [part.flatten(0, 2) for part in groups.split([heads_per_group, 1, 1], dim=1)]
+
+    return Transform(from_hf, to_hf)
 
 
-@dataclass(frozen=True)
-class Transposed:
-    """Expert matrices [E, I, O] <-> [E, O, I]."""
+def padded_rows(num_rows: int, num_padded: int) -> Transform:
+    """Vocabulary table [num_rows, ...] <-> [num_padded, ...] with zero rows at the end."""
 
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].transpose(1, 2)
+    def from_hf(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensors[0], tensors[0].new_zeros(num_padded - num_rows, *tensors[0].shape[1:])])
 
-    def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor.transpose(1, 2)]
-
-
-@dataclass(frozen=True)
-class InterleavedGateUp:
-    """GPT-OSS: gate and up interleaved along the last dim <-> gate half first.
-
-    Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
-    """
-
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        halves = torch.cat([tensors[0][..., 0::2], tensors[0][..., 1::2]], dim=-1)
-        return halves.transpose(1, 2) if halves.dim() == 3 else halves
-
-    def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        halves = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
-        return [torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)]
-
-
-@dataclass(frozen=True)
-class PaddedRows:
-    """Vocabulary table [num_rows, ...] <-> [padded_rows, ...] with zero rows at the end."""
-
-    num_rows: int
-    padded_rows: int
-
-    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        table = tensors[0]
-        return torch.cat([table, table.new_zeros(self.padded_rows - self.num_rows, *table.shape[1:])])
-
-    def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor[: self.num_rows]]
+    return Transform(from_hf, lambda tensor: [tensor[:num_rows]])
 
 
 @dataclass(frozen=True)
@@ -114,8 +80,8 @@ class NameRule:
 
     name: str
     hf_names: tuple[str, ...]
-    transform: Transform | None = CopyRule()
-    """None: `QueryKeyValue` with the sizes of the layer's attention."""
+    transform: Transform | None = COPY
+    """None: `query_key_value` with the sizes of the layer's attention."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +94,7 @@ class WeightMapping:
     transform: Transform
 
 
-def _weight_and_bias(name: str, *hf_names: str, transform: Transform | None = CopyRule()) -> tuple[NameRule, ...]:
+def _weight_and_bias(name: str, *hf_names: str, transform: Transform | None = COPY) -> tuple[NameRule, ...]:
     return tuple(
         NameRule(f"{name}.{kind}", tuple(f"{hf_name}.{kind}" for hf_name in hf_names), transform)
         for kind in ("weight", "bias")
@@ -160,9 +126,11 @@ _LATENT = (
 )
 
 
-def _mlp(name: str, hf_name: str) -> tuple[NameRule, ...]:
-    gate, up, down = (f"{hf_name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return (NameRule(f"{name}.linear_fc1.weight", (gate, up), GateUp()), NameRule(f"{name}.linear_fc2.weight", (down,)))
+def _mlp(
+    name: str, hf_name: str, matrices: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[NameRule, ...]:
+    gate, up, down = (f"{hf_name}.{matrix}.weight" for matrix in matrices)
+    return (NameRule(f"{name}.linear_fc1.weight", (gate, up), GATE_UP), NameRule(f"{name}.linear_fc2.weight", (down,)))
 
 
 _DENSE = _mlp("mlp", "mlp")
@@ -176,12 +144,7 @@ _MIXTRAL = (
     *_NORMS,
     *_GROUPED_QUERY,
     NameRule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
-    NameRule(
-        "mlp.experts.linear_fc1.weight",
-        ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
-        GateUp(),
-    ),
-    NameRule("mlp.experts.linear_fc2.weight", ("block_sparse_moe.experts.{e}.w2.weight",)),
+    *_mlp("mlp.experts", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2")),
 )
 _QWEN_AND_OLMOE = (
     *_NORMS,
@@ -197,22 +160,20 @@ _GPT_OSS = (
     *_NORMS,
     *_GROUPED_QUERY,
     *_weight_and_bias("mlp.router", "mlp.router"),
-    NameRule("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",), InterleavedGateUp()),
-    NameRule("mlp.experts.linear_fc1.bias", ("mlp.experts.gate_up_proj_bias",), InterleavedGateUp()),
-    NameRule("mlp.experts.linear_fc2.weight", ("mlp.experts.down_proj",), Transposed()),
+    NameRule("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",), INTERLEAVED_GATE_UP),
+    NameRule("mlp.experts.linear_fc1.bias", ("mlp.experts.gate_up_proj_bias",), INTERLEAVED_GATE_UP),
+    NameRule("mlp.experts.linear_fc2.weight", ("mlp.experts.down_proj",), TRANSPOSED),
     NameRule("mlp.experts.linear_fc2.bias", ("mlp.experts.down_proj_bias",)),
 )
 
-_LAYER_RULES = (
-    ("mixtral", _MIXTRAL),
-    ("qwen2_moe", _QWEN_AND_OLMOE),
-    ("qwen3_moe", _QWEN_AND_OLMOE),
-    ("olmoe", _QWEN_AND_OLMOE),
-    ("gpt_oss", _GPT_OSS),
-    ("glm4_moe", _GLM),
-    ("deepseek_v2", _DEEPSEEK),
-    ("deepseek_v3", _DEEPSEEK),
-    ("kimi_k2", _DEEPSEEK),
+_LAYER_RULES: Mapping[str, tuple[NameRule, ...]] = MappingProxyType(
+    {
+        "mixtral": _MIXTRAL,
+        **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_AND_OLMOE),
+        "gpt_oss": _GPT_OSS,
+        "glm4_moe": _GLM,
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _DEEPSEEK),
+    }
 )
 """Rules of a layer's parameters by `model_type` of config.json."""
 
@@ -248,7 +209,7 @@ def map_names(
 
     `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """
-    rules = _by_name(next(table for name, table in _LAYER_RULES if name == model_type))
+    rules = _by_name(_LAYER_RULES[model_type])
     num_layers = len(published.layers)
     tables = (
         (_LAYER_NAME, rules, 0),
@@ -287,31 +248,19 @@ def _expand(
     name: str, rule: NameRule, layer: int | None, model: ModelConfig, published: ModelConfig
 ) -> list[WeightMapping]:
     if layer is None:
-        if name not in _VOCABULARY:
-            return [WeightMapping(name, None, rule.hf_names, CopyRule())]
-        return [WeightMapping(name, None, rule.hf_names, PaddedRows(published.vocab_size, model.vocab_size))]
-    transform = rule.transform or _query_key_value(model, layer)
+        vocabulary = padded_rows(published.vocab_size, model.vocab_size)
+        return [WeightMapping(name, None, rule.hf_names, vocabulary if name in _VOCABULARY else COPY)]
+    config = model.layers[min(layer, len(model.layers) - 1)]  # MTP layers have the config of the last layer
+    transform = rule.transform
+    if transform is None:
+        assert isinstance(config.mixer, AttentionConfig), f"layer {layer} is not a q, k, v attention: {config.mixer}"
+        groups = config.mixer.num_query_groups
+        transform = query_key_value(groups, config.mixer.num_heads // groups)
     mapping = WeightMapping(name, None, tuple(f"model.layers.{layer}.{part}" for part in rule.hf_names), transform)
     if "{e}" not in rule.hf_names[0]:
         return [mapping]
+    assert isinstance(config.feed_forward, MoEConfig), f"layer {layer} has no experts: {config.feed_forward}"
     return [
         replace(mapping, expert=expert, hf_names=tuple(part.replace("{e}", str(expert)) for part in mapping.hf_names))
-        for expert in range(_num_experts(model, layer))
+        for expert in range(config.feed_forward.experts.num_experts)
     ]
-
-
-def _query_key_value(model: ModelConfig, layer: int) -> QueryKeyValue:
-    mixer = _layer(model, layer).mixer
-    assert isinstance(mixer, AttentionConfig), f"layer {layer} is not a q, k, v attention: {mixer}"
-    return QueryKeyValue(mixer.num_query_groups, mixer.num_heads // mixer.num_query_groups)
-
-
-def _num_experts(model: ModelConfig, layer: int) -> int:
-    feed_forward = _layer(model, layer).feed_forward
-    assert isinstance(feed_forward, MoEConfig), f"layer {layer} has no experts: {feed_forward}"
-    return feed_forward.experts.num_experts
-
-
-def _layer(model: ModelConfig, layer: int) -> LayerConfig:
-    """Config of a layer; MTP layers, numbered after the last layer, have its config."""
-    return model.layers[min(layer, len(model.layers) - 1)]

@@ -18,7 +18,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(?P<tp>\d{2})(?P<rest>(_\d{3}){0,2})")
-_LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
+LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(
     r"(?P<head>.+\.mlp\.experts)\.(local_experts\.(?P<one>\d+)\.(?P<matrix>linear_fc[12])\.weight"
     r"|(?P<grouped>linear_fc[12])\.weight(?P<other>\d+))"
@@ -129,10 +129,10 @@ class PerRank:
                     raise CheckpointProblem(
                         f"{self.folder}: {name} needs the model of pipeline stage {stage}, which is missing"
                     )
-                first += _num_layers(files[at][other])
+                first += len({layer["layer"] for name in files[at][other] if (layer := LAYER.fullmatch(name))})
             for key, value in files[name][chunk].items():
                 if isinstance(value, LazyTensor):
-                    layer = _LAYER.fullmatch(key)
+                    layer = LAYER.fullmatch(key)
                     yield (f"decoder.layers.{int(layer['layer']) + first}.{layer['rest']}" if layer else key), value
 
     @staticmethod
@@ -154,7 +154,3 @@ class PerRank:
             tensor.num_chunks = 2 if self._gated and "linear_fc1" in name else 1
         elif _SHARDED_COLUMNS.fullmatch(name):
             tensor.dim = 1
-
-
-def _num_layers(state: dict[str, Any]) -> int:
-    return len({match["layer"] for key in state if (match := _LAYER.fullmatch(key))})

@@ -130,6 +130,10 @@ def _rebuild_parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+_METADATA_CLASSES = (
+    *("Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+)
 _ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
     {
         ("collections", "OrderedDict"): OrderedDict,
@@ -137,13 +141,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
         ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
         ("argparse", "Namespace"): Record,
-        **{
-            ("torch.distributed.checkpoint.metadata", name): Record
-            for name in (
-                *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-                *("StorageMeta",),
-            )
-        },
+        **{("torch.distributed.checkpoint.metadata", name): Record for name in _METADATA_CLASSES},
         ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
     }

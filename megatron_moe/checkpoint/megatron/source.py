@@ -1,15 +1,20 @@
-"""Reads Megatron checkpoints as tensors by our parameter names."""
+"""Reads Megatron checkpoints as tensors by our parameter names.
 
-from collections.abc import Mapping
+Megatron stacks identical layers along a new dim 0 and omits the layer number from the name. Transformer Engine fuses a
+norm into the linear layer that follows it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.megatron.names import IGNORED, KINDS, QUERY_NORM, STATE, Location, candidate_locations
-from megatron_moe.checkpoint.megatron.per_rank import FILE, PerRank
+from megatron_moe.checkpoint.megatron.per_rank import FILE, LAYER, PerRank
 from megatron_moe.checkpoint.megatron.torch_dist import TorchDist
 from megatron_moe.checkpoint.tensor_shards import PendingBox, SavedTensor, TensorBox, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
@@ -19,6 +24,56 @@ _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, OverflowError,
 """Exceptions that reading a malformed table can raise."""
 _MAX_COUNT = 1 << 48
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
+_MTP_LAYER = re.compile(r"(?P<depth>mtp\.layers\.\d+)\.transformer_layer\.(?P<rest>.+)")
+
+_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
+        "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
+        "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight",),
+        "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight",),
+        "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
+        "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
+    }
+)
+"""Alternative names of a layer's parameters."""
+_QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
+"""Name suffix of a norm that Megatron-Core adds to multi-latent attention without a q latent, and our models lack."""
+
+_STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
+"""Key of per-parameter optimizer state."""
+
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+)
+"""Our kind of optimizer state by Megatron's."""
+
+_IGNORED = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_freq|.*local_tokens_per_expert")
+"""Tensors that are not parameters: Transformer Engine and RNG state, RoPE tables, counters."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Megatron tensor that holds one of our parameters."""
+
+    name: str
+    layer: int | None = None
+    """Index along dim 0 if the tensor stacks all layers; else None."""
+
+
+def _candidate_locations(name: str) -> Iterator[Location]:
+    """Yields the tensors in which Megatron may store a parameter."""
+    decoder, mtp = LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
+    if decoder is not None:
+        for rest in (decoder["rest"], *_ALIASES.get(decoder["rest"], ())):
+            yield Location(f"decoder.layers.{decoder['layer']}.{rest}")
+            yield Location(f"decoder.layers.{rest}", int(decoder["layer"]))
+    elif mtp is not None:
+        for rest in (mtp["rest"], *_ALIASES.get(mtp["rest"], ())):
+            for inner in ("transformer_layer", "mtp_model_layer"):
+                yield Location(f"{mtp['depth']}.{inner}.{rest}")
+    else:
+        yield Location(name)
 
 
 @dataclass
@@ -37,7 +92,13 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
     Raises CheckpointProblem that lists all tensors that are missing, unexpected or misshapen.
     """
     folder = source.folder
-    _check_known(source)
+    found = next((name for name in source.tensors if name.endswith(_QUERY_NORM) and not _STATE.fullmatch(name)), None)
+    if found is not None:
+        raise CheckpointProblem(
+            f"{folder} holds {found}: with --qk-layernorm and without --q-lora-rank, Megatron-Core since July 2026 "
+            "normalises the input of linear_q_proj. This program follows the Hugging Face definition without that norm "
+            "and cannot import the checkpoint; train with --q-lora-rank, or without --qk-layernorm"
+        )
     if optimizer and isinstance(source, PerRank):
         raise CheckpointProblem(
             f"{folder} has one folder per rank, whose optimizer state cannot be read; import its weights with "
@@ -48,7 +109,7 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
     tensors: dict[str, SavedTensor] = {}
     notes: list[str] = []
     for name, like in model.items():
-        location = next((found for found in candidate_locations(name) if found.name in source.tensors), None)
+        location = next((found for found in _candidate_locations(name) if found.name in source.tensors), None)
         if location is None:
             problems.append(f"missing: {name}")
             continue
@@ -56,14 +117,20 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
         tensors[tensor_key("model", name)] = _pending(source, location, name, like, like.dtype, problems, notes)
     if optimizer:
         tensors |= _optimizer(source, model, used, problems)
-    unused = [name for name in source.tensors if name not in used and not IGNORED.fullmatch(name)]
-    problems += [f"left over: {name}" for name in unused if optimizer or not STATE.fullmatch(name)]
+    unused = [name for name in source.tensors if name not in used and not _IGNORED.fullmatch(name)]
+    problems += [f"left over: {name}" for name in unused if optimizer or not _STATE.fullmatch(name)]
     if problems:
         raise CheckpointProblem(
             f"{folder} does not fit this model in {len(problems)} places; compare the model flags with those it was "
             f"trained with:\n  {listed(problems)}"
         )
-    return ImportedModel(tensors, list(dict.fromkeys(notes)), *_position(source.common))
+    samples = getattr(source.common.get("args"), "consumed_train_samples", 0)
+    return ImportedModel(
+        tensors,
+        list(dict.fromkeys(notes)),
+        iteration=_count(source.common.get("iteration", 0), "iteration"),
+        consumed_samples=_count(samples or 0, "consumed_train_samples"),
+    )
 
 
 def open_megatron(folder: Path) -> Source:
@@ -80,36 +147,25 @@ def open_megatron(folder: Path) -> Source:
     raise CheckpointProblem(f"{folder} is not a Megatron checkpoint: it has neither metadata.json nor mp_rank_*/{FILE}")
 
 
-def _check_known(source: Source) -> None:
-    """Raises CheckpointProblem for a checkpoint with `QUERY_NORM`."""
-    found = next((name for name in source.tensors if name.endswith(QUERY_NORM) and not STATE.fullmatch(name)), None)
-    if found is not None:
-        raise CheckpointProblem(
-            f"{source.folder} holds {found}: with --qk-layernorm and without --q-lora-rank, Megatron-Core since July "
-            "2026 normalises the input of linear_q_proj. This program follows the Hugging Face definition without "
-            "that norm and cannot import the checkpoint; train with --q-lora-rank, or without --qk-layernorm"
-        )
-
-
 def _optimizer(
     source: Source, model: Mapping[str, Tensor], used: set[str], problems: list[str]
 ) -> dict[str, SavedTensor]:
     """Maps master weights, moments and the step count. Master weights of fp32 parameters replace the weights."""
     states: dict[tuple[str, str], str] = {}
     for key in source.tensors:
-        match = STATE.fullmatch(key)
-        if match and match["kind"] in KINDS:
-            states[KINDS[match["kind"]], match["name"]] = key
+        match = _STATE.fullmatch(key)
+        if match and match["kind"] in _KINDS:
+            states[_KINDS[match["kind"]], match["name"]] = key
     if not states:
         raise CheckpointProblem(
             f"{source.folder} holds no per-parameter optimizer state, which Megatron writes with "
             "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable; import the weights with --no-optimizer"
         )
     tensors = {}
-    for kind in dict.fromkeys(KINDS.values()):
+    for kind in dict.fromkeys(_KINDS.values()):
         for name, like in model.items():
             locations = (
-                Location(states[kind, p.name], p.layer) for p in candidate_locations(name) if (kind, p.name) in states
+                Location(states[kind, p.name], p.layer) for p in _candidate_locations(name) if (kind, p.name) in states
             )
             location = next(locations, None)
             if location is None:
@@ -173,12 +229,6 @@ def _steps(state: Any) -> set[int]:
             steps.add(_count(value["step"], "the optimizer step count"))
         pending += value.values() if isinstance(value, dict) else value
     return steps
-
-
-def _position(common: Mapping[str, Any]) -> tuple[int, int]:
-    """Iteration and number of consumed samples."""
-    samples = getattr(common.get("args"), "consumed_train_samples", 0)
-    return _count(common.get("iteration", 0), "iteration"), _count(samples or 0, "consumed_train_samples")
 
 
 def _count(value: Any, what: str) -> int:

@@ -13,7 +13,7 @@ from megatron_moe.kernels.kernel_set import Priority, Support
 
 NAME = "apex"
 NEEDS = ("apex", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda")
-BY_WISH = True
+ON_REQUEST = True
 PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
 
 
@@ -29,7 +29,7 @@ def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
-    """It knows to add, into fp32 or into the dtype of the factors."""
+    """Accumulates in fp32 or in the dtype of the factors."""
     grads, rows = grad.flatten(0, -2).contiguous(), x.flatten(0, -2).contiguous()
     if not accumulate:
         out.zero_()

@@ -15,7 +15,7 @@ from megatron_moe.kernels.ops import GroupedPart
 
 NAME = "grouped_gemm"
 NEEDS = ("grouped_gemm",)
-BY_WISH = True
+ON_REQUEST = True
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 
 

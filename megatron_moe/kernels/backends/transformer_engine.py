@@ -15,16 +15,14 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
-from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import Priority, Support
-from megatron_moe.kernels.ops import GroupedPart
-from megatron_moe.parallel.param_meta import Part
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart
 
 NAME = "transformer_engine"
 NEEDS = ("transformer_engine",)
-BY_WISH = True
+ON_REQUEST = True
 PROVIDES = (
     "linear_forward",
     "linear_input_grad",
@@ -213,20 +211,11 @@ class _LayerNorm(torch.autograd.Function):
         return grad_x.view_as(grads[0]), grad_weight, grad_bias, None, None
 
 
-def attention(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    sinks_N: Tensor | None,
-    segments_BS: Tensor | None,
-    dropout_key: tuple[int | str, ...] | None,
-    head_part: Part = (0, 1),
-) -> Tensor:
+def attention(inputs: AttentionInputs) -> Tensor:
     """Causal and sliding-window attention of one document."""
-    drops = config.dropout > 0.0 and dropout_key is not None
-    if sinks_N is not None or config.off_by_one or drops or segments_BS is not None or not config.causal:
-        return reference.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part)
+    q_SBND, k_SBGD, v_SBGE, config, *_ = inputs
+    if inputs.has_sinks or inputs.drops or inputs.segments_BS is not None or not config.causal:
+        return reference.attention(inputs)
     num_heads, width = q_SBND.shape[2:]
     module = te.DotProductAttention(
         num_heads,

@@ -1,8 +1,7 @@
-"""Forward and backward of all microbatches of a step, recorded once and replayed (a CUDA graph of the whole step)."""
+"""Full-iteration CUDA graph: forward and backward of all microbatches of a step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,88 +9,73 @@ from torch import Tensor
 
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.logs.metrics import MetricAccumulator
-from megatron_moe.memory.cuda_graphs.capture import Capture, Recorder
-from megatron_moe.memory.cuda_graphs.layer_graphs import MIB, MetricRecorder, StaticGradAccumulator, static_context
+from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
+from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder, StaticGradAccumulator, static_context
 from megatron_moe.memory.pytree import Form, flatten, unflatten
 
 Work = Callable[[Sequence[MicroBatch]], Tensor]
-"""Leaves the gradients of the microbatches in the sinks; gives the sums that the step needs."""
+"""Accumulates the gradients of the microbatches and returns the sums that the step needs."""
 
 
 class FullIterationGraph:
-    """Recordings of steps: one for every number and form of microbatches that occurs.
+    """Captured steps, one graph per number and form of microbatches.
 
-    The first `warmup` steps are computed. Gradients of all sinks must have been forgotten before a step.
+    The first `warmup` steps run eagerly. The gradients of all `accumulators` must have been reset before a step.
     """
 
-    def __init__(self, recorder: Recorder, warmup: int, sinks: Sequence[StaticGradAccumulator]) -> None:
+    def __init__(self, recorder: CudaGraphRecorder, warmup: int, accumulators: Sequence[StaticGradAccumulator]) -> None:
         self._recorder = recorder
         self._pool: Any = recorder.pool()
         self._warmup = warmup
-        self._sinks = tuple(sinks)
+        self._accumulators = tuple(accumulators)
         self._num_steps = 0
-        self._num_landing_bytes = 0
-        self._recorded: dict[Form, _Recorded] = {}
+        self._captured: dict[Form, _CapturedStep] = {}
 
     def run(self, batches: Sequence[MicroBatch], work: Work, metrics: MetricAccumulator) -> Tensor:
-        """What `work(batches)` gives."""
+        """Returns `work(batches)`."""
         self._num_steps += 1
         if self._num_steps <= self._warmup:
             return work(batches)
-        plain = tuple(replace(batch, context=static_context(batch.context)) for batch in batches)
-        tensors, form = flatten(plain)
-        if form not in self._recorded:
-            self._recorder.make_room()
-            self._num_landing_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self._recorded[form] = _Recorded(plain, tensors, partial(self._recorder.record, pool=self._pool))
-        return self._recorded[form].run(tensors, work, self._sinks, metrics)
-
-    @property
-    def has_recorded(self) -> bool:
-        """The first step that records is over."""
-        return bool(self._recorded)
-
-    def summary(self) -> str:
-        """How many recordings there are, and what they cost."""
-        memory = self._recorder.bytes_in([self._pool])
-        return (
-            f"CUDA graphs: {len(self._recorded)} of whole steps; their pool holds {memory / MIB:,.0f} MiB, and what is "
-            f"copied in {self._num_landing_bytes / MIB:,.0f} MiB"
-        )
-
-
-@dataclass(eq=False)
-class _Recorded:
-    """One form of a step."""
-
-    plain: tuple[MicroBatch, ...]
-    tensors: Sequence[Tensor]
-    record: Callable[[Callable[[], Sequence[Tensor]]], Capture]
-
-    def __post_init__(self) -> None:
-        self._kept = [torch.empty_like(tensor) for tensor in self.tensors]
-        self._batches: tuple[MicroBatch, ...] = unflatten(self.plain, self.tensors, self._kept)
-        self._notes = MetricRecorder()
-        self._recording: Capture | None = None
-        self._filled: list[StaticGradAccumulator] = []
-
-    def run(
-        self, tensors: Sequence[Tensor], work: Work, sinks: Sequence[StaticGradAccumulator], metrics: MetricAccumulator
-    ) -> Tensor:
-        for kept, tensor in zip(self._kept, tensors, strict=True):
-            kept.copy_(tensor)
-        if self._recording is None:
-            self._recording = self.record(lambda: self._work(work))
-        self._recording.replay()
-        if not self._filled:
-            self._filled = [sink for sink in sinks if sink.filled]
-        for sink in self._filled:
-            sink.filled = True
-        sums, *noted = self._recording.made
-        self._notes.tell(metrics, noted)
+        inputs = tuple(replace(batch, context=static_context(batch.context)) for batch in batches)
+        tensors, form = flatten(inputs)
+        if form not in self._captured:
+            self._recorder.empty_cache()
+            self._captured[form] = _CapturedStep(inputs, tensors)
+        step = self._captured[form]
+        for static, tensor in zip(step.static_inputs, tensors, strict=True):
+            static.copy_(tensor)
+        if step.graph is None:
+            step.graph = self._recorder.capture(lambda: step.compute(work), self._pool)
+        step.graph.replay()
+        if not step.filled:
+            step.filled = [accumulator for accumulator in self._accumulators if accumulator.filled]
+        for accumulator in step.filled:
+            accumulator.filled = True
+        sums, *recorded = step.graph.outputs
+        step.metrics.replay(metrics, recorded)
         return sums.clone()
 
-    def _work(self, work: Work) -> list[Tensor]:
-        self._notes = notes = MetricRecorder()
-        batches = [replace(batch, context=replace(batch.context, metrics=notes)) for batch in self._batches]
-        return [work(batches), *notes.tensors]
+    def summary(self) -> str | None:
+        """Number of graphs and their memory; None before the first capture."""
+        if not self._captured:
+            return None
+        static_bytes = sum(tensor.nbytes for step in self._captured.values() for tensor in step.static_inputs)
+        memory = self._recorder.memory_summary([self._pool], static_bytes)
+        return f"CUDA graphs: {len(self._captured)} of full iterations; {memory}"
+
+
+class _CapturedStep:
+    """Static inputs and graph of the steps of one form."""
+
+    def __init__(self, inputs: tuple[MicroBatch, ...], tensors: Sequence[Tensor]) -> None:
+        self.static_inputs = [torch.empty_like(tensor) for tensor in tensors]
+        self.graph: CapturedGraph | None = None
+        self.metrics = MetricRecorder()
+        self.filled: list[StaticGradAccumulator] = []
+        """Accumulators that get a gradient."""
+        self._batches: tuple[MicroBatch, ...] = unflatten(inputs, tensors, self.static_inputs)
+
+    def compute(self, work: Work) -> list[Tensor]:
+        self.metrics = metrics = MetricRecorder()
+        batches = [replace(batch, context=replace(batch.context, metrics=metrics)) for batch in self._batches]
+        return [work(batches), *metrics.tensors]

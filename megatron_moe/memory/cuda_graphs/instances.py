@@ -1,66 +1,60 @@
-"""Which memory of recordings a microbatch uses while it is in flight, from its forward to the end of its backward."""
+"""Pool of CUDA-graph instances: one memory pool and set of captured graphs per in-flight microbatch."""
 
 from collections.abc import Iterator
 
-from megatron_moe.memory.cuda_graphs.capture import Recorder
-from megatron_moe.memory.cuda_graphs.layer_graphs import MIB, GraphInstance
+from megatron_moe.memory.cuda_graphs.capture import CudaGraphRecorder
+from megatron_moe.memory.cuda_graphs.layer_graphs import GraphInstance
 
 
 class GraphInstancePool:
-    """The flights of every chunk of the model on this rank: as many as the schedule has microbatches between forward
-    and backward there. The first `warmup` steps are computed, so that nothing is recorded for the first time that it
-    runs."""
+    """Graph instances of every chunk on this rank, as many as the schedule has microbatches between forward and
+    backward. The first `warmup` steps run eagerly, so that kernels are compiled before the capture."""
 
-    def __init__(self, recorder: Recorder, warmup: int) -> None:
+    def __init__(self, recorder: CudaGraphRecorder, warmup: int) -> None:
         self._recorder = recorder
         self._warmup = warmup
         self._num_steps = 0
         self._free: dict[int, list[GraphInstance]] = {}
-        """By chunk, the one that was used last at the end."""
-        self._taken: dict[tuple[int, int], GraphInstance] = {}
+        """Idle instances per chunk, the most recently used one last."""
+        self._in_use: dict[tuple[int, int], GraphInstance] = {}
+        """Instances in use per (microbatch, chunk)."""
 
     def begin_step(self) -> None:
-        """Of training."""
-        assert not self._taken, f"in flight between steps (microbatch, chunk): {sorted(self._taken)}"
+        """Called before every training step."""
+        assert not self._in_use, f"in flight between steps (microbatch, chunk): {sorted(self._in_use)}"
         self._num_steps += 1
         if self._num_steps == self._warmup + 1:
-            self._recorder.make_room()
+            self._recorder.empty_cache()
 
     def take(self, microbatch: int, chunk: int) -> GraphInstance | None:
-        """For the forward and backward of a microbatch; None while things warm up."""
+        """Instance for the forward and backward of a microbatch; None during warm-up."""
         if self._num_steps <= self._warmup:
             return None
         free = self._free.setdefault(chunk, [])
-        flight = free.pop() if free else GraphInstance(self._recorder)
-        self._taken[microbatch, chunk] = flight
-        return flight
+        instance = free.pop() if free else GraphInstance(self._recorder)
+        self._in_use[microbatch, chunk] = instance
+        return instance
 
     def give_back(self, microbatch: int, chunk: int) -> None:
-        """After the backward."""
-        flight = self._taken.pop((microbatch, chunk), None)
-        if flight is not None:
-            self._free[chunk].append(flight)
+        """Returns the instance of a microbatch after its backward."""
+        instance = self._in_use.pop((microbatch, chunk), None)
+        if instance is not None:
+            self._free[chunk].append(instance)
 
     def of(self, chunk: int) -> tuple[GraphInstance, ...]:
-        """All flights of a chunk. Between steps."""
+        """All instances of a chunk, between steps."""
         return tuple(self._free.get(chunk, ()))
 
     def __iter__(self) -> Iterator[GraphInstance]:
         for chunk in self._free:
             yield from self.of(chunk)
 
-    @property
-    def has_recorded(self) -> bool:
-        """The first step that records is over."""
-        return self._num_steps > self._warmup and not self._taken
-
-    def summary(self) -> str:
-        """How many recordings there are, and what they cost."""
-        graph_instances = list(self)
-        memory = self._recorder.bytes_in([flight.pool for flight in graph_instances])
-        landed = sum(flight.num_landing_bytes for flight in graph_instances)
-        number = sum(flight.num_recordings for flight in graph_instances)
-        return (
-            f"CUDA graphs: {number} recorded for {len(graph_instances)} microbatches in flight; their pools hold "
-            f"{memory / MIB:,.0f} MiB, and what is copied in {landed / MIB:,.0f} MiB"
-        )
+    def summary(self) -> str | None:
+        """Number of graphs and their memory; None before the end of the first step with graphs."""
+        if self._num_steps <= self._warmup or self._in_use:
+            return None
+        instances = list(self)
+        num_graphs = sum(instance.num_graphs for instance in instances)
+        static_bytes = sum(instance.static_bytes for instance in instances)
+        memory = self._recorder.memory_summary([instance.pool for instance in instances], static_bytes)
+        return f"CUDA graphs: {num_graphs} captured for {len(instances)} microbatches in flight; {memory}"

@@ -1,14 +1,14 @@
-"""Parts of a layer whose forward and backward are recorded once and replayed (CUDA graphs).
+"""CUDA graphs of parts of a layer: forward and backward are captured once and replayed.
 
-A part is a function of a structure of tensors and of the microbatch context. Everything it reads and returns is at
-fixed addresses: inputs are copied there, unless the part before left them there; outputs stay there until the backward
-of the same microbatch has run. Every microbatch in flight therefore needs its own memory, a `GraphInstance`. Its graphs
-share one pool: their order is always the same, forwards and then backwards, so a graph reuses the memory that an
-earlier one has freed.
+A captured module is a function of a pytree of tensors and of the microbatch context. Everything it reads and returns is
+at fixed addresses: inputs are copied to static buffers, unless they are outputs of another graph already, and outputs
+stay valid until the backward of the same microbatch has run. Every in-flight microbatch therefore needs its own
+`GraphInstance`. The graphs of an instance share one memory pool: they are replayed in a fixed order, forwards and then
+backwards, so a graph reuses memory that an earlier one has freed.
 
-Weight gradients go to the sinks of the parameters, at fixed addresses too, and are recorded apart from those of the
-inputs: once as they store, for the first microbatch of a step, and once as they add. What routers report is noted by
-the recording and told to the tally after every replay.
+Weight gradients are accumulated at fixed addresses too. They are captured separately from input gradients, in two
+versions: the first microbatch of a step stores them, later ones add. Metrics are recorded after every replay from
+static outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,123 +21,122 @@ from torch import Tensor
 
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.logs.metrics import Fold, MetricAccumulator, Reduction
-from megatron_moe.memory.cuda_graphs.capture import Capture, Recorder
+from megatron_moe.memory.cuda_graphs.capture import CapturedGraph, CudaGraphRecorder
 from megatron_moe.memory.pytree import Form, flatten, unflatten
 from megatron_moe.parallel.parameter import Parameter
 
 Function = Callable[[Any, MicrobatchContext], Any]
-"""From what the part before left to what this part leaves."""
-MIB = 2**20
+"""Maps the state left by the previous module to the state left by this one."""
 
 
 class StaticGradAccumulator(Protocol):
-    """A gradient sink whose memory never moves."""
+    """Gradient accumulator at a fixed address."""
 
     main_grad: Tensor
     filled: bool
-    """Later gradients of this step are added."""
+    """True once this step's first gradient was written; later ones accumulate."""
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedModule:
-    """What is recorded as one: a function without host reads, collectives or random draws."""
+    """Function that is captured as one graph, without host reads, collectives or random draws."""
 
     name: str
     function: Function
     parameters: tuple[Parameter, ...]
-    """All that it uses."""
+    """All parameters that the function uses."""
 
     def __call__(self, state: Any, mb: MicrobatchContext) -> Any:
-        """Replays for a microbatch in flight, and records first where that was not done; else computes."""
+        """Replays the graph of the microbatch's instance, capturing it first if needed; eager without an instance."""
         if mb.graph_instance is None or not torch.is_grad_enabled():
             return self.function(state, mb)
         return mb.graph_instance.run(self, state, mb)
 
 
 class GraphInstance:
-    """Memory and recordings of one microbatch at a time."""
+    """Memory pool and captured graphs of one in-flight microbatch."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CudaGraphRecorder) -> None:
         self.pool = recorder.pool()
-        self.num_recordings = 0
-        self.num_landing_bytes = 0
-        """Memory outside of the pool, into which inputs are copied."""
+        self.num_graphs = 0
+        self.static_bytes = 0
+        """Memory of static buffers, outside the pool."""
         self._recorder = recorder
-        self._recorded: dict[tuple[CapturedModule, Form, Form, bool], _CapturedForward] = {}
+        self._captured: dict[tuple[CapturedModule, Form, Form, bool], _CapturedForward] = {}
         self._contexts: dict[Form, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
-        self._left: dict[int, Tensor] = {}
-        """By address, what recordings leave."""
-        self._landings: dict[tuple[Any, ...], Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+        """Outputs of graphs by address."""
+        self._static_grads: dict[tuple[Any, ...], Tensor] = {}
 
-    def run(self, part: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
-        """Runs a part on the microbatch of this flight."""
+    def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
+        """Runs a module on the microbatch of this instance."""
         tensors, form = flatten(state)
         static = self._load(mb)
-        key = part, form, static.form, mb.metrics is not None
-        if key not in self._recorded:
-            self._recorded[key] = _CapturedForward(
-                self, part, state, tensors, static.context, reports=mb.metrics is not None
-            )
-        recorded = self._recorded[key]
-        outputs = _Replay.apply(recorded, *tensors)  # type: ignore[no-untyped-call]
+        records = mb.metrics is not None
+        key = module, form, static.form, records
+        if key not in self._captured:
+            self._captured[key] = _CapturedForward(self, module, state, tensors, static.context, records=records)
+        captured = self._captured[key]
+        outputs = _Replay.apply(captured, *tensors)  # type: ignore[no-untyped-call]
         if mb.metrics is not None:
-            recorded.report(mb.metrics)
-        return recorded.leave(tensors, outputs)
+            captured.record_metrics(mb.metrics)
+        return captured.state_with(tensors, outputs)
 
-    def record(self, work: Callable[[], Sequence[Tensor]]) -> Capture:
-        self.num_recordings += 1
-        return self._recorder.record(work, self.pool)
+    def capture(self, work: Callable[[], Sequence[Tensor]]) -> CapturedGraph:
+        self.num_graphs += 1
+        return self._recorder.capture(work, self.pool)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether this tensor stands where a recording left it."""
-        known = self._left.get(tensor.data_ptr())
-        return known is not None and known.shape == tensor.shape and known.stride() == tensor.stride()
+    def static_input(self, tensor: Tensor, allocate: Callable[[Tensor], Tensor]) -> "_StaticInput":
+        """Graph input for tensors like this one: its own memory if it is the output of a graph, else a new buffer."""
+        known = self._outputs.get(tensor.data_ptr())
+        if known is not None and known.shape == tensor.shape and known.stride() == tensor.stride():
+            return _StaticInput(tensor.detach(), is_output=True)
+        return _StaticInput(allocate(tensor), is_output=False)
 
-    def leaves(self, tensors: Sequence[Tensor]) -> None:
-        """Remembers what a recording left, which keeps the memory too."""
-        self._left |= {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+    def add_outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Registers outputs of a graph, which also keeps their memory alive."""
+        self._outputs |= {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
 
-    def place_for(self, like: Tensor) -> Tensor:
-        """Memory for contents like these."""
-        self.num_landing_bytes += like.numel() * like.element_size()
+    def static_buffer(self, like: Tensor) -> Tensor:
+        """Allocates memory at a fixed address."""
+        self.static_bytes += like.nbytes
         return torch.empty_like(like, requires_grad=False)
 
-    def landing(self, like: Tensor, number: int) -> Tensor:
-        """Where a gradient waits for a backward. Backwards run one after another and share it."""
-        key = number, like.shape, like.stride(), like.dtype
-        if key not in self._landings:
-            self._landings[key] = self.place_for(like)
-        return self._landings[key]
+    def static_grad(self, like: Tensor, index: int) -> Tensor:
+        """Static buffer of an output gradient; backwards run one at a time and share it."""
+        key = index, like.shape, like.stride(), like.dtype
+        if key not in self._static_grads:
+            self._static_grads[key] = self.static_buffer(like)
+        return self._static_grads[key]
 
     def _load(self, mb: MicrobatchContext) -> "_StaticContext":
-        """Copies the context's tensors to fixed addresses, once per microbatch."""
+        """Copies the context's tensors to static buffers, once per microbatch."""
         if self._loaded is None or self._loaded[0] is not mb:
-            plain = static_context(mb)
-            tensors, form = flatten(plain)
+            context = static_context(mb)
+            tensors, form = flatten(context)
             if form not in self._contexts:
-                places = tuple(map(self.place_for, tensors))
-                self._contexts[form] = _StaticContext(unflatten(plain, tensors, places), places, form)
+                buffers = tuple(map(self.static_buffer, tensors))
+                self._contexts[form] = _StaticContext(unflatten(context, tensors, buffers), buffers, form)
             static = self._contexts[form]
-            for kept, tensor in zip(static.tensors, tensors, strict=True):
-                kept.copy_(tensor)
+            for buffer, tensor in zip(static.buffers, tensors, strict=True):
+                buffer.copy_(tensor)
             self._loaded = mb, static
         return self._loaded[1]
 
 
-@dataclass(frozen=True)
-class _StaticContext:
-    """A microbatch context whose tensors are at fixed addresses."""
+class _StaticContext(NamedTuple):
+    """Microbatch context whose tensors are static buffers."""
 
     context: MicrobatchContext
-    tensors: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
     form: Form
 
 
 def static_context(mb: MicrobatchContext) -> MicrobatchContext:
-    """The part of the context that a graph may depend on: its tensors; without RNG key, metrics and graph instance."""
+    """Part of the context that a graph may depend on: its tensors, without RNG key, metrics and graph instance."""
     scale = mb.aux_loss_scale
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=mb.tokens.positions_BS.device)
@@ -145,233 +144,241 @@ def static_context(mb: MicrobatchContext) -> MicrobatchContext:
 
 
 class _Replay(torch.autograd.Function):
-    """A recorded part in the graph of a microbatch."""
+    """Captured module as a node of the autograd graph of a microbatch."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: "_CapturedForward", *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recorded = recorded
+    def forward(ctx: Any, captured: "_CapturedForward", *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.captured = captured
         ctx.set_materialize_grads(False)
-        outputs = recorded.forward(tensors)
-        ctx.mark_non_differentiable(*(t for t, has in zip(outputs, recorded.differentiable, strict=True) if not has))
+        outputs = captured.forward(tensors)
+        ctx.mark_non_differentiable(*(t for t, has in zip(outputs, captured.differentiable, strict=True) if not has))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.recorded.backward(grads)
+        return None, *ctx.captured.backward(grads)
 
 
 class _CapturedForward:
-    """One part in one flight: its forward, the gradients of its inputs, and those of its weights."""
+    """Graphs of one module in one instance: forward, input gradients and weight gradients."""
 
     def __init__(
         self,
-        flight: GraphInstance,
-        part: CapturedModule,
+        instance: GraphInstance,
+        module: CapturedModule,
         state: Any,
         tensors: Sequence[Tensor],
         mb: MicrobatchContext,
         *,
-        reports: bool,
+        records: bool,
     ) -> None:
-        """`mb`: at fixed addresses. `reports`: there is a tally to tell."""
-        self._flight = flight
-        self._part = part
+        """`mb`: a static context. `records`: metrics are recorded."""
+        self._instance = instance
+        self._module = module
         self._mb = mb
-        self._reports = reports
-        self._borrowed = [flight.holds(tensor) for tensor in tensors]
-        self._inputs = [
-            (tensor.detach() if borrowed else flight.place_for(tensor)).requires_grad_(tensor.requires_grad)
-            for tensor, borrowed in zip(tensors, self._borrowed, strict=True)
-        ]
-        self._state = unflatten(state, tensors, self._inputs)
-        self._left: Any = None
-        """What the last pass over the function left, with its graph."""
+        self._records = records
+        self._inputs = [instance.static_input(tensor, instance.static_buffer) for tensor in tensors]
+        self._buffers = [static.buffer for static in self._inputs]
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+            buffer.requires_grad_(tensor.requires_grad)
+        self._state = unflatten(state, tensors, self._buffers)
+        self._result: Any = None
+        """Result of the function when it was captured, with its autograd graph."""
         self._outputs: list[Tensor] = []
-        """Its tensors that are not inputs."""
-        self._notes = MetricRecorder()
-        self._forward: Capture | None = None
+        """Tensors of the result that are not inputs."""
+        self._metrics = MetricRecorder()
+        self._forward: CapturedGraph | None = None
         self._backward: _CapturedBackward | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Takes the inputs and replays; new tensors in the memory of the outputs."""
-        for kept, borrowed, tensor in zip(self._inputs, self._borrowed, tensors, strict=True):
-            _land(kept, tensor, borrowed, self._part.name)
+        """Copies the inputs and replays; returns new tensors in the memory of the outputs."""
+        for static, tensor in zip(self._inputs, tensors, strict=True):
+            static.load(tensor, self._module.name)
         if self._forward is None:
-            self._forward = self._flight.record(self._compute)
+            self._forward = self._instance.capture(self._compute)
         self._forward.replay()
-        made = self._forward.made[: len(self._outputs)]
-        self._flight.leaves(made)
-        return tuple(tensor.detach() for tensor in made)
+        outputs = self._forward.outputs[: len(self._outputs)]
+        self._instance.add_outputs(outputs)
+        return tuple(tensor.detach() for tensor in outputs)
 
     @property
     def differentiable(self) -> list[bool]:
-        """Which of the outputs have a gradient."""
+        """Whether each output requires a gradient."""
         return [output.requires_grad for output in self._outputs]
 
-    def leave(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """What the function left, with this microbatch's tensors."""
-        return unflatten(self._left, [*self._inputs, *self._outputs], [*tensors, *outputs])
+    def state_with(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        """Result of the function with the tensors of this microbatch."""
+        return unflatten(self._result, [*self._buffers, *self._outputs], [*tensors, *outputs])
 
-    def report(self, metrics: MetricAccumulator) -> None:
-        """Tells the tally what the last replay noted."""
-        assert self._forward is not None, f"{self._part.name} has not been recorded"
-        self._notes.tell(metrics, self._forward.made[len(self._outputs) :])
+    def record_metrics(self, metrics: MetricAccumulator) -> None:
+        """Records the metrics of the last replay."""
+        assert self._forward is not None, f"{self._module.name} has not been captured"
+        self._metrics.replay(metrics, self._forward.outputs[len(self._outputs) :])
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs, in memory that is this part's until its next backward; those of the weights go to
-        their sinks."""
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs, in memory that is valid until the next backward of this module. Weight gradients go
+        to their accumulators."""
         if self._backward is None:
-            self._backward = _CapturedBackward(self._flight, self._part, gradients)
-            self._backward.record(self._inputs, lambda: self._outputs)
-        return self._backward.run(gradients)
+            self._backward = _CapturedBackward(
+                self._instance, self._module, self._buffers, lambda: self._outputs, grads
+            )
+        return self._backward.run(grads)
 
     def _compute(self) -> list[Tensor]:
-        self._notes = MetricRecorder()
-        mb = replace(self._mb, metrics=self._notes if self._reports else None)
+        self._metrics = MetricRecorder()
+        mb = replace(self._mb, metrics=self._metrics if self._records else None)
         with torch.enable_grad():
-            self._left = self._part.function(self._state, mb)
-        inputs = {id(tensor) for tensor in self._inputs}
-        self._outputs = [tensor for tensor in flatten(self._left)[0] if id(tensor) not in inputs]
-        return [tensor.detach() for tensor in (*self._outputs, *self._notes.tensors)]
+            self._result = self._module.function(self._state, mb)
+        inputs = {id(tensor) for tensor in self._buffers}
+        self._outputs = [tensor for tensor in flatten(self._result)[0] if id(tensor) not in inputs]
+        return [tensor.detach() for tensor in (*self._outputs, *self._metrics.tensors)]
 
 
 class _CapturedBackward:
-    """The recorded backward of one part in one flight."""
+    """Backward graphs of one module in one instance. Captures them at construction."""
 
-    def __init__(self, flight: GraphInstance, part: CapturedModule, gradients: Sequence[Tensor | None]) -> None:
-        """`gradients`: of the outputs; None: an output has none, now and ever."""
-        self._flight = flight
-        self._part = part
-        self._borrowed = [gradient is not None and flight.holds(gradient) for gradient in gradients]
-        self._landed = [
-            None if gradient is None else gradient.detach() if borrowed else flight.landing(gradient, number)
-            for number, (gradient, borrowed) in enumerate(zip(gradients, self._borrowed, strict=True))
+    def __init__(
+        self,
+        instance: GraphInstance,
+        module: CapturedModule,
+        inputs: Sequence[Tensor],
+        outputs: Callable[[], Sequence[Tensor]],
+        grads: Sequence[Tensor | None],
+    ) -> None:
+        """`outputs`: with the autograd graph of the last forward. `grads`: None for outputs that never have one."""
+        self._instance = instance
+        self._module = module
+        self._grads = [
+            None if grad is None else instance.static_input(grad, partial(instance.static_grad, index=index))
+            for index, grad in enumerate(grads)
         ]
-        self._reached: list[int] = []
-        """Inputs that have a gradient."""
-        self._num_inputs = 0
-        self._tasks: list[_Task] = []
-        """Weight gradients of the last pass backwards."""
-        self._sinks: list[StaticGradAccumulator] = []
-        """Where they go."""
-        self._input_grads: Capture
-        self._weight_grads: dict[bool, Capture]
-
-    def record(self, inputs: Sequence[Tensor], outputs: Callable[[], Sequence[Tensor]]) -> None:
-        """Records everything, and lets go of what the forward saved: later recordings of the flight may have its
-        memory. `outputs`: with the graph of the last forward."""
         self._num_inputs = len(inputs)
-        self._input_grads = self._flight.record(lambda: self._differentiate(inputs, outputs()))
-        if self._part.parameters:
-            self._weight_grads = {adds: self._flight.record(partial(self._weigh, adds)) for adds in (False, True)}
-        self._tasks = []
+        self._with_grad: list[int] = []
+        """Indices of the inputs that have a gradient."""
+        self._accumulators: list[StaticGradAccumulator] = []
+        self._tasks: list[_WeightGrad] = []
+        """Weight gradients of the last backward."""
+        self._input_grads = instance.capture(lambda: self._differentiate(inputs, outputs()))
+        self._weight_grads = {
+            accumulate: instance.capture(partial(self._compute_weight_grads, accumulate))
+            for accumulate in (False, True)
+            if module.parameters
+        }
+        self._tasks = []  # frees saved tensors, whose memory later graphs of the instance may reuse
 
-    def run(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """See `_CapturedForward.backward`."""
-        for kept, borrowed, gradient in zip(self._landed, self._borrowed, gradients, strict=True):
-            assert (kept is None) == (gradient is None), f"{self._part.name}: an output has a gradient at times only"
-            if kept is not None and gradient is not None:
-                _land(kept, gradient, borrowed, self._part.name)
+        for static, grad in zip(self._grads, grads, strict=True):
+            assert (static is None) == (grad is None), f"{self._module.name}: an output only sometimes has a gradient"
+            if static is not None and grad is not None:
+                static.load(grad, self._module.name)
         self._input_grads.replay()
-        self._flight.leaves(self._input_grads.made)
-        if self._sinks:
+        self._instance.add_outputs(self._input_grads.outputs)
+        if self._accumulators:
             self._add_weight_grads()
         result: list[Tensor | None] = [None] * self._num_inputs
-        for number, gradient in zip(self._reached, self._input_grads.made, strict=True):
-            result[number] = gradient.detach()
+        for index, grad in zip(self._with_grad, self._input_grads.outputs, strict=True):
+            result[index] = grad.detach()
         return result
 
     def _add_weight_grads(self) -> None:
-        filled = {sink.filled for sink in self._sinks}
-        assert len(filled) == 1, f"{self._part.name}: some weights have a gradient of this step, and some have none"
+        filled = {accumulator.filled for accumulator in self._accumulators}
+        assert len(filled) == 1, f"{self._module.name}: only some weights have a gradient of this step"
         self._weight_grads[filled.pop()].replay()
-        for sink in self._sinks:
-            sink.add(_is_there)
+        for accumulator in self._accumulators:
+            accumulator.add(_already_written)
 
     def _differentiate(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-        pairs = [(output, landed) for output, landed in zip(outputs, self._landed, strict=True) if landed is not None]
-        wanted = [number for number, tensor in enumerate(inputs) if tensor.requires_grad]
-        parameters = self._part.parameters
-        tasks: list[_Task] = []
-        sinks = [cast(StaticGradAccumulator, parameter.sink) for parameter in parameters]
-        for parameter, sink in zip(parameters, sinks, strict=True):
-            parameter.sink = _Collector(sink, tasks)
+        """Computes the input gradients and collects the weight gradients."""
+        pairs = [(output, grad.buffer) for output, grad in zip(outputs, self._grads, strict=True) if grad is not None]
+        indices = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
+        parameters = self._module.parameters
+        tasks: list[_WeightGrad] = []
+        accumulators = [cast(StaticGradAccumulator, parameter.sink) for parameter in parameters]
+        for parameter, accumulator in zip(parameters, accumulators, strict=True):
+            parameter.sink = _Collector(accumulator, tasks)
         try:
             grads = torch.autograd.grad(
                 [output for output, _ in pairs],
-                [*(inputs[number] for number in wanted), *parameters],
-                [landed for _, landed in pairs],
+                [*(inputs[index] for index in indices), *parameters],
+                [grad for _, grad in pairs],
                 allow_unused=True,
             )
         finally:
-            for parameter, sink in zip(parameters, sinks, strict=True):
-                parameter.sink = sink
+            for parameter, accumulator in zip(parameters, accumulators, strict=True):
+                parameter.sink = accumulator
         tasks += [
-            _Task(sink, partial(_store, grad))
-            for sink, grad in zip(sinks, grads[len(wanted) :], strict=True)
+            _WeightGrad(accumulator, partial(_store, grad))
+            for accumulator, grad in zip(accumulators, grads[len(indices) :], strict=True)
             if grad is not None
         ]
-        self._tasks, self._sinks = tasks, [task.sink for task in tasks]
-        reached = [(number, grad) for number, grad in zip(wanted, grads, strict=False) if grad is not None]
-        self._reached = [number for number, _ in reached]
-        return [grad for _, grad in reached]
+        self._tasks, self._accumulators = tasks, [task.accumulator for task in tasks]
+        input_grads = {index: grad for index, grad in zip(indices, grads, strict=False) if grad is not None}
+        self._with_grad = list(input_grads)
+        return list(input_grads.values())
 
     @torch.no_grad()
-    def _weigh(self, adds: bool) -> list[Tensor]:
-        seen: set[int] = set()
-        for sink, compute in self._tasks:
-            compute(sink.main_grad, adds or id(sink) in seen)
-            seen.add(id(sink))
+    def _compute_weight_grads(self, accumulate: bool) -> list[Tensor]:
+        written: set[int] = set()
+        for accumulator, compute in self._tasks:
+            compute(accumulator.main_grad, accumulate or id(accumulator) in written)
+            written.add(id(accumulator))
         return []
 
 
-class _Task(NamedTuple):
-    """A weight gradient to be computed."""
+class _WeightGrad(NamedTuple):
+    """Weight gradient to be computed."""
 
-    sink: StaticGradAccumulator
+    accumulator: StaticGradAccumulator
     compute: Callable[[Tensor, bool], None]
 
 
 @dataclass(frozen=True)
 class _Collector:
-    """Stands in the place of a sink while a backward is recorded."""
+    """Replaces an accumulator during capture and collects its weight gradients."""
 
-    sink: StaticGradAccumulator
-    tasks: list[_Task]
+    accumulator: StaticGradAccumulator
+    tasks: list[_WeightGrad]
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
         """See `GradAccumulator`."""
-        self.tasks.append(_Task(self.sink, compute))
+        self.tasks.append(_WeightGrad(self.accumulator, compute))
 
 
-def _store(gradient: Tensor, out: Tensor, accumulate: bool) -> None:
+def _store(grad: Tensor, out: Tensor, accumulate: bool) -> None:
     if accumulate:
-        out.add_(gradient)
+        out.add_(grad)
     else:
-        out.copy_(gradient)
+        out.copy_(grad)
 
 
-def _is_there(out: Tensor, accumulate: bool) -> None:
-    """A replay has written the gradient already."""
+def _already_written(out: Tensor, accumulate: bool) -> None:
+    """Weight gradient that a replay has written."""
 
 
-def _land(kept: Tensor, tensor: Tensor, borrowed: bool, name: str) -> None:
-    """Brings a tensor to where a recording reads it."""
-    if borrowed:
-        assert kept.data_ptr() == tensor.data_ptr(), f"{name}: what the part before leaves has moved"
-    else:
-        with torch.no_grad():
-            kept.copy_(tensor)
+class _StaticInput(NamedTuple):
+    """Input of a graph."""
+
+    buffer: Tensor
+    is_output: bool
+    """The buffer is the output of another graph; inputs need no copy."""
+
+    def load(self, tensor: Tensor, name: str) -> None:
+        if self.is_output:
+            assert self.buffer.data_ptr() == tensor.data_ptr(), f"{name}: the output of the previous graph has moved"
+        else:
+            with torch.no_grad():
+                self.buffer.copy_(tensor)
 
 
 class MetricRecorder(MetricAccumulator):
-    """Notes what would be recorded, so that it can be recorded again and again."""
+    """Collects metrics during capture, so that every replay can record them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        """All that was noted: values, counts and rows."""
-        self._tellers: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
+        """Values, counts and rows of all records."""
+        self._records: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
 
     def record(
         self,
@@ -383,26 +390,26 @@ class MetricRecorder(MetricAccumulator):
         reduction: Reduction = "mean",
     ) -> None:
         """See `MetricAccumulator`."""
-        at = self._note(value)
-        counted = None if count is None else self._note(count)
+        value_index = self._add(value)
+        count_index = None if count is None else self._add(count)
 
-        def tell(metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-            number = None if counted is None else tensors[counted]
-            metrics.record(name, tensors[at], layer=layer, count=number, reduction=reduction)
+        def record(metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
+            number = None if count_index is None else tensors[count_index]
+            metrics.record(name, tensors[value_index], layer=layer, count=number, reduction=reduction)
 
-        self._tellers.append(tell)
+        self._records.append(record)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
         """See `MetricAccumulator`."""
-        at = self._note(row)
-        # the tally keeps rows, and the next replay writes here
-        self._tellers.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[at].clone(), fold))
+        index = self._add(row)
+        # the accumulator keeps rows, and the next replay overwrites this one
+        self._records.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[index].clone(), fold))
 
-    def tell(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-        """Records everything; `tensors` as a replay left those that were noted."""
-        for teller in self._tellers:
-            teller(metrics, tensors)
+    def replay(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
+        """Records all metrics; `tensors`: the values of `self.tensors` after a replay."""
+        for record in self._records:
+            record(metrics, tensors)
 
-    def _note(self, tensor: Tensor) -> int:
+    def _add(self, tensor: Tensor) -> int:
         self.tensors.append(tensor.detach())
         return len(self.tensors) - 1

@@ -1,7 +1,7 @@
-"""All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its own experts.
+"""All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its local experts.
 
 Expert outputs are summed per token, and a reduce-scatter sums over ranks: over ep different experts, over etp partial
-sums of the same ones. Needs no split sizes; for few ranks.
+sums of the same ones. It needs no split sizes and suits few ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -9,19 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
 from megatron_moe.parallel import exchange
 from megatron_moe.parallel.exchange import AllGather, PendingExchange, ReduceScatter
-
-
-@dataclass(frozen=True)
-class AllGatherHandle:
-    """State of a dispatch for combine."""
-
-    index: RowIndex
-    num_gathered: int
-    """Tokens of all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +43,25 @@ class AllGatherDispatcher:
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
         """Starts the all-gathers of tokens and routing."""
         everyone = AllGather(self.group)
-        dense = routing.map_TE is not None
-        choices, probs = (routing.map_TE, routing.probs_TE) if dense else (routing.ids_TK, routing.probs_TK)
-        assert choices is not None and probs is not None, "a routing is sparse or dense"
+        choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
+        assert choices is not None, "a routing is sparse or dense"
         # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
-        return PendingAllGather(
-            exchange.start(everyone, tokens_TH),
-            exchange.start(everyone, choices),
-            exchange.start(everyone, probs),
-            routing,
-        )
+        tokens, ids = exchange.start(everyone, tokens_TH), exchange.start(everyone, choices)
+        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs), routing)
 
-    def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, AllGatherHandle]:
+    def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies all ranks' tokens to the rows of this rank's experts; rows that hold nothing are zeros."""
         tokens_TH, choices, probs = pending.tokens.finish(), pending.choices.finish(), pending.probs.finish()
-        index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels)
-        if pending.routing.capacity is None:
-            bound = len(tokens_TH) * min(choices.shape[1], self.num_local)
-            index, probs_R = first_rows(index, bound), probs_R[:bound]
-        rows = DispatchedTokens(
-            data=self.kernels.permute(tokens_TH, index), probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R)
-        )
-        return rows, AllGatherHandle(index, len(tokens_TH))
+        # at most min(K, local experts) rows per token
+        bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
+        index, probs_R = index_rows(self._of_my_experts(pending.routing, choices, probs), self.kernels, bound)
+        return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
 
-    def start_combine(self, rows: DispatchedTokens, handle: AllGatherHandle) -> tuple[PendingExchange, torch.dtype]:
+    def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[PendingExchange, torch.dtype]:
         """Sums this rank's rows per token and starts the reduce-scatter to the tokens' ranks."""
         data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
-        sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_gathered)
+        sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_tokens)
         # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
         return exchange.start(ReduceScatter(self.group), sums_TH), data_RH.dtype
 
@@ -89,7 +71,7 @@ class AllGatherDispatcher:
         return sums.finish().to(dtype)
 
     def _of_my_experts(self, routing: Routing, choices: Tensor, probs: Tensor) -> Routing:
-        """The routing of all ranks' tokens, as far as it goes to local experts, which count from 0."""
+        """Routing of all ranks' tokens to the experts of this rank, whose ids start at 0."""
         capacity = None if routing.capacity is None else routing.capacity * self.group.size
         local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
         if routing.map_TE is not None:

@@ -13,34 +13,23 @@ from torch import Tensor
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows, index_rows
 from megatron_moe.parallel import exchange
-from megatron_moe.parallel.collectives import all_gather_flat
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.exchange import AllGather, AllToAll, PendingExchange
 from megatron_moe.parallel.grid import expert_grid
-
-ReadRows = Callable[[Tensor, int], list[list[int]]]
-"""(rows from every rank of etp x ep to every rank of ep [P, Q], choices of this rank) -> the rows on the host."""
-
-
-def read_rows(rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
-    """The dispatcher's host read."""
-    rows: list[list[int]] = rows_PQ.tolist()
-    return rows
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
     """Split sizes of one exchange. The plans of all etp x ep ranks match."""
 
-    there: AllToAll
-    """Over ep, by the rank of the expert."""
+    over_ep: AllToAll
+    """Sends rows to the ranks of their experts."""
     over_etp: AllGather
     num_sent: int
     num_held: int
     """Rows of this rank's experts, from all etp x ep ranks."""
     counts_Pe: Tensor
-    """int64 rows that every source sends to every local expert, in the order in which they arrive: the ranks of ep
-    within those of etp."""
+    """int64 rows from every source rank to every local expert, in arrival order: ep within etp."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class AllToAllHandle:
     index: RowIndex
     """From tokens to the rows sent."""
     order: RowIndex | None
-    """From the rows that arrived to rows sorted by expert; None: there is one expert."""
+    """From received rows to rows sorted by expert; None if there is one local expert."""
     plan: ExchangePlan
     num_tokens: int
 
@@ -67,17 +56,18 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Buffers have exactly the received rows, so the host reads the counts once per dispatch. With experts padded to
-    their capacity it reads nothing, and all ranks must have equally many tokens. Rows are sorted by expert, then by
-    source in the order of etp, then ep, then by token."""
+    """Dispatches with one host read: buffers have exactly the received rows, so the host needs their counts. With
+    experts padded to their capacity it reads nothing, and all ranks must have equally many tokens. Rows are sorted by
+    expert, then by source rank (etp, then ep), then by token."""
 
     host_reads = 1
     can_overflow = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels
-        self.read_rows: ReadRows = read_rows
-        """May be replaced where no other ranks exist."""
+        self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
+        """Host read of the rows [P, Q] from every rank of etp x ep to every rank of ep; memory emulation replaces it by
+        a function of the number of choices of this rank."""
         self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
@@ -90,8 +80,8 @@ class AllToAllDispatcher:
         if plan.num_sent < len(rows_RH):
             index = first_rows(index, plan.num_sent)
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
-        # ep, backward the same way back: R * H elements, T * K * H when nothing is dropped; probabilities R elements
-        rows, probs = exchange.start(plan.there, rows_RH), exchange.start(plan.there, probs_R)
+        # ep, backward all-to-all: R * H elements, T * K * H when nothing is dropped; probabilities R elements
+        rows, probs = exchange.start(plan.over_ep, rows_RH), exchange.start(plan.over_ep, probs_R)
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
 
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
@@ -101,22 +91,21 @@ class AllToAllDispatcher:
         data_RH = exchange.run(plan.over_etp, pending.rows.finish())
         probs_R = exchange.run(plan.over_etp, pending.probs.finish())
         order = self._order(plan)
-        if order is None:
-            offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
-        else:
-            data_RH = self.kernels.permute(data_RH, order)
-            probs_R, offsets_e = self.kernels.gather_probs(probs_R[:, None], order), order.offsets_E
-        rows = DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held)
-        return rows, AllToAllHandle(pending.index, order, plan, pending.num_tokens)
+        handle = AllToAllHandle(pending.index, order, plan, pending.num_tokens)
+        if order is not None:
+            probs_R = self.kernels.gather_probs(probs_R[:, None], order)
+            return DispatchedTokens.sorted(data_RH, order, probs_R, self.kernels), handle
+        offsets_e = torch.full((1,), plan.num_held, dtype=torch.int32, device=probs_R.device)
+        return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle
 
     def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
-        """Undoes the sorting, adds up the partial results of etp ranks, and sends rows back."""
+        """Restores the received order, sums the partial results of etp ranks, and starts to send rows back."""
         data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
-        # etp, backward all-gather; ep, backward the same way forth: as many elements as in dispatch
+        # etp, backward all-gather; ep, backward all-to-all: as many elements as in dispatch
         data_RH = exchange.run(plan.over_etp.transposed, data_RH)
-        return exchange.start(plan.there.transposed, data_RH), handle
+        return exchange.start(plan.over_ep.transposed, data_RH), handle
 
     def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
         """[T, H]: the sum of every token's rows."""
@@ -126,17 +115,16 @@ class AllToAllDispatcher:
     def _counted(self, index: RowIndex) -> ExchangePlan:
         """Plan from the counts of all ranks, which the host reads here."""
         mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
-        flat = torch.empty(self.etp_ep.size * len(mine_E), dtype=torch.int64, device=mine_E.device)
         # etp x ep: 8 * E bytes; no gradient flows through counts
-        all_gather_flat(flat, mine_E, self.etp_ep)
-        counts_PQe = flat.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
+        counts = exchange.run(AllGather(self.etp_ep), mine_E)
+        counts_PQe = counts.view(self.etp_ep.size, self.ep.size, self.num_local)[self.places_P]
         rows_PQ = self.read_rows(counts_PQe.sum(dim=-1), len(index.token_R))
         num_ep, here = self.ep.size, self.etp.rank * self.ep.size
         to_me = [row[self.ep.rank] for row in rows_PQ]
         send = tuple(rows_PQ[here + self.ep.rank])
         gathered = tuple(sum(to_me[i : i + num_ep]) for i in range(0, len(to_me), num_ep))
         return ExchangePlan(
-            there=AllToAll(self.ep, send, tuple(to_me[here : here + num_ep])),
+            over_ep=AllToAll(self.ep, send, tuple(to_me[here : here + num_ep])),
             over_etp=AllGather(self.etp, gathered),
             num_sent=sum(send),
             num_held=sum(gathered),
@@ -147,7 +135,7 @@ class AllToAllDispatcher:
         """Every rank sends every expert exactly `capacity` rows."""
         num_sources, device = self.etp_ep.size, self.places_P.device
         return ExchangePlan(
-            there=AllToAll(self.ep),
+            over_ep=AllToAll(self.ep),
             over_etp=AllGather(self.etp),
             num_sent=self.ep.size * self.num_local * capacity,
             num_held=num_sources * self.num_local * capacity,
@@ -155,7 +143,7 @@ class AllToAllDispatcher:
         )
 
     def _order(self, plan: ExchangePlan) -> RowIndex | None:
-        """Sorts what arrived by local expert, stably."""
+        """Stable sort of the received rows by local expert; None if there is one."""
         num_sources, num_local = plan.counts_Pe.shape
         if num_local == 1:
             return None

@@ -34,6 +34,13 @@ class Routing:
     chosen_TK: Tensor | None = None
     """int64 ids before drops by capacity; recorded to replay this routing."""
 
+    @property
+    def probs(self) -> Tensor:
+        """`probs_TK`, or `probs_TE` in the dense form."""
+        probs = self.probs_TE if self.probs_TK is None else self.probs_TK
+        assert probs is not None, "a routing is sparse or dense"
+        return probs
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchedTokens:
@@ -54,6 +61,21 @@ class DispatchedTokens:
     """bool scalar on the device: the routing needs more rows than `bound`, and the step must not be applied. None: no
     routing exceeds `bound`."""
 
+    @classmethod
+    def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
+        """Copies tokens to the rows of `index`; the bound is the number of its rows."""
+        data_RH = kernels.permute(tokens_TH, index)
+        return cls(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
+
+
+@dataclass(frozen=True)
+class CombineHandle:
+    """State of a dispatch for combine."""
+
+    index: RowIndex
+    num_tokens: int
+    """Tokens that were permuted: those of this rank, or of all ranks after an all-gather."""
+
 
 Handle = TypeVar("Handle")
 
@@ -62,8 +84,8 @@ class Dispatcher(Protocol, Generic[Handle]):
     """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
     host_reads: int
-    """Host-device synchronisations of one dispatch at most: 0 local and all-gather, 1 for all-to-all, which needs
-    splits."""
+    """Maximum host-device synchronisations of one dispatch: 1 for all-to-all, whose split sizes the host needs; else
+    0."""
     can_overflow: bool
     """Whether `DispatchedTokens.overflow` is set."""
 
@@ -138,18 +160,18 @@ class ExpertComm:
         return all_reduce_(self.overflow.float(), self.ctx.group("world"), "max") > 0
 
 
-def index_rows(routing: Routing, kernels: Kernels) -> tuple[RowIndex, Tensor]:
+def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:
     """Rows of a routing, sorted by expert and then by token, and the probability of each [R].
 
     R is known to the host: T * K (T * E in the dense form), or E * capacity when experts are padded to their capacity.
     """
     if routing.map_TE is not None:
-        assert routing.ids_TK is None and routing.probs_TE is not None, "a routing is sparse or dense"
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
-        return index, kernels.gather_probs(routing.probs_TE, index)
-    assert routing.ids_TK is not None and routing.probs_TK is not None, "a routing is sparse or dense"
-    index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
-    return index, kernels.gather_probs(routing.probs_TK, index)
+    else:
+        assert routing.ids_TK is not None, "a routing is sparse or dense"
+        index = kernels.sort_rows(routing.ids_TK, routing.num_experts, routing.capacity)
+    probs_R = kernels.gather_probs(routing.probs, index)
+    return (index, probs_R) if max_rows is None else (first_rows(index, max_rows), probs_R[:max_rows])
 
 
 def first_rows(index: RowIndex, num_rows: int) -> RowIndex:

@@ -1,19 +1,8 @@
 """Local dispatcher: with all experts on one rank, tokens are only sorted by expert and back."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, index_rows
-
-
-@dataclass(frozen=True)
-class LocalHandle:
-    """State of a dispatch for combine."""
-
-    index: RowIndex
-    num_tokens: int
+from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedTokens, ExpertComm, Routing, index_rows
 
 
 class LocalDispatcher:
@@ -29,22 +18,16 @@ class LocalDispatcher:
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         return tokens_TH, routing
 
-    def finish_dispatch(self, pending: tuple[Tensor, Routing]) -> tuple[DispatchedTokens, LocalHandle]:
+    def finish_dispatch(self, pending: tuple[Tensor, Routing]) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies every token to the rows of its experts; rows that hold nothing are zeros."""
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels)
-        rows = DispatchedTokens(
-            data=self.kernels.permute(tokens_TH, index),
-            probs_R=probs_R,
-            offsets_e=index.offsets_E,
-            bound=len(index.token_R),
-        )
-        return rows, LocalHandle(index, len(tokens_TH))
+        return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
 
-    def start_combine(self, rows: DispatchedTokens, handle: LocalHandle) -> tuple[DispatchedTokens, LocalHandle]:
+    def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[DispatchedTokens, CombineHandle]:
         return rows, handle
 
-    def finish_combine(self, pending: tuple[DispatchedTokens, LocalHandle]) -> Tensor:
+    def finish_combine(self, pending: tuple[DispatchedTokens, CombineHandle]) -> Tensor:
         """[T, H]: the sum of every token's rows."""
         rows, handle = pending
         return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

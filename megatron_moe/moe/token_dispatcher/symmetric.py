@@ -122,7 +122,7 @@ class SymmetricTransport:
                 shape,
                 group.rank,
                 lambda num_bytes: allocate_symmetric(num_bytes, group, ctx),
-                timeout_s=60 * ctx.config.timeout_minutes,
+                timeout_s=60 * ctx.config.distributed_timeout_minutes,
                 num_programs=self._comm.num_sms,
             )
         return self._channels[purpose, shape]

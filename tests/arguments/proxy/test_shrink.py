@@ -50,7 +50,7 @@ def test_the_proxy_of_a_public_model_is_small_and_has_its_kinds_of_layers(row: Z
     assert kinds(plan) == kinds(full)
     assert (plan.model.mtp is None) == (full.model.mtp is None)
     assert len(plan.model.layers) <= 4 and plan.model.hidden_size <= 64 and plan.loop.train_iters == 5
-    assert plan.parallel.world_size == 1 and plan.data.mock
+    assert plan.parallel.world_size == 1 and plan.data.mock_data
 
 
 @st.composite
@@ -189,14 +189,14 @@ def test_a_missing_feature_is_still_rejected():
 
 def test_fp64_after_proxy_replaces_all_other_dtypes():
     plan = small("--bf16 --grad-reduce-in-bf16", "--fp64")
-    assert (plan.precision.params, plan.precision.grads, plan.precision.master) == ("fp64", "fp64", "fp64")
+    assert (plan.precision.params, plan.precision.grads, plan.precision.main_params_dtype) == ("fp64", "fp64", "fp64")
 
 
 def test_variables_of_the_full_size_run_may_be_unset(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("tokenizer-model: ${TOKENIZER}\ndata-path: ['${DATA}/a']\nload: ${LOAD}\n")
     argv = [*words(SMALL, "--tokenizer-model --data-path"), "--config", str(recipe)]
-    assert proxy(argv).data.mock
+    assert proxy(argv).data.mock_data
     with pytest.raises(FlagErrors, match="needs the environment variable TOKENIZER"):
         read_plan(argv, {})
     recipe.write_text("lr: ${RATE}\n")
@@ -209,7 +209,12 @@ def test_run_yaml_of_a_proxy_starts_the_same_run(tmp_path):
     saved = tmp_path / "run.yaml"
     saved.write_text(plan.resolved_yaml)
     again = read_plan(["--config", str(saved)], {})
-    assert (again.model, again.data, again.loop, again.lr) == (plan.model, plan.data, plan.loop, plan.lr)
+    assert (again.model, again.data, again.loop, again.lr_schedule) == (
+        plan.model,
+        plan.data,
+        plan.loop,
+        plan.lr_schedule,
+    )
 
 
 def test_groups_and_topk_keep_their_ratio():

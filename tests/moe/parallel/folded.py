@@ -1,4 +1,4 @@
-"""One MoE layer over ranks, and the same on one rank: what both give, gathered by name."""
+"""Runs one MoE layer over ranks and on one rank, and gathers the results by name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ def name_of(config: ParallelConfig) -> str:
 
 @dataclass
 class Data:
-    """What every data-parallel rank is given: hidden states and output gradients [S, B, H], and validity [B, S]."""
+    """Inputs of every data-parallel rank: hidden states and output gradients [S, B, H], and validity [B, S]."""
 
     hidden: list[Tensor]
     push: list[Tensor]
@@ -115,7 +115,7 @@ class Data:
 
 @dataclass
 class Result:
-    """What a layer gives: outputs and input gradients in the order of the pieces, gradients of whole parameters."""
+    """Result of a layer: outputs and input gradients in rank order, gradients of whole parameters."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Result:
 
 
 Change = Callable[[MoELayer], None]
-"""What is done to a new layer, on every rank alike."""
+"""Change of a new layer, the same on every rank."""
 
 
 def leave(layer: MoELayer) -> None:
@@ -146,7 +146,7 @@ def make_mb(hidden: Tensor, valid: Tensor | None, **fields: Any) -> MicrobatchCo
 def on_one_rank(
     config: MoEConfig, data: Data, partition: ParallelConfig | None = None, change: Change = leave
 ) -> Result:
-    """The oracle: one microbatch after the other; with `partition` every rank's piece is a microbatch of its own."""
+    """Oracle on one rank: consecutive microbatches; with `partition`, every rank's part is a separate microbatch."""
     ctx = ParallelContext.single()
     layer, metrics, dp = make_layer(config, ctx, change), MetricAccumulator(), len(data.hidden)
     shape = partition or ParallelConfig(world_size=dp)
@@ -164,14 +164,14 @@ def on_one_rank(
 
 
 def over_ranks(config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave) -> Result:
-    """The same over ranks; gradients are summed and averaged as the optimizer does."""
+    """Result over ranks; gradients are summed and averaged as the optimizer does."""
     return gathered(on_threads(parallel, lambda ctx: on_this_rank(ctx, config, parallel, data, change)), parallel)
 
 
 def on_this_rank(
     ctx: ParallelContext, config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave
 ) -> tuple[Any, ...]:
-    """What one rank has to say; see `gathered`."""
+    """Result of one rank, for `gathered`."""
     layer, metrics = make_layer(config, ctx, change), MetricAccumulator()
     out, hidden, place = forward_backward(layer, ctx, parallel, data, metrics)
     parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
@@ -196,7 +196,7 @@ def forward_backward(
 
 
 def gathered(results: list[tuple[Any, ...]], parallel: ParallelConfig) -> Result:
-    """What all ranks have to say, put together."""
+    """Combines the results of all ranks."""
     results = sorted(results, key=lambda result: result[0])
     tensors = {"out": torch.cat([r[1] for r in results]), "hidden": torch.cat([r[2] for r in results])}
     for name in results[0][3]:
@@ -218,7 +218,7 @@ def _mb_on_rank(
 
 
 def _whole_gradient(parts: list[Any], parallel: ParallelConfig) -> Tensor:
-    """Parts of all ranks put together: summed over the ranks that saw other tokens, divided by dp * cp."""
+    """Whole gradient from the shards of all ranks, summed over ranks with different tokens and divided by dp * cp."""
     _, _, meta, shape = parts[0]
     num_copies = parallel.etp if meta.grid == "expert" else parallel.tp
     if meta.tp_dim is not None or meta.partial_over_tp:

@@ -1,6 +1,5 @@
 """Balancing, its updates and its metrics over ranks have the values of one rank that holds all tokens."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def router_on(ctx: ParallelContext, **fields: Any) -> Router:
 
 
 def pull(router: Router, hidden: Tensor, **fields: Any) -> Any:
-    """Routes, and runs the backward of the attached losses alone."""
+    """Routes and runs the backward of only the attached losses."""
     routing = router(hidden, make_mb(hidden, **fields))
     (routing.probs_TK * 0).sum().backward()
     return routing
@@ -62,7 +61,7 @@ def piece_of(data: Data, layout: ParallelConfig, ctx: ParallelContext, microbatc
 
 
 def on_one(data: Data, **fields: Any) -> tuple[Router, dict[str, Any], Tensor]:
-    """One rank takes all sequences as microbatches, one after the other."""
+    """A single rank processes all sequences as consecutive microbatches."""
     router, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
     for hidden, valid in zip(data.hidden, data.valid, strict=True):
         scale = 1 / len(data.hidden)
@@ -96,7 +95,7 @@ def figures(metrics: MetricAccumulator, ctx: ParallelContext) -> dict[str, Any]:
 @LAYOUTS
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "z_loss"])
-def test_each_loss_has_value_and_gradient_of_one_rank(layout, padded, kind) -> None:
+def test_losses_and_gradients_equal_those_of_one_rank(layout, padded, kind) -> None:
     """Two microbatches, so that a loss that is not scaled by accumulation shows."""
     data = Data.random(2 * layout.dp, padded=padded)
     _, expected, gradient = on_one(data, **fields_of(kind))
@@ -108,23 +107,9 @@ def test_each_loss_has_value_and_gradient_of_one_rank(layout, padded, kind) -> N
 
 
 @LAYOUTS
-@pytest.mark.parametrize("kind", ["aux_loss", "z_loss"])
-def test_padding_over_ranks_counts_as_if_it_were_not_there(layout, kind) -> None:
-    """One rank gets the real tokens alone."""
-    data = Data.random(layout.dp, padded=True)
-    real = [hidden[valid.t()][:, None] for hidden, valid in zip(data.hidden, data.valid, strict=True)]
-    alone = Data(real, real, [None] * layout.dp)
-    _, expected, gradient = on_one(alone, **fields_of(kind))
-    for shown, actual, _ in over(layout, data, 1, **fields_of(kind)):
-        FP64_LAYOUT.check(shown[KINDS[kind]], expected[KINDS[kind]], kind)
-        FP64_LAYOUT.check(actual, gradient, f"gradient of {kind}")
-
-
-@LAYOUTS
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_global_loss_takes_shares_of_all_ranks_and_scores_of_one_microbatch(layout, padded) -> None:
-    """By hand: after the first microbatch of all ranks f is known, and the loss is the mean over data-parallel ranks of
-    E * sum f P."""
+def test_global_loss_uses_the_counts_of_all_ranks(layout, padded) -> None:
+    """After one microbatch per rank the loss is the mean over data-parallel ranks of E * sum f P."""
     data = Data.random(layout.dp, padded=padded)
     fields = fields_of("global_aux_loss")
     router = router_on(ParallelContext.single(), **fields)
@@ -146,7 +131,7 @@ def test_the_global_loss_takes_shares_of_all_ranks_and_scores_of_one_microbatch(
 
 
 @LAYOUTS
-def test_several_microbatches_of_the_global_loss_share_their_counts(layout) -> None:
+def test_global_loss_sums_counts_over_microbatches(layout) -> None:
     """Every rank gets the same sequences, so one rank with one of them has the same shares and scores."""
     single = Data.random(2)
     data = Data(*[[x for x in part for _ in range(layout.dp)] for part in (single.hidden, single.push, single.valid)])
@@ -158,7 +143,7 @@ def test_several_microbatches_of_the_global_loss_share_their_counts(layout) -> N
 
 @LAYOUTS
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_expert_bias_moves_once_by_the_load_of_all_ranks_and_microbatches(layout, padded) -> None:
+def test_expert_bias_update_uses_the_load_of_all_ranks_and_microbatches(layout, padded) -> None:
     fields = {"score_function": "sigmoid", "expert_bias": True, "bias_update_rate": 0.25}
     data = Data.random(2 * layout.dp, padded=padded)
     router, expected, _ = on_one(data, **fields)
@@ -173,7 +158,7 @@ def test_the_expert_bias_moves_once_by_the_load_of_all_ranks_and_microbatches(la
 
 @LAYOUTS
 @pytest.mark.parametrize("padded", [False, True])
-def test_quantile_thresholds_are_those_of_the_whole_microbatch(layout, padded) -> None:
+def test_quantile_thresholds_equal_those_of_one_rank(layout, padded) -> None:
     data = Data.random(2 * layout.dp, padded=padded)
     router, _, _ = on_one(data, balancing=("quantile_balancing",))
     update_routers([router], router.ctx)
@@ -183,8 +168,8 @@ def test_quantile_thresholds_are_those_of_the_whole_microbatch(layout, padded) -
 
 
 @LAYOUTS
-def test_drops_and_expert_choice_are_reported_as_the_sum_over_ranks(layout) -> None:
-    """Capacity is a rank's own: one rank that takes every piece as a microbatch drops as many."""
+def test_drop_metrics_are_sums_over_ranks(layout) -> None:
+    """The capacity limit is per rank, so the single rank processes every rank's tokens as a microbatch."""
     data = Data.random(layout.dp)
     for fields in ({"capacity": CapacityConfig(factor=0.5)}, {"topk": 1, "balancing": ("expert_choice",)}):
         single, metrics = router_on(ParallelContext.single(), **fields), MetricAccumulator()
@@ -206,9 +191,9 @@ def test_drops_and_expert_choice_are_reported_as_the_sum_over_ranks(layout) -> N
             EXACT.check(shown["moe/tokens_per_expert"], expected["moe/tokens_per_expert"], "load")
 
 
-def test_losses_that_nobody_asked_for_cost_no_communication() -> None:
-    """What is sent per layer and microbatch: nothing for a plain router, one vector per kind of count
-    that a loss needs; what is only reported waits until it is read."""
+def test_only_enabled_losses_communicate() -> None:
+    """Collectives per layer and microbatch: none for a plain router, one vector per kind of count that a loss needs;
+    metrics are reduced when they are read."""
     layout, data = parallel(4, tp=2), Data.random(2, padded=True)
     aux, both = ("all_reduce", 2, BATCH * 8), {"balancing": ("aux_loss", "seq_aux_loss"), "aux_loss_coeffs": (1.0, 1.0)}
     tokens, everyone = ("all_reduce", 2, BATCH), ("all_reduce", 4, 8)
@@ -230,40 +215,11 @@ def test_losses_that_nobody_asked_for_cost_no_communication() -> None:
         assert all(sent == expected for sent in traffic.of_ranks(4)), f"{fields}: {traffic.of_ranks(4)}"
 
 
-def test_a_layer_that_is_computed_again_reports_and_counts_once_over_ranks() -> None:
-    layout = parallel(4, tp=2)
-    data = Data.random(2)
-    fields = {
-        "score_function": "sigmoid",
-        "expert_bias": True,
-        "balancing": ("aux_loss", "global_aux_loss"),
-        "aux_loss_coeffs": (0.3, 0.1),
-    }
-
-    def rank(ctx: ParallelContext, again: bool) -> Any:
-        router, metrics = router_on(ctx, **fields), MetricAccumulator()
-        hidden, _ = piece_of(data, layout, ctx)
-        mb = make_mb(hidden, metrics=metrics)
-        if again:
-            with torch.no_grad():
-                router(hidden, mb)
-            mb = replace(mb, metrics=None)
-        (router(hidden, mb).probs_TK * 0).sum().backward()
-        return figures(metrics, ctx), router.weight.grad, router.tokens_since_update, router.global_counts
-
-    once = on_threads(layout, lambda ctx: rank(ctx, False))
-    twice = on_threads(layout, lambda ctx: rank(ctx, True))
-    for a, b in zip(once, twice, strict=True):
-        assert a[0] == b[0]
-        for x, y in zip(a[1:], b[1:], strict=True):
-            EXACT.check(y, x)
-
-
-def test_forced_noise_differs_between_ranks_that_share_a_microbatch() -> None:
+def test_forced_noise_differs_between_ranks_of_one_microbatch() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         router = router_on(ctx, force_balancing=True)
         hidden = torch.ones(4, 1, HIDDEN, dtype=torch.float64)
-        # the step gives every context-parallel rank a key of its own; tensor-parallel ranks cut one draw
+        # context-parallel ranks have different keys; tensor-parallel ranks use parts of one draw
         return router(hidden, make_mb(hidden, rng=RNGKey(1, 2, 3, ("cp", ctx.group("cp").rank)))).ids_TK
 
     ids = on_threads(parallel(4, tp=2, cp=2), rank)

@@ -1,9 +1,10 @@
-"""Dispatchers over ranks, apart from the layer: what goes out comes back, in a fixed order, with the stated traffic."""
+"""Token dispatchers without the layer: combine inverts dispatch, row order, communication volume and host reads."""
 
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
@@ -33,14 +34,19 @@ from tests.moe.routings import dense, draw, sparse
 EXPERTS, WIDTH = 8, 3
 STAND_INS = Path(__file__).parents[2] / "stand_ins"
 REFERENCE = reference.bundle()
-BOTH = pytest.mark.parametrize("kind", [AllGatherDispatcher, AllToAllDispatcher, SymmetricDispatcher, DeepEPDispatcher])
-FORMS = pytest.mark.parametrize("make", [sparse, dense])
-FOLDS = pytest.mark.parametrize(
-    "fold",
-    [parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp"),
-     *thinned([parallel(4, ep=4), parallel(8, ep=4, etp=2), parallel(8, ep=8), parallel(8, ep=2, etp=4)], 4)],
-    ids=name_of,
+NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
+FLEX = (SymmetricDispatcher, DeepEPDispatcher)
+KINDS = (AllGatherDispatcher, AllToAllDispatcher, *FLEX)
+FOLDS = (
+    parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp")
 )  # fmt: skip
+MORE_FOLDS = (parallel(4, ep=4), parallel(8, ep=4, etp=2), parallel(8, ep=8), parallel(8, ep=2, etp=4))
+EVERY_DISPATCHER = pytest.mark.parametrize(
+    ("kind", "fold"),
+    [(LocalDispatcher, parallel(1)), *product(KINDS, FOLDS), *thinned(list(product(KINDS, MORE_FOLDS)), 4)],
+    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
+)
+BOTH = pytest.mark.parametrize("kind", KINDS)
 CASES = {
     "spread": lambda rank: [[0, 3], [1, 7], [5, 2], [6, 4]],
     "ranks differ": lambda rank: [[(rank + t) % EXPERTS, (rank + 3 * t + 1) % EXPERTS] for t in range(4)],
@@ -48,6 +54,7 @@ CASES = {
     "one rank sends, to one expert": lambda rank: [[6, -1] if rank == 0 else [-1, -1]] * 4,
     "nothing at all": lambda rank: [[-1, -1]] * 4,
     "some dropped": lambda rank: [[0, -1], [-1, -1], [-1, 7], [(rank + 2) % EXPERTS, (rank + 3) % EXPERTS]],
+    "no tokens": lambda rank: [],
     "one token": lambda rank: [[rank % EXPERTS, 7 - rank % EXPERTS] if rank % 4 < 3 else [7, -1]],
 }
 
@@ -59,12 +66,12 @@ def stand_in_for_deep_ep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("deep_ep", None)
 
 
-def comm(ctx: ParallelContext, kind: Any, kernels: Any = REFERENCE) -> ExpertComm:
-    return ExpertComm(ctx, kernels, kind)
+def new(kind: Any, ctx: ParallelContext, num_experts: int = EXPERTS, kernels: Any = REFERENCE) -> Any:
+    return kind(num_experts, ExpertComm(ctx, kernels, kind))
 
 
 def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
-    """Experts that apply the probability and leave garbage where nothing is held. Over etp each gives a part."""
+    """Experts that only apply the probability, with NaN in unused rows. Over etp each rank has a `share`."""
     weighed = rows.data * rows.probs_R[:, None] * share
     held = torch.arange(len(weighed)) < rows.offsets_e[-1]
     garbage = torch.where(held[:, None], weighed, torch.nan)
@@ -78,46 +85,45 @@ def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) 
 
 
 def served(ids: list[list[int]]) -> Tensor:
+    """[T, 1]: fraction of each token's choices that is not dropped."""
     return torch.tensor([[sum(e >= 0 for e in row) / len(row)] for row in ids], dtype=torch.float64).view(-1, 1)
 
 
-@FOLDS
-@BOTH
-@FORMS
+@EVERY_DISPATCHER
+@pytest.mark.parametrize("make", [sparse, dense])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, capacity) -> None:
-    if kind in (SymmetricDispatcher, DeepEPDispatcher) and make is dense:
+    if kind in FLEX and make is dense:
         return
 
     def rank(ctx: ParallelContext) -> None:
         ids = CASES[case](ctx.rank)
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
         routing = make(ids, num_experts=EXPERTS, capacity=capacity)
-        probs = routing.probs_TK if routing.probs_TE is None else routing.probs_TE
         chosen = routing.ids_TK >= 0 if routing.map_TE is None else routing.map_TE
-        probs.requires_grad_()
-        rows, back = there_and_back(kind(EXPERTS, comm(ctx, kind)), tokens, routing, 1 / fold.etp)
+        routing.probs.requires_grad_()
+        rows, back = there_and_back(new(kind, ctx), tokens, routing, 1 / fold.etp)
         assert len(rows.data) == len(rows.probs_R) == rows.bound >= rows.offsets_e[-1]
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         grad = draw(len(ids), WIDTH, seed=10 + ctx.rank)
         back.backward(grad)
         FP64_REF.check(tokens.grad, grad * served(ids), "gradient of tokens")
         expected = torch.where(chosen, (tokens.detach() * grad).sum(1, keepdim=True), 0)
-        FP64_REF.check(probs.grad, expected, "gradient of probabilities")
+        FP64_REF.check(routing.probs.grad, expected, "gradient of probabilities")
 
     on_threads(fold, rank)
 
 
 @pytest.mark.parametrize("fold", [parallel(4, ep=4), parallel(4, etp=2, ep=2)], ids=name_of)
 @pytest.mark.parametrize("num_tokens", [[0, 3, 1, 5], [0, 0, 0, 2], [4, 0, 0, 0]], ids=str)
-def test_all_to_all_takes_different_numbers_of_tokens_from_ranks_none_too(fold, num_tokens) -> None:
+def test_all_to_all_accepts_different_token_counts_per_rank(fold, num_tokens) -> None:
     def rank(ctx: ParallelContext) -> None:
         ids = [[(t + ctx.rank) % EXPERTS, (3 * t + ctx.rank + 1) % EXPERTS] for t in range(num_tokens[ctx.rank])]
         ids = [row if row[0] != row[1] else [row[0], -1] for row in ids]
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
-        dispatcher = AllToAllDispatcher(EXPERTS, comm(ctx, AllToAllDispatcher))
-        _, back = there_and_back(dispatcher, tokens, sparse(ids, num_experts=EXPERTS), 1 / fold.etp)
+        routing = sparse(ids, num_experts=EXPERTS)
+        _, back = there_and_back(new(AllToAllDispatcher, ctx), tokens, routing, 1 / fold.etp)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         back.backward(torch.ones_like(back))
         FP64_REF.check(tokens.grad, served(ids).expand(-1, WIDTH), "gradient of tokens")
@@ -125,16 +131,15 @@ def test_all_to_all_takes_different_numbers_of_tokens_from_ranks_none_too(fold, 
     on_threads(fold, rank)
 
 
-@FOLDS
-@BOTH
+@EVERY_DISPATCHER
 @pytest.mark.parametrize("capacity", [None, 4])
-def test_each_expert_sees_its_tokens_of_all_ranks_once_and_in_order(fold, kind, capacity) -> None:
-    """A token is its rank and its place: order by source, then by place."""
+def test_each_expert_receives_its_tokens_of_all_ranks_once_and_in_order(fold, kind, capacity) -> None:
+    """Tokens hold their rank and position; rows of one source are in position order."""
 
     def rank(ctx: ParallelContext) -> tuple[int, int, list[list[list[float]]]]:
         ids = CASES["ranks differ"](ctx.rank)
         tokens = torch.tensor([[float(ctx.rank), float(t), 1.0] for t in range(len(ids))], dtype=torch.float64)
-        dispatcher = kind(EXPERTS, comm(ctx, kind))
+        dispatcher = new(kind, ctx)
         routing = sparse(ids, num_experts=EXPERTS, capacity=capacity)
         rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
         starts = [0, *rows.offsets_e.tolist()]
@@ -166,14 +171,14 @@ def test_each_expert_sees_its_tokens_of_all_ranks_once_and_in_order(fold, kind, 
     ("kind", "expected"),
     [(AllGatherDispatcher, 1 + 6 * 2.0**-10), (AllToAllDispatcher, 1 + 6 * 2.0**-10), (SymmetricDispatcher, 1.0)],
 )
-def test_bf16_rows_of_one_token_are_added_in_fp32_across_ranks(kind, expected) -> None:
-    """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounded to bf16 before the last sum, both would be lost, as
-    they are where partial sums travel in bf16."""
+def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) -> None:
+    """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounding to bf16 before the last sum loses both, as where
+    partial sums are sent in bf16."""
     values = torch.tensor([1.0, 3 * 2.0**-10, 3 * 2.0**-10, 0.0]).bfloat16()
 
     def rank(ctx: ParallelContext) -> Tensor:
         routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
-        dispatcher = kind(4, comm(ctx, kind))
+        dispatcher = new(kind, ctx, 4)
         rows, handle = dispatcher.finish_dispatch(
             dispatcher.start_dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing)
         )
@@ -187,35 +192,80 @@ def test_bf16_rows_of_one_token_are_added_in_fp32_across_ranks(kind, expected) -
         EXACT.check(out, torch.tensor([[expected]]).bfloat16())
 
 
-@BOTH
-@pytest.mark.parametrize("case", ["ranks differ", "all to one expert", "nothing at all"])
-def test_fast_kernels_bring_every_token_back_too(kind, case) -> None:
-    native = select_kernels(KernelConfig(backend="torch_native"), torch.device("cpu"), torch.float32)
+def test_local_combine_sums_bf16_rows_in_fp32() -> None:
+    dispatcher = new(LocalDispatcher, ParallelContext.single())
+    routing = sparse([list(range(8))], torch.ones(1, 8, dtype=torch.float64), num_experts=8)
+    tokens = torch.ones(1, 1, dtype=torch.bfloat16)
+    rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+    data = torch.full((8, 1), 2.0**-9, dtype=torch.bfloat16)
+    data[0] = 1.0
+    out = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=data), handle))
+    EXACT.check(out, torch.tensor([[1 + 7 * 2.0**-9]]).bfloat16())
 
+
+@pytest.mark.parametrize(
+    ("kind", "fold"),
+    [
+        (LocalDispatcher, parallel(1)),
+        (AllGatherDispatcher, parallel(4, ep=2, etp=2)),
+        (AllToAllDispatcher, parallel(4, ep=2, etp=2)),
+    ],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_torch_native_kernels_combine_to_the_dispatched_tokens(kind, fold, case) -> None:
     def rank(ctx: ParallelContext) -> None:
         ids = CASES[case](ctx.rank)
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(ids, num_experts=EXPERTS)
-        _, back = there_and_back(kind(EXPERTS, comm(ctx, kind, native)), tokens, routing, 0.5)
+        _, back = there_and_back(new(kind, ctx, kernels=NATIVE), tokens, routing, 1 / fold.etp)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
 
-    on_threads(parallel(4, ep=2, etp=2), rank)
+    on_threads(fold, rank)
 
 
-# traffic
+IDS = [[2, 0], [2, -1], [-1, -1], [0, 2]]
+PROBS = torch.tensor([[0.7, 0.3], [0.9, 9.0], [9.0, 9.0], [0.2, 0.8]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("make", [sparse, dense])
+@pytest.mark.parametrize(
+    ("capacity", "tokens", "offsets"),
+    [(None, [0, 3, 0, 1, 3], [2, 2, 5, 5]), (3, [0, 3, -1, -1, -1, -1, 0, 1, 3, -1, -1, -1], [3, 6, 9, 12])],
+)
+def test_rows_are_sorted_by_expert_with_their_probability(make, capacity, tokens, offsets) -> None:
+    index, probs = index_rows(make(IDS, PROBS, num_experts=4, capacity=capacity), REFERENCE)
+    EXACT.check(index.token_R[: len(tokens)], tokens, "tokens")
+    EXACT.check(index.offsets_E, offsets, "offsets")
+    used = index.token_R >= 0
+    EXACT.check(probs[used], torch.tensor([0.3, 0.2, 0.7, 0.9, 0.8], dtype=torch.float64), "probabilities")
+    assert not probs[~used].any() and not used[len(tokens) :].any()
+
+
+@pytest.mark.parametrize(("capacity", "num_rows"), [(None, 8), (3, 12)])
+@pytest.mark.parametrize("ids", [[[-1, -1]] * 4, [[0, 1]] * 4], ids=["all dropped", "none dropped"])
+def test_number_of_rows_does_not_depend_on_the_routing(ids, capacity, num_rows) -> None:
+    index, _ = index_rows(sparse(ids, num_experts=4, capacity=capacity), REFERENCE)
+    assert len(index.token_R) == num_rows
+
+
+def test_expert_of_rows_is_the_number_of_experts_after_the_last_offset() -> None:
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    EXACT.check(expert_of_rows(offsets, 7), [1, 1, 3, 3, 3, 4, 4])
+    EXACT.check(expert_of_rows(offsets, 0), torch.zeros(0, dtype=torch.int64))
+
 
 ELEMENTS = 4 * 2 * WIDTH
-"""Of the rows of one rank: four tokens, two experts each."""
+"""Elements in the rows of one rank: four tokens, two experts each."""
 
 
-def dispatched(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Counter]:
-    """(op, group size, elements given) of every collective of dispatch, combine and their backward, per rank."""
+def traffic_of(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Counter]:
+    """Counts of (op, group size, elements) over the collectives of dispatch, combine and their backward, per rank."""
 
     def rank(ctx: ParallelContext) -> None:
         tokens = draw(4, WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
         routing.probs_TK.requires_grad_()
-        _, back = there_and_back(kind(EXPERTS, comm(ctx, kind)), tokens, routing, 1.0)
+        _, back = there_and_back(new(kind, ctx), tokens, routing, 1.0)
         back.sum().backward()
 
     with counted_traffic() as traffic:
@@ -224,7 +274,7 @@ def dispatched(fold: ParallelConfig, kind: Any, capacity: int | None) -> list[Co
 
 
 def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
-    for sent in dispatched(parallel(4, ep=4), AllToAllDispatcher, None):
+    for sent in traffic_of(parallel(4, ep=4), AllToAllDispatcher, None):
         assert sent == Counter(
             {
                 ("all_gather", 4, EXPERTS): 1,
@@ -235,14 +285,14 @@ def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
 
 
 def test_padded_all_to_all_sends_every_expert_its_capacity_and_no_counts() -> None:
-    for sent in dispatched(parallel(4, ep=4), AllToAllDispatcher, 3):
+    for sent in traffic_of(parallel(4, ep=4), AllToAllDispatcher, 3):
         rows = EXPERTS * 3
         assert sent == Counter({("all_to_all", 4, rows * WIDTH): 4, ("all_to_all", 4, rows): 2})
 
 
-def test_all_to_all_over_etp_gathers_rows_after_and_reduces_them_before() -> None:
-    """Every expert gets one row of every rank: 8 experts, 2 ranks of ep and 2 of etp, so 8 rows come over ep."""
-    for sent in dispatched(parallel(4, ep=2, etp=2), AllToAllDispatcher, None):
+def test_all_to_all_gathers_rows_over_etp_before_the_experts_and_reduce_scatters_them_after() -> None:
+    """Every expert gets one row of every rank: 8 experts, 2 ranks of ep and 2 of etp, so each receives 8 rows."""
+    for sent in traffic_of(parallel(4, ep=2, etp=2), AllToAllDispatcher, None):
         assert sent == Counter(
             {
                 ("all_gather", 4, EXPERTS): 1,
@@ -258,8 +308,8 @@ def test_all_to_all_over_etp_gathers_rows_after_and_reduces_them_before() -> Non
 
 @pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("fold", [parallel(4, ep=4), parallel(4, ep=2, etp=2)], ids=name_of)
-def test_all_gather_sends_tokens_ids_and_probabilities_to_all_and_gets_sums_back(fold, capacity) -> None:
-    for sent in dispatched(fold, AllGatherDispatcher, capacity):
+def test_all_gather_sends_tokens_ids_and_probabilities_and_reduce_scatters_sums(fold, capacity) -> None:
+    for sent in traffic_of(fold, AllGatherDispatcher, capacity):
         assert sent == Counter(
             {
                 ("all_gather", 4, 4 * WIDTH): 2,  # dispatch, and the backward of combine
@@ -270,8 +320,8 @@ def test_all_gather_sends_tokens_ids_and_probabilities_to_all_and_gets_sums_back
         )
 
 
-def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeypatch) -> None:
-    """Reads of the in-memory group itself do not count."""
+def test_only_all_to_all_reads_on_the_host_once_for_its_split_sizes(monkeypatch) -> None:
+    """Reads in the in-memory process group are not counted."""
     reads: list[str] = []
 
     def counting(name: str) -> Any:
@@ -288,23 +338,20 @@ def test_the_host_reads_once_for_the_splits_of_all_to_all_and_else_never(monkeyp
         monkeypatch.setattr(Tensor, name, counting(name))
 
     def rank(ctx: ParallelContext, kind: Any, capacity: int | None) -> None:
-        dispatcher = kind(EXPERTS, comm(ctx, kind))
+        dispatcher = new(kind, ctx)
         routing = sparse(CASES["spread"](0), num_experts=EXPERTS, capacity=capacity)
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
         dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
-    for kind, capacity, expected in (
-        (AllToAllDispatcher, None, AllToAllDispatcher.host_reads),
-        (AllToAllDispatcher, 3, 0),
-        (AllGatherDispatcher, None, AllGatherDispatcher.host_reads),
-        (AllGatherDispatcher, 3, 0),
-    ):
-        reads.clear()
-        on_threads(parallel(2, ep=2), lambda ctx, k=kind, c=capacity: rank(ctx, k, c))
-        assert len(reads) == 2 * expected, f"{kind.__name__} with capacity {capacity}: {len(reads)} reads of two ranks"
+    for kind, capacity, ep in product((AllToAllDispatcher, AllGatherDispatcher, LocalDispatcher), (None, 3), (1, 2)):
+        if (kind is LocalDispatcher) == (ep == 1):
+            reads.clear()
+            on_threads(parallel(ep, ep=ep), lambda ctx, k=kind, c=capacity: rank(ctx, k, c))
+            expected = ep * (kind.host_reads if capacity is None else 0)
+            assert len(reads) == expected, f"{kind.__name__} with capacity {capacity}: {len(reads)} reads"
 
 
-def test_the_spec_chooses_the_dispatcher_and_one_rank_needs_none() -> None:
+def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None:
     def rank(ctx: ParallelContext) -> list[type]:
         kinds = ("allgather", "alltoall", "flex")
         return [new_expert_comm(moe_config(dispatcher=kind), ctx, REFERENCE).dispatcher for kind in kinds]

@@ -65,8 +65,8 @@ def test_balanced_layers_with_biases_padding_and_shared_experts(fold: ParallelCo
 @EVERY_FOLD
 @BOTH
 def test_latent_layers_with_a_capacity(fold: ParallelConfig, dispatcher: str) -> None:
-    """Capacity is a rank's own, so the oracle takes every rank's tokens as a microbatch of their own. Its metrics are
-    then means over other microbatches; drops and counts are not."""
+    """The capacity limit is per rank, so the oracle processes every rank's tokens as a separate microbatch. Of its
+    metrics, only drops and counts are then comparable."""
     data = Data.random(fold.dp)
     kind = (fold.ep + fold.tp + (dispatcher == "alltoall")) % len(CAPACITIES)
     config = moe_config(dispatcher=dispatcher, router=SIGMOID, latent=True, capacity=CAPACITIES[kind])
@@ -135,7 +135,7 @@ def test_all_tokens_to_one_expert(fold: ParallelConfig, dispatcher: str, favouri
 
 @BOTH
 @pytest.mark.parametrize("num_experts", [8, 16])
-def test_one_expert_per_rank_and_two(dispatcher: str, num_experts: int) -> None:
+def test_one_and_two_experts_per_rank(dispatcher: str, num_experts: int) -> None:
     fold, data = parallel(8, tp=2, ep=8), Data.random(4)
     config = moe_config(dispatcher=dispatcher, router={**BALANCED, "num_experts": num_experts}, bias=True)
     check(over_ranks(config, fold, data), on_one_rank(config, data))
@@ -157,7 +157,7 @@ def test_two_runs_give_the_same_bits(fold: ParallelConfig, dispatcher: str) -> N
     ids=name_of,
 )
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)], ids=["dropless", "padded"])
-def test_shared_experts_that_work_while_rows_travel_give_the_same_bits(fold, dispatcher, capacity) -> None:
+def test_overlapped_shared_experts_give_the_same_bits(fold, dispatcher, capacity) -> None:
     data = Data.random(fold.dp)
     runs = []
     for overlap in (False, True):
@@ -166,7 +166,7 @@ def test_shared_experts_that_work_while_rows_travel_give_the_same_bits(fold, dis
     EXACT.check_all(runs[1].tensors, runs[0].tensors)
 
 
-def test_shared_experts_work_between_the_halves_of_both_exchanges() -> None:
+def test_overlapped_shared_experts_run_between_start_and_finish_of_both_exchanges() -> None:
     done: list[str] = []
 
     def note_calls(layer) -> None:
@@ -186,11 +186,11 @@ def test_shared_experts_work_between_the_halves_of_both_exchanges() -> None:
     ]
 
 
-def test_specs_that_cannot_be_are_refused() -> None:
+def test_invalid_configs_are_rejected() -> None:
     data = Data.random(1)
     with pytest.raises(AssertionError, match="dispatcher 'local' over 2 ranks"):
         over_ranks(moe_config(dispatcher="local"), parallel(2, tp=2, ep=2), data)
-    with pytest.raises(AssertionError, match="sequence parallelism"):
+    with pytest.raises(AssertionError, match="needs sequence parallelism"):
         over_ranks(moe_config(), ParallelConfig(world_size=2, tp=2, ep=2), data)
-    with pytest.raises(AssertionError, match="no latent layer"):
+    with pytest.raises(AssertionError, match="in a latent layer"):
         on_one_rank(moe_config(latent=True, shared=True, overlap=True), data)

@@ -1,4 +1,4 @@
-"""The layer's gradients as the optimizer sees them, after its reductions; and the layer on processes of their own."""
+"""Gradients of the MoE layer after the optimizer's reductions, and the layer on gloo processes."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tests.moe.parallel.folded import (
     parallel,
 )
 
-FP64 = PrecisionConfig(params="fp64", grads="fp64", master="fp64")
+FP64 = PrecisionConfig(params="fp64", grads="fp64", main_params_dtype="fp64")
 FOLDS = [
     parallel(2, ep=2),
     parallel(4, ep=2),
@@ -61,7 +61,7 @@ def finished(
 
 
 @EVERY_FOLD
-def test_finished_gradients_and_their_norms_are_those_of_one_rank(fold: ParallelConfig) -> None:
+def test_reduced_gradients_and_norms_equal_those_of_one_rank(fold: ParallelConfig) -> None:
     data = Data.random(fold.dp)
     expected = {n: 2 * g for n, g in on_one_rank(FULL, data).tensors.items() if n not in ("out", "hidden")}
     norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
@@ -76,7 +76,7 @@ def test_finished_gradients_and_their_norms_are_those_of_one_rank(fold: Parallel
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=1.0, pad=True)], ids=["dropless", "padded"])
-def test_gloo_processes_give_the_numbers_of_one_rank(dispatcher: str, capacity: CapacityConfig | None) -> None:
+def test_gloo_processes_equal_one_rank(dispatcher: str, capacity: CapacityConfig | None) -> None:
     fold = parallel(4, tp=2, etp=2, ep=2)
     data = Data.random(fold.dp, padded=True)
     config = moe_config(dispatcher=dispatcher, capacity=capacity, bias=True, shared=True, overlap=True)
@@ -85,7 +85,7 @@ def test_gloo_processes_give_the_numbers_of_one_rank(dispatcher: str, capacity: 
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_gloo_processes_take_the_dense_form_and_ranks_without_a_row(dispatcher: str) -> None:
+def test_gloo_processes_support_expert_choice_and_ranks_without_rows(dispatcher: str) -> None:
     fold = parallel(4, ep=4)
     data = Data.random(fold.dp, padded=True)
     for router in ({"balancing": ("expert_choice",)}, {"topk": 1, "pre_softmax": True}):

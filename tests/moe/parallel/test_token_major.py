@@ -35,7 +35,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("fold", [parallel(1), parallel(2, ep=2), parallel(4, ep=2, etp=2)], ids=name_of)
-def test_a_layer_with_token_major_storage_is_the_layer_with_sorted_rows(fold, case) -> None:
+def test_token_major_storage_equals_sorted_rows(fold, case) -> None:
     config, data = moe_config(dispatcher="allgather", **CASES[case]), Data.random(fold.dp)
     expected, actual = on_one_rank(config, data), over_ranks(config, fold, data, use_token_major)
     FP64_LAYOUT.check_all(actual.tensors, expected.tensors, case)
@@ -56,7 +56,7 @@ def test_the_first_matrix_saves_each_token_once() -> None:
 
 
 @pytest.mark.parametrize("max_rows", [24, 23])
-def test_an_overflow_on_one_rank_is_known_to_all_until_the_next_step(max_rows: int) -> None:
+def test_overflow_on_one_rank_is_visible_on_all_ranks_until_the_next_step(max_rows: int) -> None:
     def rank(ctx: ParallelContext) -> list[bool]:
         comm = ExpertComm(ctx, KERNELS, TokenMajorDispatcher)
         full, other = comm.new_dispatcher(EXPERTS), comm.new_dispatcher(EXPERTS)

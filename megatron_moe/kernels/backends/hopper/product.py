@@ -28,17 +28,17 @@ DEPTH = 64
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
     """See `Kernels.grouped_forward`."""
-    return _multiply(rows, weight, offsets_e, turned=True)
+    return _multiply(rows, weight, offsets_e, transposed=True)
 
 
 def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
     """See `Kernels.grouped_input_grad`."""
-    return _multiply(grad, weight, offsets_e, turned=False)
+    return _multiply(grad, weight, offsets_e, transposed=False)
 
 
-def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, turned: bool) -> Tensor:
-    """[R, D] times [e, D, C], or `enabled` [e, C, D], -> [R, C]."""
-    num_experts, depth, columns = (len(weight), *(weight.shape[:0:-1] if turned else weight.shape[1:]))
+def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, transposed: bool) -> Tensor:
+    """[R, D] times [e, D, C], or `transposed` [e, C, D], -> [R, C]."""
+    num_experts, depth, columns = (len(weight), *(weight.shape[:0:-1] if transposed else weight.shape[1:]))
     out = torch.empty(len(rows), columns, device=rows.device, dtype=rows.dtype)
     if out.numel() == 0 or depth == 0:
         return out.zero_()
@@ -46,18 +46,18 @@ def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, turned: bool) 
     # more columns need fewer loads, where they leave no columns over
     tile_columns, stages = (256, 3) if columns % 256 == 0 else (128, 5)
     matrices = weight.view(-1, weight.shape[2]) if weight.is_contiguous() else weight.flatten(0, 1)
-    block = [tile_columns, DEPTH] if turned else [DEPTH, tile_columns]
+    block = [tile_columns, DEPTH] if transposed else [DEPTH, tile_columns]
     _grouped_product[(num_multiprocessors(rows.device),)](
         blocks_of(rows, [ROWS_OF_HALF.value, DEPTH]), blocks_of(matrices, block),
         rows_by_slice(aligned(out, "results"), [ROWS_OF_HALF.value, tile_columns]), offsets_e,
-        num_experts, depth, columns, TURNED=turned, STAGES=stages, num_warps=4,
+        num_experts, depth, columns, TRANSPOSED=transposed, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @gluon.jit(do_not_specialize=("num_experts", "depth", "columns"))
 def _grouped_product(
-    rows, weight, out, offsets_ptr, num_experts, depth, columns, TURNED: gl.constexpr, STAGES: gl.constexpr
+    rows, weight, out, offsets_ptr, num_experts, depth, columns, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr
 ):
     rows_stages = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + rows.block_type.shape, rows.layout)
     weight_stages = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)
@@ -67,9 +67,9 @@ def _grouped_product(
     stages = (rows_stages, weight_stages, full, empty)
     gl.warp_specialize(
         [
-            (_sum_tiles, (gl.constexpr(0), out, results, stages, shape, TURNED)),
-            (_sum_tiles, (gl.constexpr(1), out, results, stages, shape, TURNED)),
-            (_load_tiles, (rows, weight, stages, shape, TURNED)),
+            (_sum_tiles, (gl.constexpr(0), out, results, stages, shape, TRANSPOSED)),
+            (_sum_tiles, (gl.constexpr(1), out, results, stages, shape, TRANSPOSED)),
+            (_load_tiles, (rows, weight, stages, shape, TRANSPOSED)),
         ],
         [4, 1],
         [240, 24],
@@ -99,11 +99,11 @@ def _place(tile, start, num_down, TILE_COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(rows, weight, stages, shape, TURNED: gl.constexpr):
+def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
     rows_stages, weight_stages, full, empty = stages
     offsets_ptr, num_experts, depth, columns = shape
     STAGES: gl.constexpr = full.shape[0]
-    TILE_COLUMNS: gl.constexpr = weight.block_type.shape[0] if TURNED else weight.block_type.shape[1]
+    TILE_COLUMNS: gl.constexpr = weight.block_type.shape[0] if TRANSPOSED else weight.block_type.shape[1]
     STEP: gl.constexpr = rows.block_type.shape[1]
     before = 0
     step = 0
@@ -125,7 +125,7 @@ def _load_tiles(rows, weight, stages, shape, TURNED: gl.constexpr):
                 tma.async_copy_global_to_shared(rows, [row, k], bar, rows_stages.index(2 * stage))
                 lower = row + ROWS_OF_HALF
                 tma.async_copy_global_to_shared(rows, [lower, k], bar, rows_stages.index(2 * stage + 1), pred=both)
-                if TURNED:
+                if TRANSPOSED:
                     place = [expert * columns + column, k]
                 else:
                     place = [expert * depth + k, column]
@@ -134,11 +134,11 @@ def _load_tiles(rows, weight, stages, shape, TURNED: gl.constexpr):
 
 
 @gluon.jit
-def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TURNED: gl.constexpr):
+def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.constexpr):
     rows_stages, weight_stages, full, empty = stages
     offsets_ptr, num_experts, depth, columns = shape
     STAGES: gl.constexpr = full.shape[0]
-    TILE_COLUMNS: gl.constexpr = weight_stages.shape[1] if TURNED else weight_stages.shape[2]
+    TILE_COLUMNS: gl.constexpr = weight_stages.shape[1] if TRANSPOSED else weight_stages.shape[2]
     STEP: gl.constexpr = rows_stages.shape[2]
     result = results.index(HALF)
     before = 0
@@ -155,7 +155,7 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TURNED: gl.const
                 for k in range(0, depth, STEP):
                     stage = step % STAGES
                     matrix = weight_stages.index(stage)
-                    if TURNED:
+                    if TRANSPOSED:
                         matrix = matrix.permute((1, 0))
                     total = add_product(total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty)
                     step += 1

@@ -21,10 +21,20 @@ from megatron_moe.kernels.attention_blocks import MaskBlock, mask_blocks
 from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.kernel_set import Priority, Support
 from megatron_moe.kernels.low_precision_state import PackedState, round_weights
-from megatron_moe.kernels.ops import AdamWStep, GroupedPart, PositionSpan, RowIndex, internal_dtype, mark_nonfinite
+from megatron_moe.kernels.ops import (
+    AdamWState,
+    AdamWStep,
+    AttentionBlock,
+    AttentionInputs,
+    AttentionResult,
+    GroupedPart,
+    QueryKeyTransform,
+    RowIndex,
+    internal_dtype,
+    mark_nonfinite,
+)
 from megatron_moe.kernels.permute import RowCopies
 from megatron_moe.kernels.reference_blocks import merge_
-from megatron_moe.parallel.param_meta import Part
 
 NAME = "torch_native"
 NEEDS = ("torch",)
@@ -169,57 +179,35 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 
 
 def query_key_value(
-    qkv_SBGC: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cos_SBD: Tensor,
-    sin_SBD: Tensor,
-    interleaved: bool,
-    heads_per_group: int,
+    qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width = qkv_SBGC.shape[-1] // (heads_per_group + 2)
-    q_SBGC, k_SBGD, v_SBGD = qkv_SBGC.split((heads_per_group * width, width, width), dim=-1)
-    q_SBND = q_SBGC.flatten(2).unflatten(-1, (-1, width))
-    if q_weight is not None and k_weight is not None:
-        q_SBND = rms_norm(q_SBND, q_weight, eps, zero_centered)
-        k_SBGD = rms_norm(k_SBGD, k_weight, eps, zero_centered)
-    q_SBND, k_SBGD = (reference.rope(x, cos_SBD, sin_SBD, interleaved) for x in (q_SBND, k_SBGD))
-    return q_SBND, k_SBGD, v_SBGD
+    return reference.split_heads(qkv_SBGC, q_weight, k_weight, transform, rms_norm)
 
 
-def attention(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    sinks_N: Tensor | None,
-    segments_BS: Tensor | None,
-    dropout_key: tuple[int | str, ...] | None,
-    head_part: Part = (0, 1),
-) -> Tensor:
+def attention(inputs: AttentionInputs) -> Tensor:
     """Sinks by cuDNN without window and documents. Other sinks, and dropout with our keys, are more than SDPA knows:
     those are the reference's."""
-    drops = config.dropout > 0.0 and dropout_key is not None
-    has_sinks, masked = sinks_N is not None or config.off_by_one, config.window is not None or segments_BS is not None
-    if has_sinks and not masked and not drops and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
+    q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
+    masked = config.window is not None or segments_BS is not None
+    by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
+    if inputs.has_sinks and by_cudnn:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config)
-    if has_sinks or drops:
-        return reference.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part)
+    if inputs.has_sinks or inputs.drops:
+        return reference.attention(inputs)
     mask = None
     if masked:
         mask = reference.visible_pairs(q_SBND.shape[0], config, segments_BS, q_SBND.device)
-    q_BNSD, k_BGSD, v_BGSE = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
+    return _dot_product_attention(q_SBND, k_SBGD, v_SBGE, mask, config)
+
+
+def _dot_product_attention(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
+) -> Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE))
+    causal = config.causal and mask is None
     with _attention_order(q_SBND.device):
         out_BNSE = F.scaled_dot_product_attention(
-            q_BNSD,
-            k_BGSD,
-            v_BGSE,
-            attn_mask=mask,
-            is_causal=config.causal and mask is None,
-            scale=config.softmax_scale,
-            enable_gqa=True,
+            q, k, v, attn_mask=mask, is_causal=causal, scale=config.softmax_scale, enable_gqa=True
         )
     return out_BNSE.permute(2, 0, 1, 3)
 
@@ -233,62 +221,29 @@ def _attention_order(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(list(order), set_priority=True)
 
 
-def attention_block(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    query: PositionSpan,
-    key: PositionSpan,
-    dropout_key: tuple[int | str, ...] | None,
-    out_SBNE: Tensor,
-    lse_SBN: Tensor,
-) -> None:
-    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key)
+def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
+    rectangles = _rectangles(block)
     if rectangles is None:
-        reference.attention_block(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key, out_SBNE, lse_SBN)
+        reference.attention_block(block, out_SBNE, lse_SBN)
         return
     for pair in rectangles:
-        part_SBNE, lse_BNS = cudnn.forward_pair(q_SBND, k_SBGD, v_SBGE, config, pair)
+        part_SBNE, lse_BNS = cudnn.forward_pair(block, pair)
         merge_(out_SBNE[pair.rows], lse_SBN[pair.rows], part_SBNE, lse_BNS.permute(2, 0, 1))
 
 
-def attention_block_grad(
-    grad_SBNE: Tensor,
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    out_SBNE: Tensor,
-    lse_SBN: Tensor,
-    delta_SBN: Tensor,
-    config: CoreAttentionConfig,
-    query: PositionSpan,
-    key: PositionSpan,
-    dropout_key: tuple[int | str, ...] | None,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    rectangles = _rectangles(q_SBND, k_SBGD, v_SBGE, config, query, key, dropout_key)
+def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]) -> None:
+    rectangles = _rectangles(block)
     if rectangles is None:
-        known = grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, delta_SBN
-        reference.attention_block_grad(*known, config, query, key, dropout_key, into)
+        reference.attention_block_grad(block, found, into)
         return
     for pair in rectangles:
-        cudnn.backward_pair(grad_SBNE, q_SBND, k_SBGD, v_SBGE, out_SBNE, lse_SBN, config, pair, into)
+        cudnn.backward_pair(block, found, pair, into)
 
 
-def _rectangles(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    query: PositionSpan,
-    key: PositionSpan,
-    dropout_key: tuple[int | str, ...] | None,
-) -> list[MaskBlock] | None:
-    """What cuDNN has to compute of a block; None if it cannot compute all of it."""
-    found = mask_blocks(query.chunks, key.chunks, config)
-    drops = config.dropout > 0.0 and dropout_key is not None
-    able = not drops and all(cudnn.serves_pair(q_SBND, k_SBGD, v_SBGE, query, pair) for pair in found)
+def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
+    """Rectangles of a block for cuDNN; None if it cannot compute all of them."""
+    found = mask_blocks(block.query.chunks, block.key.chunks, block.config)
+    able = not block.drops and all(cudnn.serves_pair(block, pair) for pair in found)
     return found if able else None
 
 
@@ -339,8 +294,8 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    exact = hidden_TH.is_cuda and hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
-    if not exact:
+    exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
+    if not exact or hidden_TH.device.type == "cpu":
         return reference.gate_product(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
@@ -353,16 +308,20 @@ class _GateProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_EH)
-        return torch.mm(hidden_TH, weight_EH.T, out_dtype=torch.float32)
+        return _wide_product(hidden_TH, weight_EH.T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_EH = ctx.saved_tensors
         parts_T3E = bf16_parts(grads[0])
         grad_hidden_TH = parts_T3E @ weight_EH.repeat(3, 1)
-        grad_3EH = torch.mm(parts_T3E.T, hidden_TH, out_dtype=torch.float32)
-        grad_weight_EH = grad_3EH.view(3, *weight_EH.shape).sum(dim=0)
+        grad_weight_EH = _wide_product(parts_T3E.T, hidden_TH).view(3, *weight_EH.shape).sum(dim=0)
         return grad_hidden_TH, grad_weight_EH.to(weight_EH.dtype)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 product of bf16 matrices, on a GPU."""
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def bf16_parts(x_TE: Tensor) -> Tensor:
@@ -414,7 +373,7 @@ def _sum_choices(rows_RH: Tensor, index: RowIndex) -> Tensor:
 
 def sum_of_squares(flat: Tensor) -> Tensor:
     wide = internal_dtype(flat.dtype)
-    if flat.is_cuda:
+    if flat.device.type != "cpu":
         norm: Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.square()
     # the CPU adds long vectors one element after the other, which loses digits: 2e-3 at 20 million; so, short chunks
@@ -433,8 +392,8 @@ def adamw_(
     """
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
         # so that narrow state has the arithmetic of wide state
-        states = (PackedState("plain", master), grad, PackedState("plain", exp_avg), PackedState("plain", exp_avg_sq))
-        adamw_packed_(*states, move, weights)
+        state = AdamWState(*(PackedState("plain", tensor) for tensor in (master, exp_avg, exp_avg_sq)))
+        adamw_packed_(state, grad, move, weights)
         return
     step, divisor = move.step.to(torch.float32), move.grad_scale.to(torch.float32).reciprocal()
     refused = (~move.proceed).to(torch.float32)
@@ -466,13 +425,7 @@ def adamw_(
 
 
 def adamw_packed_(
-    master: PackedState,
-    grad: Tensor,
-    exp_avg: PackedState,
-    exp_avg_sq: PackedState,
-    move: AdamWStep,
-    weights: Tensor | None = None,
-    first: int = 0,
+    state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
     """Unpacked for torch's fused kernel, so that the arithmetic is that of `adamw_`."""
-    reference.step_unpacked(adamw_, master, grad, exp_avg, exp_avg_sq, move, weights, first)
+    reference.step_unpacked(adamw_, state, grad, move, weights, first)

@@ -18,7 +18,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.attention_blocks import MaskBlock
-from megatron_moe.kernels.ops import PositionSpan, internal_dtype
+from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, internal_dtype
 
 Deltas = Callable[[Tensor, Tensor], Tensor]
 """From the gradient of an output and the output, [S, B, N, E] both, to the sums of their products, fp32 [B, N, S]."""
@@ -32,11 +32,11 @@ def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> b
     return bool(can_use_cudnn_attention(SDPAParams(*inputs, None, 0.0, causal, True), False))
 
 
-def serves_pair(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, query: PositionSpan, pair: MaskBlock) -> bool:
-    """Whether cuDNN can compute this rectangle of a block: it has no documents, and knows one mask."""
-    if query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
+def serves_pair(block: AttentionBlock, pair: MaskBlock) -> bool:
+    """Whether cuDNN can compute this rectangle of a block: it supports no documents and only the causal mask."""
+    if block.query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
         return False
-    return serves(q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys], causal=pair.causal_square)
+    return serves(*_inputs(block, pair), causal=pair.causal_square)
 
 
 def forward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -66,33 +66,28 @@ def backward(
     return tuple(grad.permute(2, 0, 1, 3) for grad in grads)
 
 
-def forward_pair(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, config: CoreAttentionConfig, pair: MaskBlock
-) -> tuple[Tensor, Tensor]:
+def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor]:
     """`forward` of one rectangle of a block."""
-    inputs = q_SBND[pair.rows], k_SBGD[pair.keys], v_SBGE[pair.keys]
-    return forward(*inputs, config.softmax_scale, causal=pair.causal_square)
+    return forward(*_inputs(block, pair), block.config.softmax_scale, causal=pair.causal_square)
 
 
 def backward_pair(
-    grad_SBNE: Tensor,
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    out_SBNE: Tensor,
-    lse_SBN: Tensor,
-    config: CoreAttentionConfig,
-    pair: MaskBlock,
-    into: tuple[Tensor, Tensor, Tensor],
+    block: AttentionBlock, found: AttentionResult, pair: MaskBlock, into: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Adds the share of one rectangle of a block to its gradients."""
     rows, keys = pair.rows, pair.keys
-    inputs = grad_SBNE[rows], q_SBND[rows], k_SBGD[keys], v_SBGE[keys]
-    found = out_SBNE[rows], lse_SBN[rows].permute(1, 2, 0)
-    grad_q, grad_k, grad_v = backward(*inputs, *found, config.softmax_scale, causal=pair.causal_square)
+    result = found.out_SBNE[rows], found.lse_SBN[rows].permute(1, 2, 0)
+    grad_q, grad_k, grad_v = backward(
+        found.grad_SBNE[rows], *_inputs(block, pair), *result, block.config.softmax_scale, causal=pair.causal_square
+    )
     into[0][rows] += grad_q
     into[1][keys] += grad_k
     into[2][keys] += grad_v
+
+
+def _inputs(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one rectangle of a block."""
+    return block.q_SBND[pair.rows], block.k_SBGD[pair.keys], block.v_SBGE[pair.keys]
 
 
 _attend = torch.ops.aten._scaled_dot_product_cudnn_attention

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.sizes import EMBEDDING_ROWS
 
+ROWS = 16
+"""Sorted tokens that a program sums."""
 COLUMNS = 256
 """Columns of the table per program."""
 
@@ -25,15 +26,15 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
     # a sort by digits takes half the passes over 32 bits, and no table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
     columns = max(min(power_of_two(width), COLUMNS), 16)
-    num_stretches = triton.cdiv(num_tokens, EMBEDDING_ROWS)
+    num_stretches = triton.cdiv(num_tokens, ROWS)
     if num_tokens:
         parts_S2H = torch.empty(num_stretches, 2, width, device=out.device, dtype=torch.float32)
         grid = (num_stretches, triton.cdiv(width, columns))
         _sum_stretches[grid](
             grad_TH, sorted_T, order_T, out, parts_S2H, num_tokens, width, grad_TH.stride(0),
-            ROWS=EMBEDDING_ROWS, COLUMNS=columns, WIDEN=INTERPRETED,
+            ROWS=ROWS, COLUMNS=columns, WIDEN=INTERPRETED,
         )  # fmt: skip
-        _join_stretches[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=EMBEDDING_ROWS, COLUMNS=columns)
+        _join_stretches[grid](sorted_T, out, parts_S2H, num_tokens, width, ROWS=ROWS, COLUMNS=columns)
 
 
 @triton.jit

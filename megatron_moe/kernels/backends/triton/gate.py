@@ -21,7 +21,6 @@ from megatron_moe.kernels.backends.triton.launch import (
     rows_of,
     sum_of_shares,
 )
-from megatron_moe.kernels.backends.triton.sizes import GATE_COLUMNS, GATE_EXPERTS, GATE_TOKENS, gate_stretches
 
 
 class Tile(NamedTuple):
@@ -35,7 +34,10 @@ class Tile(NamedTuple):
 
 
 FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
-BACKWARD = Tile(tokens=GATE_TOKENS, experts=GATE_EXPERTS, columns=GATE_COLUMNS, warps=8, stages=3)
+BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
+"""Keeps the sums of all experts in registers. With more experts torch's products are faster (docs/experiments.md)."""
+BACKWARD_PROGRAMS = 1
+"""Programs of the backward per multiprocessor: two do not fit."""
 PARTS = 3
 """bf16 numbers that an fp32 gradient is parted into: 3 x 8 bits hold its 24."""
 _LEAST = 16
@@ -45,7 +47,7 @@ _LEAST = 16
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Kernels.gate_product`. Other dtypes than fp32 of bf16, and many experts, are torch's."""
     ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
-    if not ours or len(weight_EH) > GATE_EXPERTS:
+    if not ours or len(weight_EH) > BACKWARD.experts:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)
     logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
@@ -81,7 +83,8 @@ def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[T
     """(gradient of the hidden states, gradient of the weight), each rounded once"""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
-    stretches = gate_stretches(len(hidden_TH), triton.cdiv(width, columns), num_multiprocessors(hidden_TH.device))
+    most_stretches = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // triton.cdiv(width, columns)
+    stretches = max(min(most_stretches, triton.cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
     shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
     # programs of the same tokens stand together, so that only the first of them waits for the logits' gradient

@@ -11,33 +11,33 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, sum_of_shares
-from megatron_moe.kernels.backends.triton.sizes import heads_programs, heads_tiles
+from megatron_moe.kernels.ops import QueryKeyTransform
+
+TILE = 2048
+"""Elements of a tile of queries or keys."""
+BACKWARD_PROGRAMS = 6
+"""Programs of the backward per multiprocessor that fit at a time."""
 
 
 def query_key_value(
-    qkv_SBGC: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cos_SBD: Tensor,
-    sin_SBD: Tensor,
-    interleaved: bool,
-    heads_per_group: int,
+    qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.query_key_value`."""
-    eps = max(eps, torch.finfo(torch.float32).tiny)  # heads that a tile has too many are zeros: their norm is finite
-    settings = (eps, zero_centered, cos_SBD.contiguous(), sin_SBD.contiguous(), interleaved, heads_per_group)
-    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, settings)  # type: ignore[no-untyped-call]
+    # heads that a tile has too many are zeros; their norm must be finite
+    eps = max(transform.eps, torch.finfo(torch.float32).tiny)
+    transform = transform._replace(
+        eps=eps, cos_SBD=transform.cos_SBD.contiguous(), sin_SBD=transform.sin_SBD.contiguous()
+    )
+    q, k, v = _QueryKeyValue.apply(qkv_SBGC, q_weight, k_weight, transform)  # type: ignore[no-untyped-call]
     return q, k, v
 
 
 class _QueryKeyValue(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, settings: tuple[Any, ...]
+        ctx: Any, qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
     ) -> tuple[Tensor, Tensor, Tensor]:
-        eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = settings
+        eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = transform
         qkv_SBGC = qkv_SBGC.contiguous()
         length, batch, groups, width = qkv_SBGC.shape
         width //= heads_per_group + 2
@@ -68,7 +68,7 @@ class _QueryKeyValue(torch.autograd.Function):
         # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
         tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
-        num_programs = heads_programs(length * batch, tiles, num_multiprocessors(qkv_SBGC.device))
+        num_programs = min(length * batch, triton.cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
         shares_P2D = qkv_SBGC.new_empty(num_programs * tiles, 2, width, dtype=torch.float32)
         if qkv_SBGC.numel():
             _turn_heads_back[(num_programs, tiles)](
@@ -87,7 +87,8 @@ class _QueryKeyValue(torch.autograd.Function):
 def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
     pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    heads, keys = heads_tiles(groups * heads_per_group, groups, width, turned)
+    most = max(TILE // power_of_two(2 * pairs + (rest if turned < width else 0)), 1)
+    heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)
     return {"PAIRS": pairs, "REST": rest, "HAS_REST": turned < width, "HEADS": heads, "GROUPS": keys}
 
 

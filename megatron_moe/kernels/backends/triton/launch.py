@@ -5,16 +5,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.backends.triton.sizes import power_of_two as power_of_two
-from megatron_moe.kernels.backends.triton.sizes import rows_of as rows_of
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run on the CPU, for tests; there the product of two bf16 matrices is wrong, so factors are widened."""
+HOPPER_MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200, whose memory `kernels/fakes.py` emulates on torch's `meta` device."""
 
 
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few on the CPU, where the interpreter runs programs one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return HOPPER_MULTIPROCESSORS if device.type == "meta" else 4
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., W] as a matrix [rows, W] with contiguous rows; a copy only where no view is one."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
+
+
+def power_of_two(number: int) -> int:
+    """Smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:

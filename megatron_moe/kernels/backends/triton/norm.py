@@ -8,7 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
-from megatron_moe.kernels.backends.triton.sizes import NORM_TILE, norm_programs
+
+TILE = 8192
+"""Elements of the largest tile."""
+BACKWARD_PROGRAMS = 2
+"""Programs of the backward per multiprocessor."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -104,20 +108,16 @@ def _norm_backward(
 def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """(number of programs, tile of each) of a norm's forward."""
     columns = power_of_two(width)
-    rows = max(NORM_TILE // 2 // columns, 1)
-    return (triton.cdiv(num_rows, rows),), {
-        "ROWS": rows,
-        "WIDTH": columns,
-        "num_warps": 4 if columns <= NORM_TILE else 16,
-    }
+    rows = max(TILE // 2 // columns, 1)
+    return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
 
 
 def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tuple[int], dict[str, int]]:
     """(number of programs, tile that each takes at a time) of a norm's backward."""
     columns = power_of_two(width)
-    rows = max(NORM_TILE // 2 // columns, 1)
-    num_programs = norm_programs(num_rows, width, num_multiprocessors(device))
-    stages, warps = 3 if columns <= NORM_TILE // 2 else 1, 8 if columns <= NORM_TILE else 16
+    rows = max(TILE // 2 // columns, 1)
+    num_programs = max(min(triton.cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_multiprocessors(device)), 1)
+    stages, warps = 3 if columns <= TILE // 2 else 1, 8 if columns <= TILE else 16
     return (num_programs,), {"ROWS": rows, "WIDTH": columns, "STAGES": stages, "num_warps": warps}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_moe.kernels import low_precision_state
 from megatron_moe.kernels.low_precision_state import PackedState
-from megatron_moe.kernels.ops import AdamWStep
+from megatron_moe.kernels.ops import AdamWState, AdamWStep
 
 BLOCK = 1024
 """Elements of a program."""
@@ -29,43 +29,27 @@ def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
     """See `Kernels.adamw_`. The gradient keeps its bits."""
-    states = (PackedState("plain", master), PackedState("plain", exp_avg), PackedState("plain", exp_avg_sq))
-    _launch(states, grad, move, weights, 0)
+    state = AdamWState(*(PackedState("plain", tensor) for tensor in (master, exp_avg, exp_avg_sq)))
+    adamw_packed_(state, grad, move, weights)
 
 
 def adamw_packed_(
-    master: PackedState,
-    grad: Tensor,
-    exp_avg: PackedState,
-    exp_avg_sq: PackedState,
-    move: AdamWStep,
-    weights: Tensor | None = None,
-    first: int = 0,
+    state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
     """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
-    _launch((master, exp_avg, exp_avg_sq), grad, move, weights, first)
-
-
-def _launch(
-    states: tuple[PackedState, PackedState, PackedState],
-    grad: Tensor,
-    move: AdamWStep,
-    weights: Tensor | None,
-    first: int,
-) -> None:
-    master, _, exp_avg_sq = states
+    master = state.master
     if not master.size:
         return
     as_bits = weights is not None and weights.dtype is torch.bfloat16
     rounded = master.data if weights is None else weights.view(torch.int16) if as_bits else weights
     _adamw[(triton.cdiv(master.size, BLOCK),)](
-        *(state.data for state in states), grad, rounded,
-        *(state.data if state.exponents is None else state.exponents for state in states),
+        *(each.data for each in state), grad, rounded,
+        *(each.data if each.exponents is None else each.exponents for each in state),
         move.grad_scale, *(flag.view(torch.uint8) for flag in (move.proceed, move.nonfinite)), move.step,
         master.size, first,
         *_log2(move.beta1), *_log2(move.beta2), move.lr, move.beta1, move.beta2, move.eps, move.weight_decay,
-        *(_FORMATS.index(state.format) for state in states), exp_avg_sq.root,
-        ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(state.exponents is not None for state in states),
+        *(_FORMATS.index(each.format) for each in state), state.exp_avg_sq.root,
+        ROUNDED=weights is not None, AS_BITS=as_bits, BLOCKED=any(each.exponents is not None for each in state),
         BLOCK=BLOCK,
     )  # fmt: skip
 

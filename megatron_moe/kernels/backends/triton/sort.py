@@ -12,8 +12,12 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import power_of_two
-from megatron_moe.kernels.backends.triton.sizes import SORT_BLOCK, SORT_STRETCHES, sort_blocks
 from megatron_moe.kernels.ops import RowIndex, most_rows
+
+BLOCK = 128
+"""Choices of a block."""
+STRETCHES = 32
+"""Most stretches of blocks: every program of the second launch reads the counts of all stretches."""
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
@@ -31,7 +35,7 @@ def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int
     rows_TK = torch.empty_like(ids)
     _place_rows[(len(before_BE),)](
         ids, before_BE, totals_SE, offsets_E, token_R, choice_R, rows_TK, ids.numel(), num_experts, ids.shape[1],
-        len(totals_SE), blocks_each, BLOCK=SORT_BLOCK, STRETCHES=SORT_STRETCHES, EXPERTS=_bins(num_experts),
+        len(totals_SE), blocks_each, BLOCK=BLOCK, STRETCHES=STRETCHES, EXPERTS=_bins(num_experts),
         ALIGN=align,
     )  # fmt: skip
     return RowIndex(token_R=token_R, choice_R=choice_R, offsets_E=offsets_E, rows_TK=rows_TK)
@@ -47,11 +51,12 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
     """(choices of every expert in a block's stretch before it, int32 [blocks, E]; in every stretch, int32
     [stretches, E]; blocks of a stretch)"""
-    num_blocks, blocks_each = sort_blocks(ids.numel())
+    num_blocks = triton.cdiv(ids.numel(), BLOCK)
+    blocks_each = triton.cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
     totals_SE = before_BE.new_empty(triton.cdiv(num_blocks, blocks_each), num_experts)
     _count_experts[(len(totals_SE),)](
-        ids, before_BE, totals_SE, ids.numel(), num_experts, num_blocks, blocks_each, BLOCK=SORT_BLOCK,
+        ids, before_BE, totals_SE, ids.numel(), num_experts, num_blocks, blocks_each, BLOCK=BLOCK,
         EXPERTS=_bins(num_experts),
     )  # fmt: skip
     return before_BE, totals_SE, blocks_each

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
-from megatron_moe.kernels.backends.triton.sizes import WIDEST_HEAD
 
+WIDEST_HEAD = 256
+"""Largest head dim of the kernels."""
 BAND = ("left", "right")
 """Arguments that differ between the rectangles of a ring: one compiled kernel takes any."""
 
@@ -55,17 +55,14 @@ class Shape:
         )  # fmt: skip
 
 
-def serves(
-    q: Tensor, k: Tensor, v: Tensor, config: CoreAttentionConfig, dropout_key: tuple[int | str, ...] | None
-) -> bool:
-    """Whether the kernels can, and should, compute attention of these."""
-    drops = config.dropout > 0.0 and dropout_key is not None
+def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels can, and should, compute attention of these, without dropout."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
     # offsets are 32-bit; the output and its gradient are as large as the queries are with the values' width
     places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
     near = max(places) < 2**31
     slow = q.dtype is torch.float32 and not INTERPRETED  # matrix units have no fp32
-    return narrow and near and not drops and not slow
+    return narrow and near and not slow
 
 
 def strided(x: Tensor) -> Tensor:

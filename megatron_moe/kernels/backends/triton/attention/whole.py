@@ -16,25 +16,16 @@ from megatron_moe.kernels.backends.torch_native import cudnn
 from megatron_moe.kernels.backends.triton.attention.backward import deltas, gradients
 from megatron_moe.kernels.backends.triton.attention.forward import attend
 from megatron_moe.kernels.backends.triton.attention.tiles import Shape, of_both, serves, strided
-from megatron_moe.parallel.param_meta import Part
+from megatron_moe.kernels.ops import AttentionInputs
 
 
-def attention(
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    config: CoreAttentionConfig,
-    sinks_N: Tensor | None,
-    segments_BS: Tensor | None,
-    dropout_key: tuple[int | str, ...] | None,
-    head_part: Part = (0, 1),
-) -> Tensor:
+def attention(inputs: AttentionInputs) -> Tensor:
     """See `Kernels.attention`. Ours are windows and documents, and what must repeat: torch then takes no backward of
     cuDNN, and all others are slower. Sinks alone are cuDNN's. Anything else is torch's, and so are dropout and fp32."""
-    has_sinks = sinks_N is not None or config.off_by_one
+    q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
-    if not (ours or has_sinks) or not serves(q_SBND, k_SBGD, v_SBGE, config, dropout_key):
-        return torch_native.attention(q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part)
+    if not (ours or inputs.has_sinks) or inputs.drops or not serves(q_SBND, k_SBGD, v_SBGE):
+        return torch_native.attention(inputs)
     if not ours and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal):
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     if config.off_by_one and sinks_N is None:

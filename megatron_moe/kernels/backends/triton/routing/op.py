@@ -12,11 +12,13 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two
 from megatron_moe.kernels.backends.triton.routing.backward import route_backward
 from megatron_moe.kernels.backends.triton.routing.forward import route_forward
-from megatron_moe.kernels.backends.triton.sizes import ROUTE_TILE, route_programs
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 
-BACKWARD_TILE = 1024
+FORWARD_TILE, BACKWARD_TILE = 2048, 1024
+"""Tokens times columns of a tile in fp32."""
+FORWARD_PROGRAMS = 4
+"""Programs of the forward per multiprocessor: few, because the last one adds the shares of all."""
 
 
 def route(
@@ -63,8 +65,10 @@ class _Route(torch.autograd.Function):
         groups = config.num_groups or 1 if config.group_topk else 1
         columns = power_of_two(groups), power_of_two(num_experts // groups)
         wide = internal_dtype(logits_TE.dtype)
-        tokens = _tokens(ROUTE_TILE, columns[0] * columns[1], wide)
-        programs = route_programs(num_tokens, sets, tokens, num_multiprocessors(device))
+        tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
+        most_programs = FORWARD_PROGRAMS * num_multiprocessors(device)
+        # equally many for each set of tokens
+        programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), most_programs // sets), 1)
         # choices, choices per set for balancing, and the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)

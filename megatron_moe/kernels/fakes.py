@@ -1,0 +1,159 @@
+"""Fakes of the GPU kernels for memory emulation: the backends' own wrappers, which launch nothing.
+
+The modules of a backend are executed a second time with a stand-in for Triton, which need not be installed, and with
+the functions of `_REPLACED` in place of library calls. A fake therefore allocates and saves for backward what its
+kernel does on an H100 or H200, and computes nothing. Its tensors are on torch's `meta` device, which the backends treat
+as a GPU.
+"""
+
+import builtins
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.attention import CoreAttentionConfig
+
+_BACKENDS = f"{__package__}.backends"
+_CUDNN_WIDEST_HEAD = 256
+
+
+def fake_backend(name: str) -> ModuleType:
+    """Module with a fake of every op of the backend "triton" or "torch_native"."""
+    return _loader().load(f"{_BACKENDS}.{name}.backend")
+
+
+class _Triton:
+    """Stand-in for the modules, decorators, types and compiled kernels of Triton. A launch does nothing."""
+
+    def __getattr__(self, name: str) -> "_Triton":
+        return self
+
+    def __getitem__(self, grid: object) -> "_Triton":
+        return self
+
+    def __call__(self, *args: object, **options: object) -> "_Triton":
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    @staticmethod
+    def cdiv(number: int, divisor: int) -> int:
+        return -(-number // divisor)
+
+
+class _Loader:
+    """Executes modules of the backends, which import each other and the stand-in."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, ModuleType] = {}
+        self._triton = _Triton()
+
+    def load(self, name: str) -> ModuleType:
+        if name not in self._modules:
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.loader is not None, f"no module {name}"
+            module = self._modules[name] = importlib.util.module_from_spec(spec)
+            vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import}
+            spec.loader.exec_module(module)
+            vars(module).update(_REPLACED.get(name, {}))
+        return self._modules[name]
+
+    def _import(self, name: str, *scope: Any, **named: Any) -> Any:
+        """`__import__` of the loaded modules."""
+        if name.partition(".")[0] == "triton":
+            return self._triton
+        if not name.startswith((f"{_BACKENDS}.triton", f"{_BACKENDS}.torch_native")):
+            return builtins.__import__(name, *scope, **named)
+        module = self.load(name)
+        for attribute in scope[2]:  # submodules, in an import from a package
+            if not hasattr(module, attribute):
+                setattr(module, attribute, self.load(f"{name}.{attribute}"))
+        return module
+
+
+_loader = cache(_Loader)
+
+
+# cuBLAS, whose products of wide sums have no `meta` kernel
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """In place."""
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (len(offsets_e), a.shape[0], b.shape[1]))
+
+
+# cuDNN: sizes as measured on a GPU, see tests/memory_emulation/test_kernels.py
+
+
+def _serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
+    width = q_SBND.shape[-1]
+    return q_SBND.dtype.itemsize == 2 and width % 8 == 0 and max(width, v_SBGE.shape[-1]) <= _CUDNN_WIDEST_HEAD
+
+
+def _attend(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float) -> Sequence[Tensor]:
+    """Output, log-sum-exp [B, N, S, 1], seed and offset of a dropout."""
+    batch, heads, seq, _ = q_BNSD.shape
+    out_SBNE = q_BNSD.new_empty(seq, batch, heads, v_BGSE.shape[-1])
+    lse_BNS1 = q_BNSD.new_empty(batch, heads, seq, 1, dtype=torch.float32)
+    seed, offset = (q_BNSD.new_empty((), dtype=torch.int64) for _ in range(2))
+    return out_SBNE.permute(1, 2, 0, 3), lse_BNS1, seed, offset
+
+
+def _differentiate(
+    grad_BNSE: Tensor, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float
+) -> Sequence[Tensor]:
+    """Gradients of q, k and v. Workspace: gradients of the queries in fp32, and those of keys and values per query head
+    where several heads share them."""
+    batch, heads, seq, _ = q_BNSD.shape
+    grads = [x.new_empty([x.shape[i] for i in (2, 0, 1, 3)]).permute(1, 2, 0, 3) for x in (q_BNSD, k_BGSD, v_BGSE)]
+    wide_q = q_BNSD.new_empty(q_BNSD.shape, dtype=torch.float32)
+    per_head = [x.new_empty(batch, heads, *x.shape[2:]) for x in (k_BGSD, v_BGSE) if x.shape[1] < heads]
+    del wide_q, per_head
+    return grads
+
+
+def _dot_product_attention(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
+) -> Tensor:
+    return _Attention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
+        out_BNSE, *others = _attend(*(x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE)))
+        out_SBNE = out_BNSE.permute(2, 0, 1, 3)
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGE, mask, out_SBNE, *others)
+        return out_SBNE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = (x.permute(1, 2, 0, 3) for x in (grads[0], *ctx.saved_tensors[:3]))
+        return *(grad.permute(2, 0, 1, 3) for grad in _differentiate(*inputs)), None
+
+
+_REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        f"{_BACKENDS}.torch_native.backend": {
+            "_product_into": _product_into,
+            "_wide_product": _wide_product,
+            "_grouped_mm": _grouped_mm,
+            "_dot_product_attention": _dot_product_attention,
+        },
+        f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
+    }
+)
+"""Functions that replace those of a module."""

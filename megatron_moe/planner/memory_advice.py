@@ -1,0 +1,49 @@
+"""Memory that a pipeline rank is expected to need, and the memory options that would save most."""
+
+from collections.abc import Iterator
+
+from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GIB, GPUS
+from megatron_moe.cost_model.memory import RankBytes, RankMemory
+from megatron_moe.planner.memory_options import MemoryOption, more_switches, saved
+from megatron_moe.planner.search import Planner
+
+_MOST_OPTIONS = 3
+
+
+def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterator[str]:
+    """Lines for an out-of-memory error: expected memory by category, as in a dry run, and options to reduce it.
+
+    `device_name`: name of the GPU according to CUDA; times are those of an H100 if the cost model does not have it.
+    """
+    yield from _expected(RankMemory(plan).of_rank(pipeline_rank, plan.num_microbatches))
+    options = best_options(plan, pipeline_rank, device_name)
+    if options:
+        yield "the memory options that would save most:"
+    for option, gain, slowdown in options:
+        yield f"  {option.flags}: {gib(gain)} less, step time {slowdown:+.1%} by the cost model"
+    yield "or a smaller --micro-batch-size or --seq-length, or more GPUs; tools/plan.py searches layouts that fit"
+
+
+def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> list[tuple[MemoryOption, float, float]]:
+    """(option, bytes saved on this rank, relative increase of the step time) of the options that save most."""
+    options = [(option, saved(plan, option, pipeline_rank, plan.num_microbatches)) for option in more_switches(plan)]
+    best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_OPTIONS]
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name in device_name.split()), GPUS["h100"])
+    planner = Planner(gpu)
+    before = planner.estimator(plan).step().total
+    return [(option, gain, planner.estimator(option.apply(plan)).step().total / before - 1) for option, gain in best]
+
+
+def gib(size: float) -> str:
+    """Size in GiB, or in MiB below a hundredth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / (1 << 20):.2f} MiB"
+
+
+def _expected(rank: RankBytes) -> Iterator[str]:
+    rows = [*vars(rank.state).items(), *((f"activations of {name}", size) for name, size in rank.activations)]
+    rows += [("dispatch buffers", rank.dispatch), ("workspace of the current layer", rank.working)]
+    rows += [("pipeline buffers", rank.transfers)]
+    yield f"expected on pipeline rank {rank.rank}: {gib(rank.total)} without CUDA, NCCL and library workspaces:"
+    listed = sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
+    yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in listed)

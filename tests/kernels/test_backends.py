@@ -1,0 +1,224 @@
+"""Ops of every backend against the reference: torch_native, interpreted Triton, and stand-ins of Transformer Engine,
+grouped-gemm and apex with the packages' signatures.
+
+`tests/gpu/test_transformer_engine.py` tests the real Transformer Engine."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.attention import CoreAttentionConfig
+from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels import autograd, registry
+from megatron_moe.kernels.kernel_set import Priority
+from megatron_moe.kernels.ops import AttentionInputs, GroupedPart, Kernels
+from tests.helpers import kernel_comparison
+from tests.helpers.kernel_comparison import BARS, REFERENCE, draw
+from tests.helpers.tolerances import BF16_KERNEL
+
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # numpy, of the interpreter
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["fp32", "bf16"])
+OPTIONAL = ("transformer_engine", "grouped_gemm", "apex")
+CUDA = torch.device("cuda")
+SWIGLU = ActivationConfig(kind="silu", gated=True)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The packages, for one test."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    yield
+    packages = {path.stem for path in STAND_INS.iterdir()}
+    for module in set(sys.modules):
+        if module.partition(".")[0] in packages or module.rpartition("backends.")[2] in OPTIONAL:
+            del sys.modules[module]
+
+
+def backend(name: str) -> ModuleType:
+    package = f"megatron_moe.kernels.backends.{name}"
+    return importlib.import_module(package if name in OPTIONAL else f"{package}.backend")
+
+
+def bundle(name: str) -> Kernels:
+    """Plain torch with this backend's ops, without asking it whether it fits the CPU."""
+    ops = dict(vars(REFERENCE)) | {op: getattr(backend(name), op) for op in backend(name).PROVIDES}
+    return SimpleNamespace(**ops)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_installed(name: str) -> None:
+    found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
+    assert found.on_request and found.missing() == found.needs
+    with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
+        registry.select_kernels(
+            KernelConfig(kernel_per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16
+        )
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_auto_neither_selects_nor_imports_installed_optional_backends(name: str, stand_ins: None) -> None:
+    found = registry.discover(registry.BACKENDS)
+    assert all(not each.missing() for each in found if each.on_request)
+    chosen = registry.select_kernels(KernelConfig(), torch.device("cpu"), torch.float32).choices
+    assert name not in {choice.backend for choice in chosen}
+    assert f"megatron_moe.kernels.backends.{name}" not in sys.modules, "imported without being asked for"
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_optional_backends_support_bf16_on_gpus_only(name: str, stand_ins: None) -> None:
+    module = backend(name)
+    for op in module.PROVIDES:
+        assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
+        assert module.judge(op, CUDA, torch.float64).fit is Priority.NO
+        assert module.judge(op, CUDA, torch.bfloat16).fit is Priority.YES
+    wishes = KernelConfig(kernel_backend=name)
+    assert {c.op for c in registry.select_kernels(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
+        module.PROVIDES
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["triton", "torch_native", "transformer_engine", "apex"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 3, 48), (70, 9), (3, 2, 2, 100)])
+def test_norms_match_the_reference(
+    stand_ins: None, shape: tuple[int, ...], zero_centered: bool, name: str, dtype: torch.dtype
+) -> None:
+    x, residual, weight, bias = (draw(*size, seed=n) for n, size in enumerate((shape, shape, shape[-1:], shape[-1:])))
+    compare = partial(kernel_comparison.compare, bundle(name), dtype=dtype)
+    compare(lambda k: lambda x, w: k.rms_norm(x, w, 1e-6, zero_centered), [x, weight])
+    compare(lambda k: lambda r, x, w: torch.stack(k.add_rms_norm(r, x, w, 1e-6, zero_centered)), [residual, x, weight])
+    compare(lambda k: lambda r, x, w: k.add_rms_norm(r, x, w, 1e-6, zero_centered)[1], [residual, x, weight])
+    compare(lambda k: lambda r, x: k.add_rms_norm(r, x, weight.to(x), 1e-6, zero_centered)[0], [residual, x])
+    if shape[-1] > 1:  # over one channel the layer norm is its bias, and its gradient is rounding
+        shifted = 3 + x if name == "triton" else x  # its variance must not cancel
+        compare(lambda k: lambda x, w, b: k.layer_norm(x, w, b, 1e-6, zero_centered), [shifted, weight, bias])
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 3), (4, 2, 3)])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=["fp32_out", "bf16_out"])
+def test_linear_ops_match_the_reference(
+    stand_ins: None, wide: torch.dtype, accumulate: bool, shape: tuple[int, ...], name: str
+) -> None:
+    kernels, dtype = bundle(name), torch.bfloat16
+    x, weight, bias = draw(*shape).to(dtype), draw(5, 3, seed=1).to(dtype), draw(5, seed=2).to(dtype)
+    grad = draw(*shape[:-1], 5, seed=3).to(dtype)
+    pairs = [(k.linear_forward(x, weight, bias), k.linear_input_grad(grad, weight)) for k in (kernels, REFERENCE)]
+    for ours, theirs in zip(*pairs, strict=True):
+        BF16_KERNEL.check(ours, theirs, "product")
+    outs = []
+    for k in (kernels, REFERENCE):
+        out = draw(5, 3, seed=4).to(wide)
+        k.linear_weight_grad(grad, x, out, accumulate)
+        outs.append(out)
+    BF16_KERNEL.check(*outs, "weight gradient")
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "grouped_gemm"])
+@pytest.mark.parametrize("sizes", [[2, 3, 1], [0, 4, 0], [0, 0, 0]])
+@pytest.mark.parametrize("past_the_end", [0, 2])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_products_match_the_reference(
+    stand_ins: None, accumulate: bool, past_the_end: int, sizes: list[int], name: str
+) -> None:
+    kernels, dtype, held = bundle(name), torch.bfloat16, sum(sizes)
+    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    rows = torch.cat([draw(held, 4), torch.full((past_the_end, 4), float("nan"), dtype=torch.float64)]).to(dtype)
+    grad = torch.cat([draw(held, 6, seed=1), torch.full((past_the_end, 6), float("nan"), dtype=torch.float64)]).to(
+        dtype
+    )
+    weight = draw(len(sizes), 6, 4, seed=2).to(dtype)
+    results = []
+    for k in (kernels, REFERENCE):
+        out = draw(len(sizes), 6, 4, seed=3).float()
+        k.grouped_weight_grad([GroupedPart(grad, rows, offsets)], out, accumulate)
+        forward = k.grouped_forward(rows, weight, offsets)[:held]
+        results.append((forward, k.grouped_input_grad(grad, weight, offsets)[:held], out))
+    for what, ours, theirs in zip(("forward", "input gradient", "weight gradient"), *results, strict=True):
+        BF16_KERNEL.check(ours, theirs, what)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("torch_native", FP32), ("torch_native", BF16), ("transformer_engine", BF16)]
+)
+@pytest.mark.parametrize("seq, heads, groups, qk_dim, v_dim", [(1, 1, 1, 1, 1), (7, 4, 2, 6, 6), (5, 6, 1, 12, 8)])
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, (2, 0)), (False, (1, 2))])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("extra", ["none", "sinks", "off_by_one"])
+def test_attention_matches_the_reference(
+    stand_ins: None, seq, heads, groups, qk_dim, v_dim, causal, window, documents, extra, name, dtype
+) -> None:
+    config = CoreAttentionConfig(softmax_scale=0.6, causal=causal, window=window, off_by_one=extra == "off_by_one")
+    segments = (torch.arange(seq) * 2 // seq).expand(2, seq) if documents else None
+    inputs = [draw(seq, 2, heads, qk_dim), draw(seq, 2, groups, qk_dim, seed=1), draw(seq, 2, groups, v_dim, seed=2)]
+    inputs += [draw(heads, seed=3)] if extra == "sinks" else []
+
+    def op(kernels: Kernels) -> Callable[..., Tensor]:
+        return lambda q, k, v, sinks=None: kernels.attention(AttentionInputs(q, k, v, config, sinks, segments))
+
+    kernel_comparison.compare(bundle(name), op, inputs, dtype)
+
+
+OPS_BACKENDS = pytest.mark.parametrize("name", ["triton", "torch_native", "transformer_engine"])
+
+
+@DTYPES
+@OPS_BACKENDS
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"])
+def test_activations_match_the_reference(stand_ins: None, kind: Any, weighted: bool, name: str, dtype) -> None:
+    plain, gated = ActivationConfig(kind=kind), ActivationConfig(kind=kind, gated=True)
+    for config, rows in product((plain, gated, replace(gated, clamp=0.7, linear_offset=1.0)), (0, 9)):
+        inputs = [2 * draw(rows, 20 * config.fan)] + ([draw(rows, seed=1).abs() + 0.1] if weighted else [])
+
+        def op(kernels: Kernels, config: ActivationConfig = config) -> Callable[..., Tensor]:
+            return lambda x, probs=None: kernels.activation(x, probs, config)
+
+        kernel_comparison.compare(bundle(name), op, inputs, dtype)
+
+
+@DTYPES
+@OPS_BACKENDS
+def test_activation_and_gradients_of_rows_without_probability_are_zero(stand_ins: None, name: str, dtype) -> None:
+    x, probs = draw(4, 16).to(dtype), torch.tensor([0.5, 0.0, 0.25, 0.0]).to(dtype).requires_grad_()
+    x[1], x[3] = torch.nan, torch.inf
+    out = bundle(name).activation(x.requires_grad_(), probs, SWIGLU)
+    grad = torch.ones_like(out)
+    if name == "triton":
+        grad[3] = torch.nan  # rows past the last offset are undefined
+    for tensor in (out.detach(), *torch.autograd.grad(out, [x, probs], grad)):
+        assert (tensor[[1, 3]] == 0).all() and torch.isfinite(tensor).all()
+        assert (tensor[[0, 2]] != 0).any()
+
+
+@DTYPES
+@OPS_BACKENDS
+@pytest.mark.parametrize(("tokens", "vocab"), [(5, 33), (1, 1), (3, 8200), (0, 7)])
+def test_cross_entropy_matches_the_reference(stand_ins: None, tokens: int, vocab: int, name: str, dtype) -> None:
+    labels = torch.arange(tokens) * 7 % vocab
+    compare = partial(kernel_comparison.compare, bundle(name), dtype=dtype)
+    compare(lambda k: lambda logits: k.cross_entropy(logits, labels), [5 * draw(tokens, vocab)])
+
+
+def test_linear_layer_gradients_by_a_mixed_kernel_set(stand_ins: None) -> None:
+    """Forward, input gradient and weight gradient as the model calls them."""
+    x, weight = draw(4, 3).bfloat16().requires_grad_(), draw(5, 3, seed=1).bfloat16().requires_grad_()
+    grads = [torch.autograd.grad(autograd.linear(k, x, weight).sum(), (x, weight)) for k in (bundle("apex"), REFERENCE)]
+    for ours, theirs in zip(*grads, strict=True):
+        BF16_KERNEL.check(ours, theirs, "gradient")

@@ -1,0 +1,137 @@
+"""Positions per context-parallel rank, ring exchange, and all-to-all of heads."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context_parallel import (
+    Ring,
+    SequencePart,
+    by_rank,
+    fewest_ranks,
+    gather_heads,
+    in_order,
+    joined,
+    pack,
+    scatter_heads,
+    split_places,
+    unpack,
+)
+from tests.helpers.ranks import on_processes, on_threads
+from tests.helpers.tiny_models import randn
+from tests.helpers.tolerances import EXACT
+
+
+def test_zigzag_pairs_early_with_late_chunks_and_contiguous_does_not() -> None:
+    assert split_places("zigzag", 8, 2) == ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    assert split_places("contiguous", 6, 3) == ((range(0, 2),), (range(2, 4),), (range(4, 6),))
+    with pytest.raises(AssertionError, match="10 tokens do not divide into 4 chunks"):
+        split_places("zigzag", 10, 2)
+
+
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_every_position_is_on_one_rank_and_rows_can_be_sorted_and_restored(num_ranks: int, split: str) -> None:
+    positions = torch.arange(48)
+    parts = split_places(split, 48, num_ranks)
+    taken = [SequencePart(parts, rank).take(positions[None])[0] for rank in range(num_ranks)]
+    assert len({len(part) for part in taken}) == 1
+    assert torch.equal(in_order(torch.cat(taken), parts), positions)
+    assert torch.equal(by_rank(positions, parts), torch.cat(taken))
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit", "num_sequences", "num_ranks", "degree"),
+    [
+        (8, 8, 4, 4, 1),
+        (9, 8, 4, 4, 2),
+        (16, 8, 4, 4, 2),
+        (17, 8, 4, 4, 4),
+        (1000, 8, 4, 4, 4),  # never more ranks than there are
+        (8, 8, 2, 4, 2),  # two sequences for four groups of one
+        (8, 8, 1, 4, 4),
+        (8, 8, 6, 4, 2),
+        (8, 8, 3, 1, 1),
+    ],
+)
+def test_the_degree_is_the_smallest_that_fits_the_longest_document(
+    longest: int, limit: int, num_sequences: int, num_ranks: int, degree: int
+) -> None:
+    assert fewest_ranks(longest, limit, num_sequences, num_ranks) == degree
+
+
+def test_groups_of_dynamic_context_parallelism_share_the_sequences() -> None:
+    x_BS = torch.arange(4 * 8).view(4, 8)
+    parts = split_places("zigzag", 8, 2)
+    taken = [SequencePart(parts, rank, group="cp_2", share=(group, 2)) for group in (0, 1) for rank in (0, 1)]
+    assert taken[3].take(x_BS).tolist() == x_BS[2:, 2:6].tolist()
+    assert taken[0].sequences(x_BS).tolist() == x_BS[:2].tolist()
+    assert torch.equal(torch.cat([part.take(x_BS).flatten() for part in taken]).sort().values, x_BS.flatten())
+    assert taken[0].num_parts == 4
+
+
+def test_adjacent_zigzag_ranks_form_a_coarser_zigzag_rank() -> None:
+    fine, coarse = split_places("zigzag", 32, 4), split_places("zigzag", 32, 2)
+    assert joined(fine[:2]) == coarse[0]
+    assert joined(fine[2:]) == joined(coarse[1:]) == (range(8, 24),)
+    assert joined(fine) == (range(32),)
+
+
+def cp(size: int) -> ParallelConfig:
+    return ParallelConfig(world_size=size, cp=size)
+
+
+def circulated(ctx: ParallelContext) -> list[tuple[int, float, float]]:
+    rank = ctx.group("cp").rank
+    tensors = (torch.full((2, 3), float(rank)), torch.full((4,), 10.0 * rank))
+    return [(source, a.mean().item(), b.mean().item()) for source, (a, b) in Ring(ctx.group("cp")).circulate(tensors)]
+
+
+@pytest.mark.parametrize(("run", "size"), [(on_threads, 2), (on_threads, 3), (on_threads, 4), (on_processes, 4)])
+def test_the_ring_yields_the_tensors_of_every_rank_once(run, size: int) -> None:
+    for rank, seen in enumerate(run(cp(size), circulated)):
+        sources = [(rank - step) % size for step in range(size)]
+        assert seen == [(source, source, 10.0 * source) for source in sources]
+
+
+def test_a_ring_of_one_rank_yields_its_own_tensors() -> None:
+    x = randn(3)
+    ((source, (seen,)),) = Ring(None).circulate((x,))
+    assert source == 0 and torch.equal(seen, x)
+    assert Ring(None).pass_on(x)() is x
+
+
+def test_a_rank_sends_to_the_next_rank_only_and_may_send_an_empty_vector() -> None:
+    def on_rank(ctx: ParallelContext) -> tuple[float, int]:
+        ring = Ring(ctx.group("cp"))
+        return ring.pass_on(torch.full((1,), float(ctx.rank)))().item(), len(ring.pass_on(torch.empty(0))())
+
+    assert on_threads(cp(3), on_rank) == [(2.0, 0), (0.0, 0), (1.0, 0)]
+
+
+def test_packed_tensors_are_restored() -> None:
+    tensors = [randn(2, 3), randn(0, 4), randn(5, seed=2)]
+    for out, x in zip(unpack(pack(tensors), tensors), tensors, strict=True):
+        EXACT.check(out, x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_scatter_and_gather_of_heads_are_inverse_and_each_is_the_backward_of_the_other(size: int) -> None:
+    x, grad = randn(4 * size, 2, 8, 3), randn(4 * size, 2, 8, 3, seed=4)
+
+    def on_rank(ctx: ParallelContext) -> tuple[Tensor, ...]:
+        group = ctx.group("cp")
+        positions, heads = (
+            x.chunk(size, dim=dim)[group.rank].clone().requires_grad_() for dim in (0, 2)
+        )  # all heads at own positions, own heads at all positions
+        scattered, gathered = scatter_heads(positions, group), gather_heads(heads, group)
+        scattered.backward(grad.chunk(size, dim=2)[group.rank])
+        gathered.backward(grad.chunk(size)[group.rank])
+        return scattered.detach(), heads.grad, gathered.detach(), positions.grad
+
+    for rank, found in enumerate(on_threads(cp(size), on_rank)):
+        expected = [each.chunk(size, dim=dim)[rank] for dim, each in ((2, x), (2, grad), (0, x), (0, grad))]
+        for tensor, like in zip(found, expected, strict=True):
+            EXACT.check(tensor, like, f"rank {rank}")

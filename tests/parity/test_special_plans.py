@@ -1,0 +1,41 @@
+"""Layouts and routing methods outside the parity matrix equal one rank."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_moe.config.model import with_experts
+from megatron_moe.config.moe import Balancing, MoEConfig
+from tests.parity.cells import compare_plan, plan_of
+from tests.parity.dimensions import cell_of
+
+FOLDS = {
+    "eight context-parallel ranks": ("cp=4 ep=8 dp=2 dispatcher=alltoall", {"world_size": 8, "cp": 8, "ep": 8}),
+    "tensor, context and data parallelism of two stages": (
+        "tp=2 sp=on cp=2 dp=2 ep=8 dispatcher=alltoall zero=on balance=bias shared=on accumulation=2",
+        {"world_size": 16, "pp": 2},
+    ),
+}
+"""Expert-parallel ranks -> cell of the matrix and larger parallel sizes. The second one is a reduced TP 4, CP 2, DP 8,
+PP 4, EP 64 on 256 ranks, where EP = TP * CP * DP."""
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_more_expert_parallel_than_data_parallel_ranks_equal_one_rank(fold: str) -> None:
+    cell, sizes = FOLDS[fold]
+    plan = plan_of(cell_of(cell))
+    plan = replace(plan, parallel=replace(plan.parallel, **sizes))
+    assert plan.parallel.ep > plan.parallel.dp and plan.parallel.edp == 1
+    comparison = compare_plan(plan)
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice", "quantile_balancing"])
+def test_routing_that_depends_on_all_tokens_of_a_rank_equals_one_rank_with_the_same_tokens(kind: Balancing) -> None:
+    plan = plan_of(cell_of("tp=2 sp=on cp=2 dp=2 ep=4 dispatcher=alltoall balance=none accumulation=2"))
+
+    def with_method(moe: MoEConfig) -> MoEConfig:
+        return replace(moe, router=replace(moe.router, balancing=(kind,), z_loss_coeff=0.01))
+
+    comparison = compare_plan(replace(plan, model=with_experts(plan.model, with_method)))
+    assert comparison.equal, comparison.text()
