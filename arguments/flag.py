@@ -8,7 +8,7 @@ declares `--hidden-size`. The annotation gives its type and choices; a `bool` fi
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -134,11 +134,11 @@ def _default(entry: Field[Any]) -> object:
 def docstrings(group_class: type) -> dict[str, str]:
     """Docstring of each field, read from the source file; empty if the source is not available."""
     try:
-        source = inspect.getsource(group_class)
+        # of the module, because `inspect` tokenises to find the end of a class
+        module = ast.parse(inspect.getsource(sys.modules[group_class.__module__]))
     except (OSError, TypeError):
         return {}
-    body = ast.parse(textwrap.dedent(source)).body[0]
-    assert isinstance(body, ast.ClassDef), f"{group_class} is not a class"
+    (body,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == group_class.__name__)
     found = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and _is_text(following):

@@ -47,7 +47,7 @@ class _Triton:
         return -(-number // divisor)
 
 
-class _Loader:
+class _BackendImporter:
     """Executes modules of the backends, which import each other and the stand-in."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _Loader:
         return module
 
 
-_loader = cache(_Loader)
+_loader = cache(_BackendImporter)
 
 
 # cuBLAS, whose products of wide sums have no `meta` kernel

@@ -53,12 +53,6 @@ class PendingCollective:
             self.finish()
 
 
-def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for a transfer and returns its tensor, which stays alive until then."""
-    work.wait()
-    return tensor
-
-
 def shard_of(flat: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's shard of `flat` [n * size]: a view [n]."""
     return flat.chunk(group.size)[group.rank]

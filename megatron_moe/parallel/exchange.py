@@ -14,12 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.parallel.collectives import wait_for
 from megatron_moe.parallel.context import ProcessGroup
 
 Sizes = tuple[int, ...]
 Wait = Callable[[], Tensor]
 """Waits for a collective and returns the received rows."""
+
+
+def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
+    """Waits for a transfer and returns its tensor, which stays alive until then."""
+    work.wait()
+    return tensor
 
 
 class Exchange(Protocol):

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.parallel.collectives import wait_for
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.exchange import wait_for
 from megatron_moe.parallel.grid import all_groups
 
 Kind = Literal["activation", "gradient"]

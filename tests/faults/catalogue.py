@@ -69,8 +69,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         10: (_SAVE + "test_incomplete_checkpoints_and_nothing_else_are_removed_at_start",),
         11: (
             _SAVE + "test_a_second_job_is_rejected_with_the_owner_of_the_lock",
-            "tests/logs/test_reporter.py::"
-            "test_run_folder_of_another_job_is_rejected_on_every_rank",
+            "tests/logs/test_reporter.py::test_run_folder_of_another_job_is_rejected_on_every_rank",
         ),
         12: ("tests/train/test_exit_conditions.py::test_exit_duration_uses_the_latest_clock_of_all_ranks",),
         13: (_INJECTED + "test_a_pending_save_is_completed_at_the_end_of_the_run",),

@@ -227,7 +227,7 @@ def only_the_last_deferred_weight_gradient_counts(original: Any) -> Any:
 @mutant("optim.param_layout:decays", "tests/optim/test_distributed_optimizer.py")
 def norms_and_biases_decay(original: Any) -> Any:
     """Trains a little worse without any message."""
-    return lambda parameter, *, apply_wd_to_qk_layernorm: True
+    return lambda parameter, *, decay_qk_norm: True
 
 
 @mutant(

@@ -288,7 +288,7 @@ def test_invalid_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) 
 
 
 def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tuple[Path, Run]) -> None:
-    other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
+    other = changed(plan_of(load=trained[0]), "lr_schedule", max_lr=3e-3)
     with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
         start(other)
     for flags in ({"load_optim": False}, {"finetune": True}, {"skip_train": True}):
@@ -298,7 +298,7 @@ def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tu
 
 
 def test_evaluation_casts_weights_and_ignores_training_data(trained: tuple[Path, Run]) -> None:
-    plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
+    plan = plan_of(load=trained[0], flags={"skip_train": True}, precision=BF16)
     plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
     run = start(plan)
     assert (run.state.iteration, run.loader) == (2, None)

@@ -183,8 +183,8 @@ def test_changed_end_of_document_id_is_rejected_and_changed_vocabulary_reported(
         return replace(plan, data=replace(plan.data, tokenizer=replace(plan.data.tokenizer, **fields)))
 
     with pytest.raises(CheckpointProblem, match="ends documents with id 89; this run's, NullTokenizer-90-7, with id 7"):
-        start(with_tokenizer(eod=7))
-    run = start(with_tokenizer(vocab_size=91, eod=89))
+        start(with_tokenizer(null_tokenizer_eod_id=7))
+    run = start(with_tokenizer(vocab_size=91, null_tokenizer_eod_id=89))
     assert "not that of the checkpoint (then NullTokenizer-90, now NullTokenizer-91-89)" in run.start_notes
     assert "tokenizer" not in start(plan_of(load=trained[0])).start_notes
 
