@@ -445,7 +445,7 @@ def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig 
     push = draw(64, 2, 64, seed=51)
     push_here = push.to(BF16).cuda()
     mb_there = MicrobatchContext(tokens=TokenMeta(positions_BS=positions))
-    ids = exact.route(there, replace(mb_there, training=False)).chosen_TK
+    ids = exact.router(there, replace(mb_there, training=False)).chosen_TK
     mb = MicrobatchContext(tokens=TokenMeta(positions_BS=positions.cuda()))
     given = ids.cuda()
     layer(here, mb, given).backward(push_here)  # warm up: libraries may allocate and read once
