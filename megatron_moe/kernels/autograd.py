@@ -28,7 +28,7 @@ def linear(
     The weight's gradient goes to `weight.sink` if the parameter has one, else to autograd. With `sharded`, of which x
     is the gathered tensor, x is not saved.
     """
-    out: Tensor = _Linear.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -46,11 +46,11 @@ def grouped_linear(
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
     """Rows `ids` (int64 [...]) of weight [V, H] -> [..., H]. The weight's gradient goes to its sink, as in `linear`."""
-    out: Tensor = _Embedding.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.kernels, ctx.weight = kernels, weight
@@ -68,7 +68,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, give(ctx.weight, compute) if ctx.needs_input_grad[2] else None
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, sharded: ShardedInput | None

@@ -17,11 +17,11 @@ EPSILON = 1e-20
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _ReferenceGateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _GateProduct(torch.autograd.Function):
+class _ReferenceGateProduct(torch.autograd.Function):
     """Written out, so that the wide copies of hidden states and weight do not live until the backward."""
 
     @staticmethod

@@ -28,7 +28,7 @@ _ROWS_AT_A_TIME = 128
 
 
 @dataclass
-class _Entry:
+class _MetricEntry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
@@ -78,7 +78,7 @@ class Metric:
 class MetricAccumulator:
     """Sums and counts of named metrics, each optionally per layer."""
 
-    entries: dict[Key, _Entry] = field(default_factory=dict)
+    entries: dict[Key, _MetricEntry] = field(default_factory=dict)
     _pending: dict[str, _Rows] = field(default_factory=dict)
 
     def record(
@@ -99,7 +99,7 @@ class MetricAccumulator:
         value = value.detach()
         entry = self.entries.get((name, layer))
         if entry is None:
-            entry = _Entry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
+            entry = _MetricEntry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
             self.entries[name, layer] = entry
         else:
             recorded, given = (entry.reduction, entry.value.shape), (reduction, value.shape)
@@ -152,7 +152,7 @@ class MetricAccumulator:
         return {name: _metric(name, totals) for name in dict.fromkeys(name for name, _ in totals)}
 
 
-def _reduced(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
+def _reduced(entries: Mapping[Key, _MetricEntry], context: ParallelContext) -> dict[Key, _Total]:
     """Reduces every entry over the ranks of this stage; keeps the order of recording.
 
     Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.

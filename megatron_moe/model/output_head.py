@@ -84,10 +84,10 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     """
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
-    return _CrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Gradient of this rank's logits: softmax minus one at the label; no communication."""
 
     @staticmethod

@@ -156,11 +156,11 @@ def _held(rows: Tensor, splits: list[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TERMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-class _RMSNorm(torch.autograd.Function):
+class _TERMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -184,11 +184,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TELayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-class _LayerNorm(torch.autograd.Function):
+class _TELayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
