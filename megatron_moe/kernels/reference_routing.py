@@ -58,7 +58,7 @@ def route(
     else:
         ids_TK = given_ids_TK
     ids_TK = valid_ids(ids_TK, valid_T)
-    probs_TK = weigh(scores_TE, ids_TK, config)
+    probs_TK = topk_probs(scores_TE, ids_TK, config)
     if config.scaling_factor is not None:
         probs_TK = probs_TK * config.scaling_factor
     balance = None
@@ -158,7 +158,7 @@ def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
     return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def weigh(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
+def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
     """Weight of every choice, 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))

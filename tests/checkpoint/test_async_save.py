@@ -157,13 +157,13 @@ def test_close_cancels_an_unwritten_save_and_the_next_start_removes_it(
     monkeypatch.setattr(save_module, "_CLOSE_TIMEOUT_S", 0.1)
     saver.close()
     said: list[str] = []
-    again = CheckpointSaver(tmp_path, ONE, say=said.append)
+    second = CheckpointSaver(tmp_path, ONE, say=said.append)
     assert len(said) == 1 and said[0].startswith("removed stale .tmp-iter_0000020")
     storage.gate.set()
     for thread in threads:
         thread.join()
     assert load_some(tmp_path)[0].iteration == 10
-    again.close()
+    second.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from tests.house_rules.source import PROGRAM, Source, report, source, sources
 
 PRODUCT = (*PROGRAM, "benchmarks")
-CEILINGS = MappingProxyType({"texts": (1, 4), "identifiers": (37, 84)})
+CEILINGS = MappingProxyType({"texts": (0, 0), "identifiers": (0, 0)})
 """Allowed findings in (product, tests)."""
 
 COMMENT = re.compile(r"(?:^|  |\t)\s*#\s*([^\"']*)$")

@@ -243,7 +243,7 @@ def test_live_console(monkeypatch):
     assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
 
 
-def test_live_console_can_be_closed_twice_and_before_start(monkeypatch):
+def test_closing_the_live_console_is_idempotent(monkeypatch):
     sit_at_terminal(monkeypatch)
     console = LiveConsole(seq_length=32)
     console.close()
