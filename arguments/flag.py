@@ -67,7 +67,7 @@ def flag(
         status: comparison with Megatron's flag of that name.
         least: inclusive lower bound of numbers.
         below: exclusive upper bound of numbers.
-        works: for "not yet" and "refused": available values besides the default.
+        works: for "not yet" and "refused": available values other than the default.
         note: for "close": the difference; for "not yet" and "refused": the alternative.
         harmless: does not affect results, so `--allow-ignored-flags` may ignore it if it is not available.
         essential: listed by a plain `--help`.

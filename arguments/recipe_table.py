@@ -110,9 +110,9 @@ def document(table: Sequence[Row]) -> str:
         lines += [f"## {family}", "", f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
         lines += [f"| {' | '.join(_cells(row))} |" for row in of_family]
         lines.append("")
-        for mended in dict.fromkeys(row.about.mended for row in of_family if row.about.mended):
-            names = ", ".join(f"`{row.name}`" for row in of_family if row.about.mended == mended)
-            lines += [f"Mended in {names}: {mended}", ""]
+        for corrections in dict.fromkeys(row.about.corrections for row in of_family if row.about.corrections):
+            names = ", ".join(f"`{row.name}`" for row in of_family if row.about.corrections == corrections)
+            lines += [f"Corrected in {names}: {corrections}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

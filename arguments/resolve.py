@@ -259,7 +259,7 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
     )
 
 
-def _deadlines(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
+def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
     """Watchdog timeout in seconds of each phase. The timeout of an evaluation is one step timeout per batch plus one;
     with --full-validation it is unlimited, because the number of batches is unknown."""
     steps = 0 if flags.full_validation else 1 + loop.eval_iters
@@ -279,7 +279,7 @@ def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
         ResilienceConfig,
         flags,
         exit_signals=tuple(dict.fromkeys(signals)),
-        watchdog=_deadlines(flags, loop),
+        watchdog=_watchdog_timeouts(flags, loop),
         faults=tuple(map(parse_fault, flags.inject)),
     )
 

@@ -222,7 +222,7 @@ def _calculate(node: ast.expr) -> int | list[int]:
         case ast.List(elts=entries):
             return _flat([_calculate(entry) for entry in entries])
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            return _combined(_calculate(left), operator, _calculate(right))
+            return _apply_operator(_calculate(left), operator, _calculate(right))
     raise BadValue("may contain only integers, lists, +, * and parentheses")
 
 
@@ -232,7 +232,7 @@ def _flat(entries: list[int | list[int]]) -> list[int]:
     return [entry for entry in entries if isinstance(entry, int)]
 
 
-def _combined(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
+def _apply_operator(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
     result: int | list[int]
     match left, operator, right:
         case int(), ast.Add(), int():

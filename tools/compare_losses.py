@@ -21,7 +21,7 @@ ROWS = 12
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LossComparison:
     """Values of two curves at their common iterations."""
 
     iterations: list[int]
@@ -55,14 +55,14 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     return curve
 
 
-def compare(first: dict[int, float], second: dict[int, float]) -> Comparison:
+def compare(first: dict[int, float], second: dict[int, float]) -> LossComparison:
     common = sorted(first.keys() & second.keys())
     if not common:
         raise DataProblem("the two runs have no iteration in common; they were logged at different intervals")
-    return Comparison(common, [first[i] for i in common], [second[i] for i in common])
+    return LossComparison(common, [first[i] for i in common], [second[i] for i in common])
 
 
-def table(comparison: Comparison, names: tuple[str, str]) -> str:
+def table(comparison: LossComparison, names: tuple[str, str]) -> str:
     """Up to `ROWS` evenly spaced steps as text."""
     last = len(comparison.iterations) - 1
     lines = [f"{'iteration':>10}  {names[0][-24:]:>24}  {names[1][-24:]:>24}  {'relative':>10}"]
@@ -73,7 +73,7 @@ def table(comparison: Comparison, names: tuple[str, str]) -> str:
     return "\n".join(lines)
 
 
-def plot(comparison: Comparison, names: tuple[str, str], key: str, path: Path) -> None:
+def plot(comparison: LossComparison, names: tuple[str, str], key: str, path: Path) -> None:
     """Plots both curves, and their relative difference below."""
     import matplotlib
 

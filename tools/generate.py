@@ -22,7 +22,7 @@ from megatron_moe import build
 from megatron_moe.checkpoint.directory import Candidate, as_checkpoint, list_checkpoints
 from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -67,7 +67,7 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
     """Model with the verified weights of the checkpoint."""
     context = build.build_context(plan)
     model = GPT(plan.model, context, build.build_kernels(plan, context))
-    tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
+    tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in model.state_dict().items()}
     source = CheckpointSource("--load", str(candidate.path.parent), (candidate,), optimizer=False)
     load(source, tensors, context)
     return model.eval()

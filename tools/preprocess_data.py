@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
-from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
+from megatron_moe.data.textfiles import BadLine, TextChunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
 from tools._common import map_in_order, reports_errors, run_main, start_workers, tool_parser
 
@@ -57,7 +57,7 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     return load_tokenizer(config)
 
 
-def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chunk: Chunk) -> Encoded:
+def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chunk: TextChunk) -> Encoded:
     """Parses and tokenizes the records of a chunk, in order; runs in a worker."""
     tokenizer = tokenizer_of(config)
     end = [tokenizer.eod] if append_eod else []

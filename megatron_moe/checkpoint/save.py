@@ -42,7 +42,7 @@ from megatron_moe.checkpoint.manifest import (
 )
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import (
-    SavedTensor,
+    TensorShard,
     digest,
     in_parts,
     is_weight,
@@ -100,7 +100,7 @@ class _PendingSave:
     iteration: int
     final: Path
     temporary: Path
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, TensorShard]
     """Boxes that this rank writes."""
     texts: Mapping[str, str]
     plans: Sequence[_RankPlan]
@@ -221,7 +221,7 @@ class CheckpointSaver:
     def save(
         self,
         iteration: int,
-        tensors: Mapping[str, SavedTensor],
+        tensors: Mapping[str, TensorShard],
         train_state: Mapping[str, Any],
         *,
         texts: Mapping[str, str] | None = None,
@@ -239,7 +239,7 @@ class CheckpointSaver:
     def start(
         self,
         iteration: int,
-        tensors: Mapping[str, SavedTensor],
+        tensors: Mapping[str, TensorShard],
         train_state: Mapping[str, Any],
         *,
         texts: Mapping[str, str] | None = None,
@@ -361,14 +361,14 @@ class CheckpointSaver:
                 f"--save folder, or use --no-save-optim to save weights only"
             )
 
-    def _deduplicate(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """Selects the boxes that no lower rank holds, which are those that this rank writes."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
         each = iter(digests)
         kept = {
-            key: SavedTensor(tensor.shape, tuple(box for box in tensor.boxes if next(each) not in lower))
+            key: TensorShard(tensor.shape, tuple(box for box in tensor.boxes if next(each) not in lower))
             for key, tensor in tensors.items()
         }
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
@@ -483,7 +483,7 @@ def _file_names(prefix: str, plans: Sequence[_RankPlan], rank: int) -> list[str]
     return [f"{prefix}-{first + number:05d}-of-{total:05d}.safetensors" for number in range(num_files[rank])]
 
 
-def _file_parts(tensors: Mapping[str, SavedTensor]) -> dict[str, list[dict[str, SavedTensor]]]:
+def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, TensorShard]]]:
     """Partitions a rank's tensors over its files, by file prefix."""
     weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in weights}

@@ -28,7 +28,7 @@ _SELECTIONS = frozenset(("sinkhorn", "quantile_balancing", "expert_choice"))
 """Entries of `RouterConfig.balancing` that replace the top-k selection."""
 
 
-class Difference(NamedTuple):
+class ModelDifference(NamedTuple):
     """One field that differs."""
 
     line: str
@@ -55,7 +55,7 @@ def recorded_model(model: ModelConfig) -> dict[str, Any]:
     return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}
 
 
-def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[Difference]:
+def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[ModelDifference]:
     """Fields in which a model differs from a record made by `recorded_model`, with equal lines of layers merged. Fields
     that only one of them has are skipped: an older version may have written the record.
 
@@ -65,16 +65,16 @@ def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -
     record = recorded_model(model)
     if len(record["layers"]) != len(other["layers"]):
         line = f"number of layers: {len(record['layers'])}, {name} {len(other['layers'])}"
-        return [Difference(line, training=False)]
+        return [ModelDifference(line, training=False)]
     top, other_top = ({k: v for k, v in each.items() if k not in ("layers", "kinds")} for each in (record, other))
     layers_of: dict[tuple[int, int], list[int]] = {}
     for index, kinds in enumerate(zip(record["layers"], other["layers"], strict=True)):
         layers_of.setdefault(kinds, []).append(index)
-    by_line: dict[Difference, list[int]] = {}
+    by_line: dict[ModelDifference, list[int]] = {}
     for (kind, other_kind), layers in layers_of.items():
         for difference in _compare((), record["kinds"][kind], other["kinds"][other_kind], name):
             by_line.setdefault(difference, []).extend(layers)
-    merged = [Difference(f"{_span(sorted(at))} {line}", training) for (line, training), at in by_line.items()]
+    merged = [ModelDifference(f"{_span(sorted(at))} {line}", training) for (line, training), at in by_line.items()]
     return [*_compare((), top, other_top, name), *merged]
 
 
@@ -85,7 +85,7 @@ def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
     return [difference.line for difference in found if not difference.training]
 
 
-def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[Difference]:
+def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[ModelDifference]:
     if isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value) == _kind(other):
         for key in value:
             if key in other and key != "type":
@@ -94,7 +94,7 @@ def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterat
     close = isinstance(value, float) and isinstance(other, float) and math.isclose(value, other)
     if not close and value != other:
         line = f"{' '.join(path)}: {_short(value)}, {name} {_short(other)}"
-        yield Difference(line, training=not _TRAINING.isdisjoint(path))
+        yield ModelDifference(line, training=not _TRAINING.isdisjoint(path))
 
 
 def _kind(table: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     projections = mixer.matrix_elements
     if isinstance(mixer, MLAConfig) and mixer.qk_norm:  # Megatron counts the norms of the compressed q and kv
         projections += mixer.kv_lora_rank + (mixer.q_lora_rank or 0)
-    pairs = _twice_pairs(mixer.core, seq_length)
+    pairs = _doubled_num_pairs(mixer.core, seq_length)
     attention = FlopCount(
         attention=per_token * projections,
         core_attention=(mixer.q_width + mixer.out_width) * pairs * _PER_MULTIPLY_ADD // 2,
@@ -76,7 +76,7 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     return attention + FlopCount(experts=per_token * experts, shared=per_token * shared)
 
 
-def _twice_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
+def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
     """Twice the query-key pairs of one sequence, as a continuous area: S^2 / 2 under the causal mask,
     w S - w^2 / 2 with a window of w tokens."""
     if not core.causal:

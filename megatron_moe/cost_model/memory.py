@@ -19,7 +19,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
     ActivationSizes,
-    SavedTensor,
+    SavedActivation,
     expert_rows,
     layer_tensors,
     num_bytes,
@@ -121,7 +121,7 @@ def _moments(precision: PrecisionConfig) -> int:
     return num_bytes(precision.exp_avg_dtype) + num_bytes(precision.exp_avg_sq_dtype)
 
 
-class _Chunk(NamedTuple):
+class _ChunkActivations(NamedTuple):
     """Saved bytes of one microbatch in one chunk, on the device by module and on the host."""
 
     modules: dict[str, float]
@@ -143,7 +143,7 @@ class RankMemory:
         """`imbalance`: expert rows of the most loaded rank as a multiple of the mean."""
         self.plan = plan
         self.sizes = ActivationSizes.of(plan, imbalance)
-        self._layers: dict[LayerConfig, list[SavedTensor]] = {}
+        self._layers: dict[LayerConfig, list[SavedActivation]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
 
@@ -241,16 +241,16 @@ class RankMemory:
         """Bytes of activations offloaded to the host per microbatch, over all chunks of a pipeline rank."""
         return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
 
-    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
+    def tensors(self, layer: LayerConfig) -> list[SavedActivation]:
         """Saved tensors of a layer for one microbatch, without recompute and offload."""
         if layer not in self._layers:
             self._layers[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
         return self._layers[layer]
 
-    def _chunk(self, rank: int, index: int) -> _Chunk:
+    def _chunk(self, rank: int, index: int) -> _ChunkActivations:
         plan, recompute = self.plan, self.plan.memory.recompute
         stage = plan.layout.chunks(rank)[index]
-        saved: list[SavedTensor] = []
+        saved: list[SavedActivation] = []
         for place, layer in enumerate(stage.layers):
             tensors = self.tensors(plan.model.layers[layer])
             if _recomputes_whole(recompute, place):
@@ -268,9 +268,9 @@ class RankMemory:
         kept = min(on_host, float(plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
         if kept:
             modules["not offloaded"] = kept
-        return _Chunk(modules, on_host - kept)
+        return _ChunkActivations(modules, on_host - kept)
 
-    def _place(self, tensor: SavedTensor) -> _Placed:
+    def _place(self, tensor: SavedActivation) -> _Placed:
         memory, low, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
         freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":

@@ -34,7 +34,7 @@ def format_of(path: Path) -> Format:
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRecord:
     """One line of JSONL, or one document of plain text."""
 
     path: Path
@@ -44,10 +44,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Consecutive records of one file."""
 
-    records: list[Record]
+    records: list[TextRecord]
     file_bytes: int
     """Bytes of the file on disk, possibly compressed, that were read for them."""
 
@@ -56,7 +56,7 @@ class BadLine(ValueError):
     """Raised for a line that is not a document; the message is the reason without file and line."""
 
 
-def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
+def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
     """Texts of one record, one per key. Raises `BadLine`."""
     if format_of(record.path) == "text":
         return [_decoded(record.content)]
@@ -83,44 +83,44 @@ def _check_surrogates(text: str, key: str) -> None:
         raise BadLine(f'unpaired surrogate {surrogate} at position {error.start} of the text under "{key}"') from error
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[TextRecord]:
     """Records of one file. Raises `DataProblem` if it cannot be read completely."""
     for chunk in read_chunks(path):
         yield from chunk.records
 
 
-def read_chunks(path: Path) -> Iterator[Chunk]:
+def read_chunks(path: Path) -> Iterator[TextChunk]:
     """Records of one file in chunks of about 1 MiB. Raises `DataProblem` if it cannot be read completely."""
     with _opened(path) as (stream, file):
-        records: list[Record] = []
+        records: list[TextRecord] = []
         size = before = 0
         for record in _split(path, stream):
             records.append(record)
             size += len(record.content)
             if size >= _CHUNK_BYTES:
-                yield Chunk(records, file.tell() - before)
+                yield TextChunk(records, file.tell() - before)
                 records, size, before = [], 0, file.tell()
         if records:
-            yield Chunk(records, file.tell() - before)
+            yield TextChunk(records, file.tell() - before)
 
 
-def _split(path: Path, stream: IO[bytes]) -> Iterator[Record]:
+def _split(path: Path, stream: IO[bytes]) -> Iterator[TextRecord]:
     first = (line.removeprefix(codecs.BOM_UTF8) for line in islice(stream, 1))
     lines_of_file = enumerate(chain(first, stream), start=1)
     if format_of(path) == "jsonl":
         for number, line in lines_of_file:
             if line.strip():
-                yield Record(path, number, line)
+                yield TextRecord(path, number, line)
         return
     begin, lines = 1, []
     for number, line in lines_of_file:
         if line.strip() != TEXT_SEPARATOR.encode():
             lines.append(line)
             continue
-        yield Record(path, begin, b"".join(lines))
+        yield TextRecord(path, begin, b"".join(lines))
         begin, lines = number + 1, []
     if lines:
-        yield Record(path, begin, b"".join(lines))
+        yield TextRecord(path, begin, b"".join(lines))
 
 
 def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:

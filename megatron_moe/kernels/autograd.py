@@ -28,7 +28,7 @@ def linear(
     The weight's gradient goes to `weight.sink` if the parameter has one, else to autograd. With `sharded`, of which x
     is the gathered tensor, x is not saved.
     """
-    out: Tensor = _Linear.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -46,11 +46,11 @@ def grouped_linear(
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
     """Rows `ids` (int64 [...]) of weight [V, H] -> [..., H]. The weight's gradient goes to its sink, as in `linear`."""
-    out: Tensor = _Embedding.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.kernels, ctx.weight = kernels, weight
@@ -65,10 +65,10 @@ class _Embedding(torch.autograd.Function):
         def compute(out: Tensor, accumulate: bool) -> None:
             kernels.embedding_grad(grad_TH, ids_T, out, accumulate)
 
-        return None, None, give(ctx.weight, compute) if ctx.needs_input_grad[2] else None
+        return None, None, accumulate_grad(ctx.weight, compute) if ctx.needs_input_grad[2] else None
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, sharded: ShardedInput | None
@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(grad, x, out, accumulate)
 
-            grad_weight = give(weight, compute)
+            grad_weight = accumulate_grad(weight, compute)
         if ctx.needs_input_grad[3]:
             wide = internal_dtype(grad.dtype)
             grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(ctx.bias_dtype)
@@ -126,11 +126,11 @@ class _GroupedLinear(torch.autograd.Function):
             # a part may outlive this backward and must not keep the graph that produced the rows
             rows = rows.detach() if index is None else kernels.permute(rows.detach(), index)
             part = GroupedPart(grad, rows, offsets_e)
-            grad_weight = give(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
+            grad_weight = accumulate_grad(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
         return None, grad_rows, grad_weight, None, None
 
 
-def give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
+def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
     """Adds the computation of a weight gradient to the weight's sink; without a sink, computes and returns it."""
     sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:

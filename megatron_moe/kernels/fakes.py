@@ -47,7 +47,7 @@ class _Triton:
         return -(-number // divisor)
 
 
-class _BackendImporter:
+class _BackendLoader:
     """Executes modules of the backends, which import each other and the stand-in."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _BackendImporter:
         return module
 
 
-_loader = cache(_BackendImporter)
+_loader = cache(_BackendLoader)
 
 
 # cuBLAS, whose products of wide sums have no `meta` kernel
@@ -128,10 +128,10 @@ def _differentiate(
 def _dot_product_attention(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
 ) -> Tensor:
-    return _Attention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
+    return _FakeAttention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Attention(torch.autograd.Function):
+class _FakeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
         out_BNSE, *others = _attend(*(x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE)))

@@ -17,11 +17,11 @@ EPSILON = 1e-20
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _ReferenceGateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _GateProduct(torch.autograd.Function):
+class _ReferenceGateProduct(torch.autograd.Function):
     """Written out, so that the wide copies of hidden states and weight do not live until the backward."""
 
     @staticmethod
@@ -58,7 +58,7 @@ def route(
     else:
         ids_TK = given_ids_TK
     ids_TK = valid_ids(ids_TK, valid_T)
-    probs_TK = weigh(scores_TE, ids_TK, config)
+    probs_TK = topk_probs(scores_TE, ids_TK, config)
     if config.scaling_factor is not None:
         probs_TK = probs_TK * config.scaling_factor
     balance = None
@@ -158,7 +158,7 @@ def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
     return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def weigh(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
+def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
     """Weight of every choice, 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))

@@ -1,9 +1,9 @@
 """Selects the backend of every op from the user's requests and the device, with the reasons.
 
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
-that it imports) and PROVIDES (ops) are read without importing it; its `judge(op, device, dtype) -> Support` returns how
-well it serves an op. `auto` selects the best backend, and plain torch where none is better. A backend with
-ON_REQUEST = True is excluded from `auto` and imported only when it is requested by name.
+that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
+op. `auto` selects the best backend, and plain torch where none is better. A backend with ON_REQUEST = True is excluded
+from `auto` and imported only when it is requested by name.
 """
 
 import ast
@@ -96,11 +96,11 @@ def read(path: Path) -> Backend:
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
     """The best backend, or plain torch where none is better; the reason lists why not."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}
-    judged = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
-    winner = max(judged, key=lambda name: judged[name].fit, default=None)
-    if winner is not None and judged[winner].fit >= Priority.BETTER:
-        return Selection(op, winner, judged[winner].reason)
-    against = "".join(f"; {name}: {judgement.reason}" for name, judgement in judged.items())
+    supports = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
+    winner = max(supports, key=lambda name: supports[name].fit, default=None)
+    if winner is not None and supports[winner].fit >= Priority.BETTER:
+        return Selection(op, winner, supports[winner].reason)
+    against = "".join(f"; {name}: {support.reason}" for name, support in supports.items())
     return Selection(op, reference.NAME, reference.REASON + against)
 
 
@@ -114,15 +114,15 @@ def select_requested(
     backend = backends[request]
     if not required and op not in backend.provides:
         return Selection(op, reference.NAME, f"{reference.REASON}; {request} has no {op}")
-    judgement = support_of(op, backend, device, dtype)
-    if judgement.fit is Priority.NO:
+    support = support_of(op, backend, device, dtype)
+    if support.fit is Priority.NO:
         able = [name for name, b in backends.items() if support_of(op, b, device, dtype).fit is not Priority.NO]
         raise EnvironmentProblem(
             f"Kernel backend '{request}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
-            f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
+            f"{support.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
             f"for instance with --kernel-per-op {op}={AUTO}."
         )
-    return Selection(op, request, f"requested; {judgement.reason}")
+    return Selection(op, request, f"requested; {support.reason}")
 
 
 def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> Support:
@@ -132,8 +132,8 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
     missing = backend.missing()
     if missing:
         return Support(Priority.NO, f"it needs {', '.join(missing)}, not installed here")
-    judgement: Support = backend.load().judge(op, device, dtype)
-    return judgement
+    support: Support = backend.load().support(op, device, dtype)
+    return support
 
 
 def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:

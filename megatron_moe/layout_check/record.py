@@ -14,7 +14,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.kernels.kernel_set import KernelSet
-from megatron_moe.logs.metrics import Figure
+from megatron_moe.logs.metrics import MetricValue
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
@@ -55,7 +55,7 @@ class RankRecord:
     """Reported loss per step."""
     norms: list[dict[str, float]] = field(default_factory=list)
     """Gradient norm and its parts per step."""
-    metrics: list[dict[MetricKey, Figure]] = field(default_factory=list)
+    metrics: list[dict[MetricKey, MetricValue]] = field(default_factory=list)
     """Metrics per step, reduced over the ranks that share them."""
     gradients: dict[str, RecordedTensor] = field(default_factory=dict)
     """Reduced gradients of the first step, before clipping."""
@@ -130,7 +130,7 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
     return RecordedTensor(value.detach().cpu().clone(), parameter.global_shape, parameter.boxes, parameter.meta)
 
 
-def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, Figure]]:
+def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, MetricValue]]:
     """Metrics of this step by name and layer."""
     for name, metric in trainer.metrics.cut().take(context).items():
         if metric.layers:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
-from megatron_moe.logs.metrics import Figure
+from megatron_moe.logs.metrics import MetricValue
 from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
@@ -95,7 +95,7 @@ def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float
     return Comparison(tuple(rows))
 
 
-def _figures(record: RankRecord) -> dict[str, dict[MetricKey, Figure]]:
+def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
     """Losses, gradient norms and metrics by (name with step, layer)."""
     norms, metrics = enumerate(record.norms, 1), enumerate(record.metrics, 1)
     return {
@@ -106,7 +106,7 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, Figure]]:
 
 
 def _figure_rows(
-    what: str, oracle: Mapping[MetricKey, Figure], ranks: Sequence[Mapping[MetricKey, Figure]], rtol: float
+    what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
     """Compares metrics: every metric of the oracle must be on some rank and equal on all ranks that have it."""
     for key, figure in oracle.items():

@@ -30,19 +30,19 @@ class RankFailure(RunError):
     code = ExitCode.OTHER_RANK
 
 
-def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: FaultSeed | None = None) -> Comparison:
+def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: FaultSeed | None = None) -> Comparison:
     """Trains `num_steps` steps on all ranks of the plan and on one rank, and compares their records.
 
     Args:
         plan: in double precision, with the launch of any of its ranks.
         timeout: seconds that the ranks may take.
-        plant: fault seed for the ranks.
+        fault_seed: fault injected for the ranks.
 
     Raises:
         RankFailure: a rank failed or timed out.
     """
     plan = _without_forced_logits(plan)
-    ranks = RankProcesses(plan, num_steps=num_steps, plant=plant)
+    ranks = RankProcesses(plan, num_steps=num_steps, fault_seed=fault_seed)
     torch.set_num_threads(1)
     context = ParallelContext.single(seed=plan.loop.seed)
     kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps)
@@ -62,7 +62,7 @@ def _without_forced_logits(plan: RunPlan) -> RunPlan:
 class RankProcesses:
     """Processes that run a plan; started by the constructor."""
 
-    def __init__(self, plan: RunPlan, *, num_steps: int, plant: FaultSeed | None) -> None:
+    def __init__(self, plan: RunPlan, *, num_steps: int, fault_seed: FaultSeed | None) -> None:
         # a fork server imports everything once; ranks are forked from it in milliseconds, without shared threads
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
@@ -73,7 +73,7 @@ class RankProcesses:
         for rank in range(plan.parallel.world_size):
             launch = replace(plan.launch, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
             ours, theirs = host.Pipe(duplex=False)
-            arguments = (theirs, replace(plan, launch=launch), num_steps, plant)
+            arguments = (theirs, replace(plan, launch=launch), num_steps, fault_seed)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -112,14 +112,14 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
     return record
 
 
-def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, plant: FaultSeed | None) -> None:
+def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
     """Process main of one rank: sends its record. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives once per rank
     context = build.build_context(plan)
     datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)
-    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=plant)
+    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=fault_seed)
     pipe.send_bytes(pickle.dumps(record))
     context.stop()
 

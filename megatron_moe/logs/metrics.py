@@ -17,7 +17,7 @@ from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 Reduction = Literal["mean", "sum", "max"]
-Figure = float | list[float]
+MetricValue = float | list[float]
 """Value of a metric: a number, or one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
 """(name, layer)."""
@@ -28,7 +28,7 @@ _ROWS_AT_A_TIME = 128
 
 
 @dataclass
-class _Entry:
+class _MetricEntry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
@@ -44,7 +44,7 @@ class _Entry:
 
 
 @dataclass
-class _Rows:
+class _PendingRows:
     """Rows whose metrics are not computed yet."""
 
     fold: Fold
@@ -60,7 +60,7 @@ class _Total:
     values: list[float]
     is_vector: bool
 
-    def figure(self) -> Figure:
+    def figure(self) -> MetricValue:
         return self.values if self.is_vector else self.values[0]
 
 
@@ -68,9 +68,9 @@ class _Total:
 class Metric:
     """One reduced metric."""
 
-    value: Figure
+    value: MetricValue
     """Mean over the layers that recorded it, or their maximum if the reduction is "max"."""
-    layers: dict[int, Figure] = field(default_factory=dict)
+    layers: dict[int, MetricValue] = field(default_factory=dict)
     """Values by global layer index; empty for a metric recorded without a layer."""
 
 
@@ -78,8 +78,8 @@ class Metric:
 class MetricAccumulator:
     """Sums and counts of named metrics, each optionally per layer."""
 
-    entries: dict[Key, _Entry] = field(default_factory=dict)
-    _pending: dict[str, _Rows] = field(default_factory=dict)
+    entries: dict[Key, _MetricEntry] = field(default_factory=dict)
+    _pending: dict[str, _PendingRows] = field(default_factory=dict)
 
     def record(
         self,
@@ -99,7 +99,7 @@ class MetricAccumulator:
         value = value.detach()
         entry = self.entries.get((name, layer))
         if entry is None:
-            entry = _Entry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
+            entry = _MetricEntry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
             self.entries[name, layer] = entry
         else:
             recorded, given = (entry.reduction, entry.value.shape), (reduction, value.shape)
@@ -117,7 +117,7 @@ class MetricAccumulator:
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
         """Batches rows for `fold`, which records their metrics 128 rows at a time instead of launching a dozen small
         kernels per layer and microbatch. The caller must not modify `row` afterwards."""
-        pending = self._pending.setdefault(name, _Rows(fold))
+        pending = self._pending.setdefault(name, _PendingRows(fold))
         pending.of_layers.setdefault(layer, []).append(row.detach())
         pending.number += 1
         if pending.number >= _ROWS_AT_A_TIME:
@@ -152,7 +152,7 @@ class MetricAccumulator:
         return {name: _metric(name, totals) for name in dict.fromkeys(name for name, _ in totals)}
 
 
-def _reduced(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
+def _reduced(entries: Mapping[Key, _MetricEntry], context: ParallelContext) -> dict[Key, _Total]:
     """Reduces every entry over the ranks of this stage; keeps the order of recording.
 
     Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.

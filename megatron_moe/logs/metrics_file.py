@@ -13,7 +13,7 @@ from typing import Any
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.log_line import StepReport, ValidationReport, perplexity, scalars
-from megatron_moe.logs.metrics import Figure, Metric
+from megatron_moe.logs.metrics import Metric, MetricValue
 
 Record = dict[str, Any]
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
@@ -43,7 +43,7 @@ def step_tags(report: StepReport) -> dict[str, float]:
     return {name: value for name, value in tags.items() if value is not None}
 
 
-def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, Figure]:
+def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
     """`moe/{name}_layer_{i}` for every per-layer metric; i counts layers from 0."""
     return {
         f"moe/{name.removeprefix('moe/')}_layer_{layer}": figure

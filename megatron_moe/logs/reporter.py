@@ -43,10 +43,10 @@ from megatron_moe.logs.run_lock import RUN_FOLDER, RunLock
 from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.logs.writers import (
     Console,
-    Entry,
     Guard,
     JsonLines,
     LiveConsole,
+    LogEntry,
     LogFile,
     Sink,
     TensorBoard,
@@ -247,7 +247,7 @@ class Reporter:
         return tags
 
     def _log(self, iteration: int, tags: Mapping[str, float], record: dict[str, Any] | None = None) -> None:
-        entry = Entry(iteration=iteration, samples=self._samples, tags=tags, record=record)
+        entry = LogEntry(iteration=iteration, samples=self._samples, tags=tags, record=record)
         for sink in self._sinks or ():
             self._guard.run(sink.name, partial(sink.log, entry), sink.rest_seconds)
 

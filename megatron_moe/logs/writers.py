@@ -28,7 +28,7 @@ _RECENT_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LogEntry:
     """Scalars of one iteration."""
 
     iteration: int
@@ -46,7 +46,7 @@ class Sink(Protocol):
     rest_seconds: float
     """Time without attempts after a failure; 0 where an attempt is cheap."""
 
-    def log(self, entry: Entry) -> None: ...
+    def log(self, entry: LogEntry) -> None: ...
     def close(self) -> None: ...
 
 
@@ -177,7 +177,7 @@ class JsonLines:
         self._pending: deque[bytes] = deque(maxlen=_MAX_PENDING)
         self._end: int | None = None
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         if entry.record is not None:
             self._pending.append(encode(entry.record))
             self._flush()
@@ -218,7 +218,7 @@ class TensorBoard:
         """First step whose earlier points a resumed run replaces."""
         self._writer: Any = None
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         try:
             self._writer = self._writer or self._start()
             for tag, value in entry.tags.items():
@@ -265,7 +265,7 @@ class WandB:
         self._config = config
         self._run: Any = None
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         self._run = self._run or self._start()
         self._run.log({**entry.tags, "samples vs steps": entry.samples}, step=entry.iteration)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.kernels.autograd import give
+from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.reference import store
 from megatron_moe.parallel.collectives import all_reduce_
@@ -84,10 +84,10 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     """
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
-    return _CrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Gradient of this rank's logits: softmax minus one at the label; no communication."""
 
     @staticmethod
@@ -139,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         work = _Gradients(ctx, grads[0])
-        grad_weight = give(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
+        grad_weight = accumulate_grad(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
         if work.grad_hidden_TH is None:  # no weight gradient, or it is deferred
             work.run(None, False)
         grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None

@@ -72,7 +72,7 @@ class Experts(nn.Module):
         with self.saved_tensors.stash_rows(act_RF, used), discard:
             out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs_R)
         if self.config.probs_on_output:
-            out_RH = _Weigh.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
+            out_RH = _ScaleByProbs.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
         return replace(rows, data=out_RH, index=None)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
@@ -135,7 +135,7 @@ def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
     return (rows_RH * probs_R.to(internal_dtype(rows_RH.dtype))[:, None]).to(rows_RH.dtype)
 
 
-class _Weigh(torch.autograd.Function):
+class _ScaleByProbs(torch.autograd.Function):
     """Rows [R, H] times probabilities [R], for probabilities applied to the experts' output.
 
     Rows with probability 0 hold nothing: their result and gradient are 0. Arithmetic is in the internal dtype; the rows

@@ -307,11 +307,11 @@ class Router(nn.Module):
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
             record_drops(metrics, self.layer, num_tokens - met_T.sum(), num_tokens)
-        asked_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
+        requested_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
         if routing.chosen_TK is not None and not dropless:
-            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
-            record_drops(metrics, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
-        record_load(metrics, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
+            requested_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
+            record_drops(metrics, self.layer, (requested_E - routing.counts_E).sum(), requested_E.sum())
+        record_load(metrics, self.layer, requested_E, self.ctx.group("tp_cp"), dropless=dropless)
 
     def record_bias(self, metrics: MetricAccumulator) -> None:
         """Records max - min of the expert bias as moe/expert_bias_range, once per step."""

@@ -60,7 +60,7 @@ def run_schedule(
     Asserts that every received tensor is used, every output is sent, and every forward has its backward. `streams`:
     None for no-op streams.
     """
-    run = _Run(stage, links, stages, streams or Streams())
+    run = _ScheduleRun(stage, links, stages, streams or Streams())
     for entry in entries:
         if isinstance(entry, OverlappedPair):
             run.run_pair(entry)
@@ -69,7 +69,7 @@ def run_schedule(
     run.finish()
 
 
-class _Run:
+class _ScheduleRun:
     """State of one run of a schedule."""
 
     def __init__(self, stage: Stage, links: Links, stages: StageMap, streams: Streams) -> None:

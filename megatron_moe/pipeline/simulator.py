@@ -81,7 +81,7 @@ def simulate(
     stages: StageMap, schedule: Schedule, *, durations: Durations | None = None, depth: int | None = 0
 ) -> SimulationReport:
     """Simulates a schedule. `depth`: messages buffered per pair of ranks; None: unlimited."""
-    run = _Run(stages, schedule, durations or Durations(), depth)
+    run = _Simulation(stages, schedule, durations or Durations(), depth)
     run.run()
     return SimulationReport(
         spans=tuple(tuple(spans) for spans in run.spans),
@@ -124,7 +124,7 @@ class _Channel:
     awaited: list[_End] = field(default_factory=list)
 
 
-class _Run:
+class _Simulation:
     """State of a simulation. Each rank runs until it blocks; posting or completing an exchange wakes its peers."""
 
     def __init__(self, stages: StageMap, schedule: Schedule, durations: Durations, depth: int | None) -> None:

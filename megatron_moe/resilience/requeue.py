@@ -132,7 +132,7 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
     return tuple(endings)
 
 
-def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
+def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
     """Decides about the run of this folder and appends the end to its history.
 
     If another job holds the folder, this start was rejected: no restart, and the history stays unchanged. `since`

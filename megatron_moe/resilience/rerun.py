@@ -37,7 +37,7 @@ class RerunResult:
     host: str
     device: str
     first: float
-    again: float
+    rerun: float
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,29 @@ class RerunVerdict:
         return NumericsProblem(sentence)
 
 
-def same(first: float, again: float) -> bool:
+def same(first: float, rerun: float) -> bool:
     """True if two results are equal within the tolerance or both non-finite."""
-    if not (math.isfinite(first) and math.isfinite(again)):
-        return math.isfinite(first) == math.isfinite(again)
-    return abs(first - again) <= _TOLERANCE * max(abs(first), abs(again))
+    if not (math.isfinite(first) and math.isfinite(rerun)):
+        return math.isfinite(first) == math.isfinite(rerun)
+    return abs(first - rerun) <= _TOLERANCE * max(abs(first), abs(rerun))
 
 
-def judge(
+def compare_rerun(
     first: Mapping[str, float],
-    again: Mapping[str, float],
+    rerun: Mapping[str, float],
     ranks: Sequence[RerunResult],
     earlier: Mapping[str, str] | None = None,
 ) -> RerunVerdict:
     """Compares a step with its repetition.
 
     Args:
-        first, again: values reduced over all ranks, by name.
+        first, rerun: values reduced over all ranks, by name.
         ranks: losses of every rank.
         earlier: `repr` of the values of `first` in an earlier start that stopped at this iteration, if any.
     """
-    suspects = [each for each in ranks if not same(each.first, each.again)]
-    if suspects or any(not same(first[name], again[name]) for name in again):
-        numbers = ", ".join(f"{name} {value:.6g}" for name, value in again.items())
+    suspects = [each for each in ranks if not same(each.first, each.rerun)]
+    if suspects or any(not same(first[name], rerun[name]) for name in rerun):
+        numbers = ", ".join(f"{name} {value:.6g}" for name, value in rerun.items())
         named = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
         whom = f"suspect {named}" if suspects else "the losses of each rank are unchanged"
         text = f"; repeating the step gave another result ({numbers}): {whom}"
@@ -99,9 +99,9 @@ class Repeatability:
         self._statistics = torch.zeros(3, device=device, dtype=torch.float64)
         """Number of steps, number of steps that differ in any bit, largest relative difference."""
 
-    def add(self, first: Tensor, again: Tensor) -> None:
+    def add(self, first: Tensor, rerun: Tensor) -> None:
         """Adds the result vectors of a step and its repetition on this rank."""
-        difference = ((first - again).abs() / first.abs().clamp(min=1e-30)).nan_to_num(posinf=1.0).max()
+        difference = ((first - rerun).abs() / first.abs().clamp(min=1e-30)).nan_to_num(posinf=1.0).max()
         steps, differing, largest = self._statistics
         self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedCheckpoint, find, load
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
 from megatron_moe.config.train_state import TrainStateConfig
@@ -243,7 +243,7 @@ class Checkpointing:
             self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
             self._exports.save(state.iteration, tensors)
 
-    def _refuse_nonfinite(self, tensors: Mapping[str, SavedTensor], what: str) -> None:
+    def _refuse_nonfinite(self, tensors: Mapping[str, TensorShard], what: str) -> None:
         """Raises NumericsProblem on all ranks if a tensor of any rank is not finite. Collective."""
         boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
         finite = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
@@ -370,7 +370,7 @@ def _divides(interval: int | None, iteration: int) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
+def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard]:
     """This rank's part of a checkpoint, by key: weights, buffers and optimizer state.
 
     Tensors are views, except low-precision optimizer state, which is converted in host memory
@@ -379,23 +379,23 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)
     if optimizer:
-        tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)
+        tensors[tensor_key("optimizer", "step_count")] = TensorShard.whole(trainer.optimizer.step_count)
         for state in trainer.optimizer.named_state():
             key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
             # Two entries for a parameter whose state is partly in host memory.
             before = tensors[key].boxes if key in tensors else ()
-            tensors[key] = SavedTensor(part.shape, (*before, *part.boxes))
+            tensors[key] = TensorShard(part.shape, (*before, *part.boxes))
     return tensors
 
 
-def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
     """This rank's part of the weights, and the unsharded buffers, by key."""
-    tensors = {name: SavedTensor.whole(value.detach()) for name, value in model.state_dict().items()}
+    tensors = {name: TensorShard.whole(value.detach()) for name, value in model.state_dict().items()}
     for name, parameter in named_parameters(model):
         tensors[name] = _saved(parameter, parameter.detach().view(-1))
     return {tensor_key("model", name): tensor for name, tensor in tensors.items()}
 
 
-def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
+def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
     """Elements of this rank's shard of a parameter from `start` on, with their position in the full parameter."""
-    return SavedTensor.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)
+    return TensorShard.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

@@ -15,7 +15,7 @@ from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, intersection, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, intersection, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference import bundle
@@ -72,7 +72,7 @@ class HuggingFaceExport:
         assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
         return cls(model, context, config.save_hf_config, config.save / FOLDER, reporter)
 
-    def save(self, iteration: int, tensors: Mapping[str, SavedTensor]) -> None:
+    def save(self, iteration: int, tensors: Mapping[str, TensorShard]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.
 
         `tensors`: this rank's part of the weights, by `tensor_shards.tensor_key`.
@@ -99,7 +99,7 @@ class HuggingFaceExport:
 class _Gatherer:
     """Gathers tensors to the first rank. Collective: all ranks read the same mappings in the same order."""
 
-    def __init__(self, tensors: Mapping[str, SavedTensor], context: ParallelContext) -> None:
+    def __init__(self, tensors: Mapping[str, TensorShard], context: ParallelContext) -> None:
         self._tensors = tensors
         self._context = context
         self._world = context.group("world")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import CheckpointSource, load
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.model.gpt import GPT
@@ -42,12 +42,12 @@ def load_upcycled(
     layers = dict(_moe_layers(model))
     dense = {prefix: _empty_mlp(config, granularity, context.dtype) for prefix, config in layers.items()}
     wanted = {
-        f"{prefix}{name}": SavedTensor.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
+        f"{prefix}{name}": TensorShard.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
     }
     for name, p in parameters.items():
         if not name.startswith(tuple(layers)):
             part = p.detach().view(-1)
-            wanted[name] = SavedTensor.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
+            wanted[name] = TensorShard.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
     tensors = {tensor_key("model", name): tensor for name, tensor in wanted.items()}
     loaded = load(replace(source, optimizer=False), tensors, context, say=say)
     reasons = {_convert(dense[prefix], config, _below(prefix, parameters)) for prefix, config in layers.items()}

@@ -17,7 +17,7 @@ from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.resilience.numerics_guard import Finding, FirstBadModule, bad_gradient, bad_weights
-from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, judge
+from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, compare_rerun
 from megatron_moe.train.trainer import RetainedStep, Trainer
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
@@ -39,9 +39,9 @@ class RankReport:
     """Sample ids of the microbatches with a non-finite loss."""
     no_room: bool = False
     """True if the paged stash ran out of pages (--moe-paged-stash)."""
-    twice: RerunResult | None = None
+    rerun: RerunResult | None = None
     """This rank's losses in the step and in its repetition."""
-    again: dict[str, float] = field(default_factory=dict)
+    rerun_values: dict[str, float] = field(default_factory=dict)
     """Global "loss" and "norm all" of the repetition."""
     earlier: dict[str, str] | None = None
     """Values with which an earlier start stopped at this iteration, if any; on the first rank."""
@@ -84,8 +84,8 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
 
 def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
     """Conclusion about the hardware from the repetition, identical on every rank."""
-    ranks = [report.twice for report in reports if report.twice is not None]
-    return judge(numbers(result), reports[0].again, ranks, reports[0].earlier)
+    ranks = [report.rerun for report in reports if report.rerun is not None]
+    return compare_rerun(numbers(result), reports[0].rerun_values, ranks, reports[0].earlier)
 
 
 def numbers(result: StepResult) -> dict[str, float]:
@@ -151,8 +151,8 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
         report,
         findings=(*weights, *modules, *gradients),
         bad_samples=tuple(sample for index in sorted(bad_places) for sample in report.samples[index]),
-        twice=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
-        again={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
+        rerun=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
+        rerun_values={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
     )
 
 

@@ -105,8 +105,8 @@ class Trainer:
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
         """The newest step, and the one whose results the host reads meanwhile."""
-        computes_twice = resilience.rerun_mode == "report_stats"
-        self.repeatability = Repeatability(self.context.device) if computes_twice else None
+        repeats_steps = resilience.rerun_mode == "report_stats"
+        self.repeatability = Repeatability(self.context.device) if repeats_steps else None
         """Statistics of `--rerun-mode report_stats`, which computes every step twice; None: once."""
         wanted = (resilience.check_for_spiky_loss, resilience.check_for_large_grads)
         self._limits = [

@@ -115,13 +115,13 @@ class TrainingLog:
         what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
         details = self._details(result, reports)
         if stops:
-            judged = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
+            cause = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
             text = (
                 f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
-                f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for earlier "
+                f"{sentence(reports)}{cause.sentence if cause else ''}{details}; see metrics.jsonl for earlier "
                 f"iterations, and lower --lr or --clip-grad"
             )
-            raise judged.problem(text) if judged else NumericsProblem(text)
+            raise cause.problem(text) if cause else NumericsProblem(text)
         if self._skipped >= self._config.max_skipped_iterations:
             raise NumericsProblem(
                 f"{what}, the {self._skipped}. iteration skipped in a row (--max-skipped-iterations "

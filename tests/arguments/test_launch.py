@@ -151,7 +151,7 @@ def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
 @pytest.mark.parametrize(
     "shell", [{"ENVIRONMENT": "BATCH"}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}]
 )
-def test_plain_python_in_an_allocation_is_one_process_and_is_told_so(shell):
+def test_plain_python_in_an_allocation_is_one_process_with_a_note(shell):
     environ = {**BATCH_SHELL, **shell}
     assert launch_of(environ) == Launch()
     assert "16 tasks" in (allocation_note(environ) or "")
@@ -220,7 +220,7 @@ def test_a_step_that_is_no_number_is_no_special_step():
 
 
 @pytest.mark.parametrize(("environ", "teller"), [({}, "no launcher"), (EIGHT_RANKS, "torchrun")])
-def test_a_problem_with_ranks_says_who_told_their_number(environ, teller):
+def test_rank_problem_names_the_origin_of_the_world_size(environ, teller):
     (fold,) = [
         text for text in problems_of("--expert-model-parallel-size 16", environ=environ) if "folded" in text.what
     ]

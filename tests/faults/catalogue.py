@@ -202,7 +202,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/arguments/test_files.py::test_a_file_that_builds_on_itself_or_on_nothing_is_refused",
         ),
         54: (
-            "tests/arguments/test_files.py::test_missing_variables_are_all_reported_and_their_flags_not_twice",
+            "tests/arguments/test_files.py::test_missing_variables_are_reported_once_each",
             "tests/arguments/test_values.py::test_a_pattern_that_is_not_one_is_refused_without_running_it",
         ),
         55: (

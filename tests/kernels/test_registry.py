@@ -48,7 +48,7 @@ def test_kernel_sets_reject_missing_and_unknown_ops() -> None:
         KernelSet.of({**functions, "sort": sorted}, ())
 
 
-def test_backends_implement_and_judge_their_declared_ops() -> None:
+def test_backends_implement_and_rate_their_declared_ops() -> None:
     installed = [backend for backend in discover(choosing.BACKENDS) if not backend.missing()]
     assert {"torch_native", "triton"} <= {backend.name for backend in installed}
     for backend in installed:
@@ -57,7 +57,7 @@ def test_backends_implement_and_judge_their_declared_ops() -> None:
             assert callable(getattr(module, op)), f"{backend.name} has no {op}"
             for device in ("cpu", "cuda"):
                 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-                    assert module.judge(op, torch.device(device), dtype).reason
+                    assert module.support(op, torch.device(device), dtype).reason
 
 
 def test_fp64_selects_the_reference_only() -> None:
@@ -129,15 +129,15 @@ def test_backends_with_missing_packages_are_discovered_without_importing_them(tm
 
 
 @pytest.mark.parametrize(
-    "text, complaint",
+    "text, message",
     [
         ('NAME = "x"\nNEEDS = ()', "must define NAME, NEEDS and PROVIDES"),
         ('NAME = "x"\nNEEDS = ()\nPROVIDES = ("rop",)', r"does not know: \['rop'\]"),
     ],
 )
-def test_wrong_backend_constants_are_rejected(tmp_path: Path, text: str, complaint: str) -> None:
+def test_wrong_backend_constants_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x.py").write_text(text)
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(AssertionError, match=message):
         discover(tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_backend_of_highest_priority_is_selected_and_called(tmp_path, monkeypatc
     (package / "shiny.py").write_text(
         "from megatron_moe.kernels.kernel_set import Priority, Support\n"
         'NAME = "shiny"\nNEEDS = ()\nPROVIDES = ("sum_of_squares", "rope")\n'
-        "def judge(op, device, dtype):\n"
+        "def support(op, device, dtype):\n"
         '    return Support(Priority.BEST if op == "sum_of_squares" else Priority.YES, "made up")\n'
         "def sum_of_squares(flat):\n    return 42\n"
         "def rope(*args):\n    return 43\n"

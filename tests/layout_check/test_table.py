@@ -49,11 +49,11 @@ def test_missing_reduction_is_explained():
 
 
 def test_missing_element_is_reported():
-    def forget(rank, name, held):
+    def drop(rank, name, held):
         if name == "output_layer.weight":
             held.value[3, 5] = float("nan")
 
-    (row,) = compare_changed(forget).bad
+    (row,) = compare_changed(drop).bad
     assert row.remark == "1 elements are held by no rank"
 
 

@@ -103,8 +103,8 @@ def test_replays_of_other_models_equal_eager_steps(model):
 
 def test_experts_are_reeager_alongside_captured_attention(eager):
     """Selective recompute applies to the eager modules of partly captured layers."""
-    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
-    plan = the_plan(cuda_graphs=parts_of("attn"), memory=again)
+    recomputed = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
+    plan = the_plan(graphs=parts_of("attn"), memory=recomputed)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
     EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), eager, "experts again")
@@ -148,8 +148,10 @@ def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
 
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
-    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",)))
-    plan = the_plan(model=model, memory=again, cuda_graphs=parts_of("moe_router", "moe_preprocess"))
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
+    plan = the_plan(
+        model=model, memory=MemoryConfig(recompute=recompute), cuda_graphs=parts_of("moe_router", "moe_preprocess")
+    )
     trainer = make_trainer(plan)
     trainer.recent = deque()
     monkeypatch.setattr(DiscardedOutput, "pack", count)
@@ -260,8 +262,8 @@ def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, mo
         EXACT.check_all(found, reference_run, "weights gathered in the forward")
 
 
-def test_addresses_are_fixed_and_nothing_is_captured_twice():
-    plan = the_plan(cuda_graphs=ALL)
+def test_addresses_are_fixed_and_graphs_are_captured_once():
+    plan = the_plan(graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
     (instance,) = trainer.pipeline.graph_instances

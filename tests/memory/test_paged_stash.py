@@ -117,8 +117,8 @@ def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
     config = PagedStashConfig(moe_paged_stash_page_size=64, moe_paged_stash_buffer_size_factor_cuda=1.5)
     one_rank = replace(tiny.plan(), memory=MemoryConfig(paged_stash=config))
     assert pages_of_rank(one_rank, 0) == {width: 2 * (3 + 1) for width in (32, 48, 24)}
-    again = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
-    assert pages_of_rank(again, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
+    with_recompute = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
+    assert pages_of_rank(with_recompute, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # of 1F1B in two chunks of one layer each: the first stage has a dense layer
     in_flight = [counts for counts, _ in RankMemory(stages).moments(1, 4)]

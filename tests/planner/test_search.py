@@ -127,8 +127,8 @@ def test_more_work_and_slower_links_take_longer():
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
     config = replace(plan.memory.recompute, recompute_granularity="selective", recompute_modules=("moe_act",))
-    again = Planner(gpu).evaluate(replace(plan, memory=MemoryConfig(recompute=config)))
-    assert again.step.recompute > 0 and again.memory.total < before.memory.total
+    with_recompute = Planner(gpu).evaluate(replace(plan, memory=MemoryConfig(recompute=config)))
+    assert with_recompute.step.recompute > 0 and with_recompute.memory.total < before.memory.total
     overlapped = Planner(gpu).evaluate(replace(plan, pipeline=replace(plan.pipeline, overlap=True)))
     assert overlapped.step.expert_parallel < 0.2 * before.step.expert_parallel
 

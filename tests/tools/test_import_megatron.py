@@ -199,9 +199,9 @@ def test_shards_of_several_ranks_are_merged(stored: bool, kept: Path, tmp_path: 
     for tp, pp, ep in product(range(2), repeat=3):
         content = {"model": cut(weights, tp, pp, ep), "args": args, "iteration": 3}
         save_rank(folder, content, f"mp_rank_{tp:02d}_{pp:03d}_{ep:03d}")
-    again = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
+    second = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
     for name, value in weights.items():
-        EXACT.check(again[f"model.{name}"].float(), value.float(), name)
+        EXACT.check(second[f"model.{name}"].float(), value.float(), name)
     shutil.rmtree(folder / "mp_rank_01_000_001")
     assert refused(folder, tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
     assert "mp_rank_01_001_001 needs the model of pipeline stage 0, which is missing" in capsys.readouterr().err

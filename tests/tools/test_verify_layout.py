@@ -97,15 +97,15 @@ def test_invalid_requests_are_rejected(more, code, text, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "plant"),
+    ("text", "fault_seed"),
     [
         ("scale-expert-grads:2", FaultSeed("scale-expert-grads", 2.0)),
         ("scale-attention-grads:0.5", FaultSeed("scale-attention-grads", 0.5)),
         ("skip-partial-sums", FaultSeed("skip-partial-sums")),
     ],
 )
-def test_fault_seeds_are_parsed(text, plant):
-    assert FaultSeed.parse(text) == plant
+def test_fault_seeds_are_parsed(text, fault_seed):
+    assert FaultSeed.parse(text) == fault_seed
 
 
 @pytest.mark.parametrize("text", ["scale-expert-grads", "scale-expert-grads:x", "skip-partial-sums:2", "", "nan:nan"])

@@ -125,10 +125,10 @@ def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:
 
 def test_resumed_run_has_equal_state_and_reports_no_differences(trained: tuple[Path, Run]) -> None:
     folder, run = trained
-    again = start(plan_of(load=folder))
-    assert (again.state, again.loader.consumed) == (run.state, 16)
-    EXACT.check_all(again.weights(), run.weights())
-    assert "differs" not in again.start_notes and "data" not in again.start_notes
+    resumed = start(plan_of(load=folder))
+    assert (resumed.state, resumed.loader.consumed) == (run.state, 16)
+    EXACT.check_all(resumed.weights(), run.weights())
+    assert "differs" not in resumed.start_notes and "data" not in resumed.start_notes
 
 
 def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Run]) -> None:
@@ -282,9 +282,9 @@ def test_invalid_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) 
     content = json.loads((path / "train_state.json").read_text())
     del content["state"]["consumed_samples"]
     rewrite_text(path, "train_state.json", json.dumps(content).encode())
-    again = start(plan_of(load=tmp_path))
-    assert again.state.iteration == 1
-    assert again.start_notes.count("state lacks the keys ['consumed_samples']") == 1
+    resumed = start(plan_of(load=tmp_path))
+    assert resumed.state.iteration == 1
+    assert resumed.start_notes.count("state lacks the keys ['consumed_samples']") == 1
 
 
 def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tuple[Path, Run]) -> None:
@@ -329,10 +329,10 @@ def test_upcycled_model_is_saved_at_start_and_resumed(tmp_path: Path) -> None:
     (candidate,) = list_checkpoints(tmp_path / "moe")
     assert candidate.iteration == converted.state.iteration == 0 and verify(candidate.path) == []
 
-    again = start(plan)
-    assert "upcycled the dense" in converted.start_notes and "upcycled the dense" not in again.start_notes
-    assert "the data or its sample order" not in again.start_notes
-    EXACT.check_all(again.weights(), converted.weights())
+    resumed = start(plan)
+    assert "upcycled the dense" in converted.start_notes and "upcycled the dense" not in resumed.start_notes
+    assert "the data or its sample order" not in resumed.start_notes
+    EXACT.check_all(resumed.weights(), converted.weights())
 
 
 def test_progress_log_has_starts_and_checkpoints(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_suggested_options_save_most():
 
 def test_enabled_option_is_not_suggested():
     for option in more_switches(PLAN):
-        assert option.flags not in [again.flags for again in more_switches(option.apply(PLAN))], option.flags
+        assert option.flags not in [other.flags for other in more_switches(option.apply(PLAN))], option.flags
 
 
 @pytest.mark.parametrize("writable", [True, False])

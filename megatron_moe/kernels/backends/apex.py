@@ -17,7 +17,7 @@ ON_REQUEST = True
 PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
         return Support(Priority.NO, "it computes on NVIDIA GPUs only")

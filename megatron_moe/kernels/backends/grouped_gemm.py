@@ -19,7 +19,7 @@ ON_REQUEST = True
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
         return Support(Priority.NO, "it computes on NVIDIA GPUs only")

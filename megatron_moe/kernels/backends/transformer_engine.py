@@ -38,7 +38,7 @@ PROVIDES = (
 )
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
         return Support(Priority.NO, "it computes on NVIDIA GPUs only")
@@ -156,11 +156,11 @@ def _held(rows: Tensor, splits: list[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TERMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-class _RMSNorm(torch.autograd.Function):
+class _TERMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -184,11 +184,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TELayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-class _LayerNorm(torch.autograd.Function):
+class _TELayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -248,21 +248,21 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_RF, probs_R)
         out_RF: Tensor = tex.swiglu(x_RF.contiguous(), None)
-        return out_RF if probs_R is None else _weigh(out_RF, probs_R)
+        return out_RF if probs_R is None else _scale_rows(out_RF, probs_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x_RF, probs_R), (grad_RF,) = ctx.saved_tensors, grads
         if probs_R is None:
             return tex.dswiglu(grad_RF.contiguous(), x_RF.contiguous(), None), None
-        grad_x = tex.dswiglu(_weigh(grad_RF, probs_R), x_RF.contiguous(), None)
+        grad_x = tex.dswiglu(_scale_rows(grad_RF, probs_R), x_RF.contiguous(), None)
         products_RF = grad_RF.float() * tex.swiglu(x_RF.contiguous(), None).float()
         empty_R = probs_R == 0
         grad_probs = products_RF.sum(dim=-1).masked_fill(empty_R, 0).to(probs_R.dtype)
         return grad_x.masked_fill_(empty_R[..., None], 0), grad_probs
 
 
-def _weigh(x_RF: Tensor, probs_R: Tensor) -> Tensor:
+def _scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
     """Every row times its probability; zero where that is 0, whatever the row holds."""
     product_RF = (x_RF.float() * probs_R.float()[..., None]).to(x_RF.dtype)
     return product_RF.masked_fill_((probs_R == 0)[..., None], 0)

@@ -25,7 +25,7 @@ GLUON = "3.6"
 """Triton whose Gluon they are written in: other versions lack some of its operations (docs/kernels.md)."""
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if dtype is not torch.bfloat16:
         return Support(Priority.NO, "it multiplies bf16")

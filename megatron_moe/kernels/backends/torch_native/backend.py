@@ -77,7 +77,7 @@ BEST_ANYWHERE = (
 """Faster than plain torch on every device."""
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
         return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
@@ -251,11 +251,11 @@ def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    out: Tensor = _Activation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _NativeActivation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Activation(torch.autograd.Function):
+class _NativeActivation(torch.autograd.Function):
     """Keeps the input and computes the rest again in the backward."""
 
     @staticmethod
@@ -297,11 +297,11 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
     exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not exact or hidden_TH.device.type == "cpu":
         return reference.gate_product(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _NativeGateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _GateProduct(torch.autograd.Function):
+class _NativeGateProduct(torch.autograd.Function):
     """fp32 products of bf16 factors by matrix units: a product of two bf16 numbers is exact in fp32, and so is an fp32
     gradient as the sum of three bf16 numbers. Plain fp32 products would run without matrix units."""
 

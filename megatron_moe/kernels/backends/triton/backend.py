@@ -65,7 +65,7 @@ PROVIDES = (
 )
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
         return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")

@@ -85,14 +85,14 @@ def _join_stretches(
         held = columns < width
         total = tl.load(parts_ptr + (2 * stretch + 1) * width + columns, mask=held, other=0.0)
         others = stretch + 1 + tl.arange(0, 16)
-        again = True
-        while again:
+        more = True
+        while more:
             begins = others * ROWS
             same = tl.load(ids_ptr + begins, mask=begins < num_tokens, other=-2) == mine
             parts = parts_ptr + (2 * others[:, None]) * width + columns[None, :]
             total += tl.sum(tl.load(parts, mask=same[:, None] & held[None, :], other=0.0), axis=0)
             others += 16
-            again = tl.sum(same.to(tl.int32), axis=0) == 16
+            more = tl.sum(same.to(tl.int32), axis=0) == 16
         place = out_ptr + mine.to(tl.int64) * width + columns
         total += tl.load(place, mask=held, other=0.0).to(tl.float32)
         tl.store(place, total.to(out_ptr.dtype.element_ty), mask=held)

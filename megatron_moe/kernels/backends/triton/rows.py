@@ -108,8 +108,8 @@ def _copy_tokens(
     # every row is also visited once: a row that holds nothing gets zeros. Loaded for all rows at once and before any
     # store, because most rows hold a token
     own = token * rows_each + tl.arange(0, EACH)
-    asked = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
-    some_empty = tl.min(tl.load(token_ptr + own, mask=asked, other=0), axis=0) < 0
+    requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
+    some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0
     if token < num_tokens:
         values = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
         for choice in tl.static_range(TOPK):

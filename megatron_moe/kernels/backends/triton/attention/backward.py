@@ -133,9 +133,11 @@ def _key_grads(
                 grad_k = dot(grad_logits.to(q.dtype), q, grad_k, WIDEN)
     place = (keys.to(tl.int64) * batch + b) * num_groups + group
     dims, held = tl.arange(0, WIDTH), (keys < num_keys)[:, None]
-    _give(grad_k_ptr + place[:, None] * width + dims[None, :], grad_k * scale, held & (dims < width)[None, :], ADD)
+    to_ptr = grad_k_ptr + place[:, None] * width + dims[None, :]
+    _accumulate(to_ptr, grad_k * scale, held & (dims < width)[None, :], ADD)
     dims = tl.arange(0, VALUE)
-    _give(grad_v_ptr + place[:, None] * value_width + dims[None, :], grad_v, held & (dims < value_width)[None, :], ADD)
+    to_ptr = grad_v_ptr + place[:, None] * value_width + dims[None, :]
+    _accumulate(to_ptr, grad_v, held & (dims < value_width)[None, :], ADD)
 
 
 @triton.jit(do_not_specialize=BAND)
@@ -178,11 +180,11 @@ def _query_grads(
     dims = tl.arange(0, WIDTH)
     place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * width + dims[None, :]
     held = (rows < num_rows)[:, None] & (dims < width)[None, :]
-    _give(grad_q_ptr + place, grad_q * scale, held, ADD)
+    _accumulate(grad_q_ptr + place, grad_q * scale, held, ADD)
 
 
 @triton.jit
-def _give(to_ptr, share, held, ADD: tl.constexpr):
+def _accumulate(to_ptr, share, held, ADD: tl.constexpr):
     """Writes a tile of gradients or adds it to what is there."""
     if ADD:
         share += tl.load(to_ptr, mask=held, other=0.0)

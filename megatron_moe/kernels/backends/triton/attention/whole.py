@@ -30,11 +30,11 @@ def attention(inputs: AttentionInputs) -> Tensor:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     if config.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _Attention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _FlashAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

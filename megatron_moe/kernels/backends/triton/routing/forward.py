@@ -80,7 +80,7 @@ def route_forward(
                 TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST,
             )  # fmt: skip
         counts += tl.sum(taken, axis=0)
-        weights = _weigh(chosen, ids < 0, ON_LOGITS, NORMALISED, EPSILON) * SCALING
+        weights = _topk_probs(chosen, ids < 0, ON_LOGITS, NORMALISED, EPSILON) * SCALING
         slots = tokens[:, None].to(tl.int64) * TOPK + choices[None, :]
         stored = inside[:, None] & (choices < TOPK)[None, :]
         tl.store(ids_ptr + slots, ids.to(tl.int64), mask=stored)
@@ -194,7 +194,7 @@ def _look_up(
 
 
 @triton.jit
-def _weigh(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
+def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
     """Weights of the choices, 0 where there is none."""
     if ON_LOGITS:
         weights, _ = softmax(tl.where(none, float("-inf"), chosen))
