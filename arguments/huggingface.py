@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import derive
-from arguments.checks import attention, model, moe, moe_router
-from arguments.checks.run import broken_rules, missing_flags, shown
+from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags, shown
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
 from arguments.flags import Flags, Registry
@@ -303,8 +302,7 @@ def _published(path: Path) -> ModelConfig:
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
     """Model described by the settings, ignoring all other flags; `vocab_size` is the default vocabulary size."""
     missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
-    rules = (*model.RULES, *attention.RULES, *moe.RULES, *moe_router.RULES)
-    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), rules, _MODEL_GROUPS)]
+    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), MODEL_RULES, _MODEL_GROUPS)]
     if problems:
         raise FlagErrors(problems)
     flags = _flags({name: setting.value for name, setting in settings.values.items()})

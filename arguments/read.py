@@ -7,9 +7,9 @@ from math import lcm
 from pathlib import Path
 
 from arguments import derive, environment, explain
-from arguments.checks import data as data_checks
 from arguments.checks.kernels import slow_sizes
 from arguments.checks.run import (
+    INPUT_RULES,
     RULES,
     Rule,
     broken_rules,
@@ -69,7 +69,7 @@ def read_plan(
     environ = simulated.environ if simulated else environ
     parsed = _parsed(argv, environ, registry)
     _answer(parsed)
-    rules = [rule for rule in RULES if not (emulated and rule in data_checks.RULES)]
+    rules = [rule for rule in RULES if not (emulated and rule in INPUT_RULES)]
     plan_only = waiting or request is not None
     flags, launch, blocking = _checked(parsed, environ, rules, plan_only=plan_only)
     unavailable: list[str] = []

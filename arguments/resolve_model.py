@@ -209,17 +209,11 @@ def _dense(flags: Flags) -> MLPConfig:
 
 
 def moe_config(flags: Flags) -> MoEConfig:
-    capacity = None
-    if flags.moe_expert_capacity_factor is not None and flags.moe_expert_capacity_factor >= 0:
-        capacity = CapacityConfig(
-            factor=flags.moe_expert_capacity_factor,
-            policy=flags.moe_token_drop_policy,
-            pad=flags.moe_pad_expert_input_to_capacity,
-        )
+    factor, pad = derive.capacity_factor(flags), flags.moe_pad_expert_input_to_capacity
     return MoEConfig(
         router=_router(flags),
         experts=_experts(flags),
-        capacity=capacity,
+        capacity=None if factor is None else CapacityConfig(factor=factor, policy=flags.moe_token_drop_policy, pad=pad),
         shared=_shared(flags),
         latent_size=flags.moe_latent_size,
         dispatcher=flags.moe_token_dispatcher_type,

@@ -1,14 +1,15 @@
 """Runs all rules on the settings and collects the problems.
 
-A rule is a function of the flags and facts of the launch. It returns None, or the problem (with the numbers) and its
-remedy; its docstring is the reason shown to the user, with the flags that it has read. A rule is skipped if it reads a
-flag without a valid value, because that is already reported.
+A rule is a function of the flags and facts of the launch. It yields violations as (problem with the numbers, remedy).
+Its docstring is the reason shown to the user, with the flags that it has read. A rule is skipped if it reads a flag
+without a valid value, because that is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from arguments import derive
@@ -28,6 +29,7 @@ from arguments.checks import (
     pipeline,
     tensor_parallel,
 )
+from arguments.checks.violation import Violations
 from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.flags import GROUPS, Flags
@@ -36,34 +38,38 @@ from arguments.values import words_of
 from megatron_moe.config.parallel import Launch
 from megatron_moe.pipeline.layout import LayoutError
 
-Rule = Callable[..., tuple[str, str] | None]
+Rule = Callable[..., Violations]
 
+
+def _functions_of(annotation: object, *modules: ModuleType) -> tuple[Callable[..., Any], ...]:
+    """Returns the public functions defined in the modules with this return annotation, in source order."""
+    return tuple(
+        function
+        for module in modules
+        for name, function in vars(module).items()
+        if isinstance(function, FunctionType)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and function.__annotations__["return"] == annotation
+    )
+
+
+MODEL_RULES: tuple[Rule, ...] = _functions_of(Violations, model, attention, moe, moe_router)
+INPUT_RULES: tuple[Rule, ...] = _functions_of(Violations, data)
 RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *attention.RULES,
-    *moe.RULES,
-    *moe_router.RULES,
-    *tensor_parallel.RULES,
-    *batch.RULES,
-    *context_parallel.RULES,
-    *pipeline.RULES,
-    *memory.RULES,
-    *cuda_graphs.RULES,
-    *optimizer.RULES,
-    *data.RULES,
-    *output.RULES,
+    *MODEL_RULES,
+    *_functions_of(Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer),
+    *INPUT_RULES,
+    *_functions_of(Violations, output),
 )
 FULL_SIZE_RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *attention.RULES,
-    *moe.RULES,
-    *moe_router.RULES,
-    *tensor_parallel.RULES,
+    *MODEL_RULES,
     batch.ep_divides_experts,
-    *context_parallel.RULES,
-    *pipeline.RULES,
+    *_functions_of(Violations, tensor_parallel, context_parallel, pipeline),
 )
 """Rules about the full-size model, which `--proxy` checks before it rewrites the settings."""
+
+HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str], hints)
 
 _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
@@ -113,7 +119,7 @@ def broken_rules(
     for rule in rules:
         flags = _ReadFlags(settings, facts, groups)
         try:
-            violation = rule(flags)
+            violation = next(rule(flags), None)
         except _UnknownFlag:
             continue
         if violation:
@@ -125,7 +131,7 @@ def broken_rules(
 
 
 def _waits(rule: Rule) -> Waits:
-    if rule in data.RULES:
+    if rule in INPUT_RULES:
         return "for an input"
     return "for a feature" if hasattr(rule, "missing_feature") else ""
 
@@ -146,10 +152,8 @@ def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
 def given_hints(settings: Settings) -> Iterator[str]:
     """Yields a note on every legal setting that is likely unintended."""
     flags = settings.flags
-    for hint in hints.HINTS:
-        text = hint(flags)
-        if text:
-            yield text
+    for hint in HINTS:
+        yield from hint(flags)
 
 
 def missing_flags(settings: Settings, groups: Sequence[str] | None = None) -> Iterator[Problem]:
