@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Final, Literal, NamedTuple
 
+from arguments.values import words_of
+
 Status = Literal["same", "close", "ours", "not yet", "refused"]
 """Comparison with Megatron-LM: same meaning; close (the note states the difference); ours, not in Megatron-LM; not
 available yet; refused, never available (the note states the alternative)."""
@@ -127,6 +129,12 @@ class Flag:
     def off_options(self) -> tuple[str, ...]:
         """Spellings that switch the flag off."""
         return ("--no-" + self.option[2:], *self.declaration.off) if self.is_switch else ()
+
+    def text(self, value: object) -> str:
+        """Formats a value for messages and help texts."""
+        if self.is_switch:
+            return "on" if value else "off"
+        return "not set" if value in (None, ()) else " ".join(words_of(self.type, value))
 
     def available(self, value: object) -> bool:
         """Whether this program supports `value`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import derive
-from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags, shown
+from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
 from arguments.flags import Flags, Registry
@@ -288,15 +288,15 @@ def _published(path: Path) -> ModelConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as trouble:
         what = f"{path} cannot be read: {trouble.strerror}"
-        raise FlagErrors([Problem(what=what, remedy="give the folder that contains config.json")]) from None
+        raise FlagErrors.of(what, "give the folder that contains config.json") from None
     except (ValueError, RecursionError) as trouble:
-        raise FlagErrors([Problem(what=f"{path} is not JSON: {trouble}", remedy="download the file again")]) from None
+        raise FlagErrors.of(f"{path} is not JSON: {trouble}", "download the file again") from None
     if not isinstance(values, dict):
-        raise FlagErrors([Problem(what=f"{path} is not a JSON object", remedy="download the file again")])
+        raise FlagErrors.of(f"{path} is not a JSON object", "download the file again")
     try:
         return model_config_from_hf(values, mtp=True)
     except CheckpointProblem as trouble:
-        raise FlagErrors([Problem(what=f"{path}: {trouble}")]) from None
+        raise FlagErrors.of(f"{path}: {trouble}") from None
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
@@ -314,9 +314,9 @@ def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConf
     rows = []
     for name in {**published_by_name, **ours_by_name}:
         flag = registry.flags[name]
-        values = [shown(flag, side.get(name, flag.default)) for side in (ours_by_name, published_by_name)]
-        if values[0] != values[1]:
-            rows.append((flag.option, values[0], values[1]))
+        run, theirs = (flag.text(side.get(name, flag.default)) for side in (ours_by_name, published_by_name))
+        if run != theirs:
+            rows.append((flag.option, run, theirs))
     return rows
 
 

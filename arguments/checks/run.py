@@ -34,7 +34,6 @@ from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.flags import GROUPS, Flags
 from arguments.parser import Settings
-from arguments.values import words_of
 from megatron_moe.config.parallel import Launch
 from megatron_moe.pipeline.layout import LayoutError
 
@@ -207,14 +206,7 @@ def option_and_value(settings: Settings, flag: Flag) -> str:
     value = settings.setting(flag.name).value
     if flag.is_switch:
         return flag.option if value else flag.off_options[0]
-    return f"{flag.option} {shown(flag, value)}"
-
-
-def shown(flag: Flag, value: object) -> str:
-    """Formats a value for messages."""
-    if flag.is_switch:
-        return "on" if value else "off"
-    return "not set" if value is None else " ".join(words_of(flag.type, value))
+    return f"{flag.option} {flag.text(value)}"
 
 
 def _unavailable(settings: Settings) -> Iterator[Flag]:
@@ -238,13 +230,13 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
     if name in facts:
         return facts[name].label, str(facts[name].value), facts[name].origin
     flag, setting = settings.registry.flags[name], settings.setting(name)
-    return flag.option, shown(flag, setting.value), setting.origin
+    return flag.option, flag.text(setting.value), setting.origin
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
     """Returns whether a problem lists a flag: a given one, or one with a default other than off or unset."""
-    default = settings.registry.flags[name].default
-    return name in settings.values or not (only_given or default is None or default is False)
+    flag = settings.registry.flags[name]
+    return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))
 
 
 def _reason(rule: Rule) -> str:
