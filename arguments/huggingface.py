@@ -14,11 +14,11 @@ from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, RopeConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
-from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig, SharedExpertsConfig
+from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig
 from megatron_moe.config.parallel import Launch
 
 _MAX_PERIOD = 8
@@ -44,7 +44,9 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
         "mtp_num_layers": model.mtp.num_layers if model.mtp else None,
         "add_bias_linear": biased,
         "ffn_hidden_size": dense.ffn_hidden_size if dense else None,
-        **_norm(first.norm),
+        "normalization": first.norm.kind,
+        "norm_epsilon": first.norm.eps,
+        "apply_layernorm_1p": first.norm.zero_centered,
         **_activation(blocks[0].activation),
         **_mixer(model, biased),
         **(_moe(moe, model.layers) if moe else {"num_experts": None}),
@@ -62,10 +64,6 @@ def _flags(values: Mapping[str, Any]) -> Flags:
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
     return Flags(**{**defaults, **values})
-
-
-def _norm(norm: NormConfig) -> dict[str, Any]:
-    return {"normalization": norm.kind, "norm_epsilon": norm.eps, "apply_layernorm_1p": norm.zero_centered}
 
 
 def _activation(activation: ActivationConfig) -> dict[str, Any]:
@@ -172,20 +170,15 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
     rotated = tuple(layer.mixer.rope is not None for layer in layers)
     if all(rotated):
         return {"no_rope_freq": None}
-    pattern = _pattern(tuple(not rotates for rotates in rotated), lambda every: _every(len(layers), every))
-    return {"no_rope_freq": pattern}
-
-
-def _every(num_layers: int, every: int) -> tuple[bool, ...]:
-    return tuple(not rotates for rotates in derive.rotated_layers(num_layers, every))
+    pattern = _pattern(rotated, lambda every: derive.rotated_layers(len(layers), every))
+    # a list marks the layers without rotary embedding
+    return {"no_rope_freq": pattern if isinstance(pattern, int) else tuple(1 - entry for entry in pattern)}
 
 
 def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
     """Returns n if `layers_of(n)` gives the pattern, else the pattern as a list."""
-    for every in range(1, _MAX_PERIOD + 1):
-        if layers_of(every) == present:
-            return every
-    return tuple(map(int, present))
+    periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
+    return next(periods, tuple(map(int, present)))
 
 
 def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
@@ -205,24 +198,15 @@ def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
         "moe_router_dtype": router.dtype,
         "moe_latent_size": moe.latent_size,
         "moe_apply_probs_on_input": experts.probs_on_input,
-        **_shared(moe.shared),
+        "moe_shared_expert_intermediate_size": moe.shared.mlp.ffn_hidden_size if moe.shared else None,
+        "moe_shared_expert_gate": moe.shared is not None and moe.shared.gate,
     }
-
-
-def _shared(shared: SharedExpertsConfig | None) -> dict[str, Any]:
-    if shared is None:
-        return {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
-    return {"moe_shared_expert_intermediate_size": shared.mlp.ffn_hidden_size, "moe_shared_expert_gate": shared.gate}
 
 
 _MODEL_GROUPS = ("model", "attention", "moe")
 _TRAINING_FLAGS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "max_position_embeddings",
-    "mtp_num_layers",
-    "vocab_size",
+    *("attention_dropout", "hidden_dropout", "init_method_std"),
+    *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
 """Flags that may differ without changing the meaning of layer weights; published checkpoints often lack MTP layers."""
 _HEADINGS = ("flag", "this run", "published")
@@ -250,11 +234,10 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
             words = None if value is None else tuple(words_of(flag.type, value))
             layer.append(Given(flag.option, words, str(path)))
     expressed = described(published)
+    remedy = "correct config.json, or give the model flags without --from-hf-config"
     unsupported = differences(expressed, with_latent_norms_of(expressed, published))
     if unsupported:
-        remedy = "correct config.json, or give the model flags without --from-hf-config"
-        what = [f"{path}: no flag describes its {line}" for line in unsupported]
-        raise FlagErrors([Problem(what=each, remedy=remedy) for each in what])
+        raise FlagErrors([Problem(what=f"{path}: no flag describes its {line}", remedy=remedy) for line in unsupported])
     return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
 
 
@@ -269,7 +252,8 @@ def compared_with(folder: str, settings: Settings) -> str:
     lines = differences(ours, published)
     rows = _differing_flags(settings.registry, ours, published)
     if not lines:
-        others = _table([row for row in rows if row[0] in _training_options(settings.registry)])
+        training = [settings.registry.flags[name].option for name in _TRAINING_FLAGS]
+        others = _table([row for row in rows if row[0] in training])
         return f"The flags describe the model of {path}." + (f" Choices of this run:\n{others}" if others else "")
     count = f"1 difference from {path}:" if len(lines) == 1 else f"{len(lines)} differences from {path}:"
     parts = [count, *(f"  {line}" for line in lines)]
@@ -318,10 +302,6 @@ def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConf
         if run != theirs:
             rows.append((flag.option, run, theirs))
     return rows
-
-
-def _training_options(registry: Registry) -> list[str]:
-    return [registry.flags[name].option for name in _TRAINING_FLAGS]
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from arguments.errors import FlagErrors, Problem
+from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.parallel import Launch
 
 _SRUN_SPECIAL_STEPS = 4294967290
@@ -61,12 +62,10 @@ def other_ranks(
     for option, planned, started, unit in (
         ("--world-size", world_size, launch.world_size, "rank"),
         ("--nodes", nodes, started_nodes, "node"),
-        ("--gpus-per-node", gpus_per_node, launch.local_world_size, "rank on this node"),
+        ("--gpus-per-node", gpus_per_node, launch.local_world_size, "local rank"),
     ):
         if planned not in (None, started):
-            head, _, tail = unit.partition(" ")
-            counted = " ".join(filter(None, (f"{head}{'s' * (started != 1)}", tail)))
-            what = f"{option} {planned}, but this run was started with {started} {counted}"
+            what = f"{option} {planned}, but this run was started with {counted(started, unit)}"
             remedy = f"start {planned} by torchrun or srun, add --dry-run, or leave {option} out"
             yield Problem(what=what, remedy=remedy)
 

@@ -33,6 +33,7 @@ _LOSS_CHUNK = 1024
 
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     """Builds the model config for a vocabulary size before padding."""
+    fuses_output_layer = flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
     return from_flags(
         ModelConfig,
         flags,
@@ -42,7 +43,7 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
         position_embedding="rope" if flags.position_embedding_type == "yarn" else flags.position_embedding_type,
         max_positions=flags.max_position_embeddings,
         tied_embeddings=not flags.untie_embeddings_and_output_weights,
-        loss_chunk=_LOSS_CHUNK if _fuses_output_layer(flags) else None,
+        loss_chunk=_LOSS_CHUNK if fuses_output_layer else None,
         embedding_dropout=flags.hidden_dropout,
         mtp=_mtp(flags),
         init=InitConfig(
@@ -52,10 +53,6 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
             method="xavier_uniform" if flags.init_method_xavier_uniform else flags.init_method,
         ),
     )
-
-
-def _fuses_output_layer(flags: Flags) -> bool:
-    return flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
 
 
 def _layers(flags: Flags) -> tuple[LayerConfig, ...]:

@@ -126,7 +126,8 @@ def broken_rules(
             only_given = hasattr(rule, "lists_given_flags")
             listed = [name for name in flags.names if name in facts or _is_listed(name, settings, only_given)]
             given = tuple(_row(name, settings, facts) for name in listed)
-            yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
+            reason = " ".join((rule.__doc__ or "").split())
+            yield Problem(what=what, remedy=remedy, reason=reason, given=given, waits=_waits(rule))
 
 
 def _waits(rule: Rule) -> Waits:
@@ -237,7 +238,3 @@ def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
     """Returns whether a problem lists a flag: a given one, or one with a default other than off or unset."""
     flag = settings.registry.flags[name]
     return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))
-
-
-def _reason(rule: Rule) -> str:
-    return " ".join((rule.__doc__ or "").split())

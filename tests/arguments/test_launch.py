@@ -238,4 +238,4 @@ def test_a_run_planned_for_some_ranks_is_not_started_on_others():
     (problem,) = other_ranks(None, 2, None, Launch())
     assert problem.what == "--nodes 2, but this run was started with 1 node"
     (problem,) = other_ranks(None, None, 8, Launch())
-    assert problem.what == "--gpus-per-node 8, but this run was started with 1 rank on this node"
+    assert problem.what == "--gpus-per-node 8, but this run was started with 1 local rank"
