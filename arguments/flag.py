@@ -8,11 +8,12 @@ declares `--hidden-size`. The annotation gives its type and choices; a `bool` fi
 
 import ast
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple
+
+from arguments.values import words_of
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
 """Comparison with Megatron-LM: same meaning; close (the note states the difference); ours, not in Megatron-LM; not
@@ -77,9 +78,24 @@ def flag(
     return field(default=default, metadata={"flag": declaration})
 
 
-def not_yet(note: str, **options: Any) -> Callable[..., Any]:
-    """Returns a `flag` function for the flags of a feature that is not available yet."""
-    return partial(flag, status="not yet", note=note, **options)
+def close(default: object, note: str, **options: Any) -> Any:
+    """Declares a flag that differs from Megatron's; `note` states the difference."""
+    return flag(default, status="close", note=note, **options)
+
+
+def ours(default: object, note: str = "", **options: Any) -> Any:
+    """Declares a flag that Megatron does not have."""
+    return flag(default, status="ours", note=note, **options)
+
+
+def not_yet(default: object, note: str, **options: Any) -> Any:
+    """Declares a flag of a feature that is not available yet; `note` states the alternative."""
+    return flag(default, status="not yet", note=note, **options)
+
+
+def refused(default: object, note: str, **options: Any) -> Any:
+    """Declares a flag of a feature that will not be available; `note` states the alternative."""
+    return flag(default, status="refused", note=note, **options)
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,12 @@ class Flag:
     def off_options(self) -> tuple[str, ...]:
         """Spellings that switch the flag off."""
         return ("--no-" + self.option[2:], *self.declaration.off) if self.is_switch else ()
+
+    def text(self, value: object) -> str:
+        """Formats a value for messages and help texts."""
+        if self.is_switch:
+            return "on" if value else "off"
+        return "not set" if value in (None, ()) else " ".join(words_of(self.type, value))
 
     def available(self, value: object) -> bool:
         """Whether this program supports `value`."""

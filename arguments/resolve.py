@@ -40,7 +40,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
     model = model_config(flags, vocab_size)
-    layout = _layout(flags, model)
+    layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
     return from_flags(
         RunPlan,
         flags,
@@ -90,10 +90,6 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
         return None
     heads, ring = sizes
     return heads, ring
-
-
-def _layout(flags: Flags, model: ModelConfig) -> PipelineLayout:
-    return derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
