@@ -192,7 +192,7 @@ class _Builder:
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
     def _splits(self) -> tuple[Samples | None, dict[str, Samples], Samples | None]:
-        own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
+        own = {name: parse_blend(getattr(self.config, f"{name}_data_path")) for name in SPLITS}
         if self.config.mock_data or not any(own.values()):
             shared = Blend(prefixes=("mock",)) if self.config.mock_data else parse_blend(self.config.data_path)
             if shared is None:

@@ -17,7 +17,7 @@ from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 from megatron_moe.parallel.context import ParallelContext
 
 
-class _Loader:
+class _MicrobatchLoader:
     """Builds this data-parallel rank's microbatches from samples."""
 
     def __init__(self, samples: Samples, masks: MaskConfig, context: ParallelContext) -> None:
@@ -36,7 +36,7 @@ class _Loader:
         return split_sequence(to_device(batch, self._context.device), self._context)
 
 
-class TrainLoader(_Loader):
+class TrainLoader(_MicrobatchLoader):
     """Iterates over the microbatches of successive steps.
 
     The only state is the number of samples consumed by all ranks. `prefetch` builds the next step's batches on a thread
@@ -140,7 +140,7 @@ class TrainLoader(_Loader):
         return [self._on_host(indices) for indices in self.order.indices(positions)]
 
 
-class EvalLoader(_Loader):
+class EvalLoader(_MicrobatchLoader):
     """Iterates over the batches of one validation or test set.
 
     Evaluation k uses the k-th group of `eval_iters` global batches, cyclically; `eval_iters` None uses all full batches
