@@ -5,64 +5,26 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.training import BatchConfig
 
 
 class BatchSchedule:
-    """Global batch size by consumed samples, with `--rampup-batch-size START INCREMENT SAMPLES`.
-
-    The batch size grows from START in steps of INCREMENT, evenly spaced in consumed samples, to its full size after
-    SAMPLES. Raises `EnvironmentProblem` if a size is not divisible into microbatches of all data-parallel ranks.
-    """
+    """Global batch size, in microbatches of all data-parallel ranks, by consumed samples (`BatchConfig.size_at`)."""
 
     def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
         self.micro = batch.micro_batch_size
         self.data_parallel = data_parallel
         self.full = batch.global_batch_size
-        self.start, self.increment, self.ramp_samples = batch.rampup_batch_size or (batch.global_batch_size, 1, 0)
-        self._batch = batch
-        self._check_ramp()
-        for size in self.sizes:
-            self._check_divides(size)
-
-    @property
-    def sizes(self) -> range:
-        """Every global batch size that occurs."""
-        return range(self.start, self.full + 1, self.increment)
-
-    @property
-    def samples_per_microstep(self) -> int:
-        """Sequences of one microbatch over all data-parallel ranks."""
-        return self.micro * self.data_parallel
-
-    def global_batch(self, consumed: int) -> int:
-        """Sequences of the step that begins after `consumed` samples."""
-        return self._batch.size_at(consumed)
+        self.global_batch = batch.size_at
+        """Sequences of the step that begins after a number of consumed samples."""
 
     def num_microbatches(self, consumed: int) -> int:
         """Microbatches of every rank in the step that begins after `consumed` samples."""
-        return self.global_batch(consumed) // self.samples_per_microstep
-
-    def _check_ramp(self) -> None:
-        if self.start < 1 or self.increment < 1 or self.ramp_samples < 0 or self.start > self.full:
-            raise EnvironmentProblem(
-                f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} must start between 1 and the "
-                f"global batch size {self.full} and grow by at least 1"
-            )
-        if (self.full - self.start) % self.increment:
-            raise EnvironmentProblem(
-                f"--rampup-batch-size cannot go from {self.start} to the global batch size {self.full} in steps of "
-                f"{self.increment}: the distance {self.full - self.start} is not a multiple of it"
-            )
-
-    def _check_divides(self, size: int) -> None:
-        if size % self.samples_per_microstep or size < 1:
-            raise EnvironmentProblem(
-                f"global batch size {size} is not a multiple of {self.samples_per_microstep} = micro batch size "
-                f"{self.micro} x data-parallel size {self.data_parallel}; change --global-batch-size, "
-                f"--micro-batch-size or the number of ranks"
-            )
+        size, micro_step = self.global_batch(consumed), self.micro * self.data_parallel
+        assert size and size % micro_step == 0, (
+            f"{size} sequences are no multiple of {self.micro} x {self.data_parallel}"
+        )
+        return size // micro_step
 
 
 @dataclass(frozen=True, kw_only=True)
