@@ -184,5 +184,5 @@ def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
     reduction, _ = next(iter(recorded.values()))
     layers = {layer: recorded[layer][1] for layer in sorted(recorded)}
     values = list(layers.values())
-    whole = reduce(torch.maximum, values) if reduction == "max" else sum(values) / len(values)
+    whole = reduce(torch.maximum, values) if reduction == "max" else reduce(torch.add, values) / len(values)
     return Metric(whole.tolist(), {layer: value.tolist() for layer, value in layers.items()})

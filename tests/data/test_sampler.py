@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
+from megatron_moe.data.loader import BatchSchedule, SampleOrder, step_positions
 
 
 def schedule(micro: int, size: int, dp: int, rampup: tuple[int, int, int] | None = None) -> BatchSchedule:
