@@ -157,18 +157,18 @@ class RankMemory:
         other._layers, other._held, other._moments = self._layers, self._held, self._moments
         return other
 
-    def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
+    def all_ranks(self) -> list[RankBytes]:
         """Memory of every pipeline rank."""
-        return [self.of_rank(rank, num_microbatches) for rank in range(self.plan.layout.pp)]
+        return [self.of_rank(rank) for rank in range(self.plan.layout.pp)]
 
-    def of_rank(self, rank: int, num_microbatches: int) -> RankBytes:
+    def of_rank(self, rank: int) -> RankBytes:
         """Memory of one pipeline rank."""
         plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         late = [sum(map(self._late, of_chunk)) for of_chunk in self.layers_of_chunks(rank)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
-        in_flight, delayed = _peak(self.moments(rank, num_microbatches), sizes, late)
+        in_flight, delayed = _peak(self.moments(rank), sizes, late)
         modules: dict[str, float] = defaultdict(float)
         for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
@@ -196,12 +196,12 @@ class RankMemory:
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
         )
 
-    def moments(self, rank: int, num_microbatches: int) -> list[Moment]:
+    def moments(self, rank: int) -> list[Moment]:
         """Distinct numbers of microbatches that a pipeline rank stores after each computation, over a few groups of
         microbatches: the rest of a long step is periodic."""
         interval = self.plan.memory.moe_expert_wgrad_interval
-        group = self.plan.schedule(num_microbatches).group
-        count = min(num_microbatches, groups_of_moments(interval) * group)
+        schedule = self.plan.schedule(self.plan.num_microbatches)
+        count = min(schedule.num_microbatches, groups_of_moments(interval) * schedule.group)
         key = rank, count, interval
         if key not in self._moments:
             entries = computations(self.plan.schedule(count), rank)
@@ -395,7 +395,7 @@ def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
     memory = RankMemory(plan)
     chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
-    for in_flight, _ in memory.moments(rank, plan.num_microbatches):
+    for in_flight, _ in memory.moments(rank):
         now: Counter[int] = Counter()
         for count, pages in zip(in_flight, chunks, strict=True):
             now += Counter({width: count * each for width, each in pages.items()})

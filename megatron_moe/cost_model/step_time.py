@@ -34,7 +34,7 @@ class StepTime:
         return self.compute / (1 - self.bubble)
 
 
-def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
+def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
     """Step time at the full global batch size."""
     seq, batch, world = plan.data.seq_length, plan.batch.global_batch_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
@@ -46,7 +46,7 @@ def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
         flops=flops,
         per_token=flops.total / (batch * seq),
         compute=seconds / world,
-        bubble=pipeline_bubble(plan.schedule(num_microbatches), stage_costs(plan)),
+        bubble=pipeline_bubble(plan.schedule(plan.num_microbatches), stage_costs(plan)),
     )
 
 

@@ -118,7 +118,6 @@ class Communication:
     plan: RunPlan
     placements: dict[str, Placement]
     """Placement of each process group, by name."""
-    num_microbatches: int
     destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
@@ -149,7 +148,7 @@ class Communication:
         layers = [model.layers[index] for stage in stages for index in stage.layers]
         layers += [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
         for layer, count in Counter(layers).items():
-            times = count * self.num_microbatches
+            times = count * self.plan.num_microbatches
             for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
                 yield each.repeated(times)
 
@@ -235,7 +234,7 @@ class Communication:
                 (self._sharded_linears("embedding", 0, hidden), stage.embedding + stage.num_mtp),
                 (self._sharded_linears("head", hidden, 0), stage.loss * (1 + self.plan.model.num_mtp)),
             ):
-                yield each.repeated(times * self.num_microbatches)
+                yield each.repeated(times * self.plan.num_microbatches)
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
         """One all-reduce of gradients per step; with ZeRO-1 a reduce-scatter of them and an all-gather of weights."""
@@ -263,6 +262,8 @@ class Communication:
             return
         last = len(layout.stages) - 1
         sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
-        size = float(sent * self.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation)
+        size = float(
+            sent * self.plan.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation
+        )
         crosses = self.placements["pp"].domains[1] > 1
         yield Traffic(group="pp", what="hidden states", bytes=size, far=size if crosses else 0.0, hidden=True)

@@ -1,5 +1,7 @@
-"""Training, validation and test samples of a run, built from `DataConfig`."""
+"""Training, validation and test samples of a run, built from `DataConfig`; parses `--data-path` and `--split`."""
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,28 +14,85 @@ from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem, RunError
 from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.data.batch import MaskConfig, Samples
-from megatron_moe.data.blend import (
-    SPLITS,
-    Blend,
-    BlendedSamples,
-    normalize,
-    parse_blend,
-    parse_split,
-    samples_per_dataset,
-    split_range,
-)
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.data.samples import Documents, DocumentSamples, SampleRequest
+from megatron_moe.data.samples import BlendedSamples, Documents, DocumentSamples, SampleRequest, normalize
 from megatron_moe.data.tokenizer import Tokenizer
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
+SPLITS = ("train", "valid", "test")
+_MOST_DATASETS = 32767
 Share = tuple[float, float]
 _MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
 """Limit per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
 """Interval of the collectives in which ranks wait for the first; well below the timeout of a collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Prefixes and weights of the data sets; `weights` None blends by size."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.prefixes) == 1 and self.weights is None
+
+
+def parse_blend(words: Sequence[str]) -> Blend | None:
+    """Parses one prefix, (weight, prefix) pairs or a list of prefixes; None for no words.
+
+    An even number of words is parsed as pairs if every other word is a number. Raises `DataProblem` for weights that
+    are not positive.
+    """
+    if not words:
+        return None
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or None in weights:
+        return Blend(prefixes=tuple(words))
+    given = tuple(weight for weight in weights if weight is not None)
+    for weight, prefix in zip(given, words[1::2], strict=True):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise DataProblem(f"--data-path gives {prefix} the weight {weight:g}; a weight must be larger than 0")
+    if len(given) >= _MOST_DATASETS:
+        raise DataProblem(f"--data-path blends {len(given):,} data sets; at most {_MOST_DATASETS - 1:,} are possible")
+    return Blend(prefixes=tuple(words[1::2]), weights=given)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
+    """Parses `"969, 30, 1"` to the (begin, end) shares of documents of train, valid and test; None for empty shares."""
+    numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
+    if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
+        raise DataProblem(
+            f'--split "{text}" must be up to three shares (train, valid, test) of which one is larger than 0, '
+            f'such as "969, 30, 1"'
+        )
+    shares = normalize(numbers + [0.0] * (len(SPLITS) - len(numbers)))
+    ends = [0.0]
+    for share in shares:
+        ends.append(ends[-1] + share)
+    return tuple(None if end <= begin else (begin, end) for begin, end in zip(ends[:-1], ends[1:], strict=True))
+
+
+def split_range(share: tuple[float, float], num_documents: int) -> range:
+    """Documents of one share of the split."""
+    begin, end = (int(round(edge * float(num_documents))) for edge in share)
+    return range(begin, end)
+
+
+def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
+    """Number of samples of each data set in a blend of `size` samples, increased by `surplus`; `weights` sum to 1."""
+    return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 class MockTokens:

@@ -58,7 +58,7 @@ class IndexedTokens:
         self.bin_path = Path(f"{prefix}.bin")
         self.idx_path = Path(f"{prefix}.idx")
         for path in (self.idx_path, self.bin_path):
-            if not _is_file(path):
+            if not os.path.isfile(path):  # False also for a name that is too long, such as a quoted blend
                 raise DataProblem(
                     f"data file {path} does not exist: --data-path takes the common prefix of a .bin and an .idx file, "
                     f"as written by tools/preprocess_data.py"
@@ -66,7 +66,10 @@ class IndexedTokens:
         index = _read_index(self.idx_path, mmap)
         self.dtype, self.sequence_lengths, self._pointers, self.document_bounds = index
         self._bin_size = self.bin_path.stat().st_size
-        self._check_bin_size()
+        expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if self._bin_size != expected:
+            described = f"{expected:,} ({len(self):,} sequences of {self.dtype.name})"
+            raise _damaged(self.bin_path, f"{self._bin_size:,} bytes, but {self.idx_path.name} describes {described}")
         self._map: np.ndarray | None = None
         self._file: int | None = None
         if mmap and self._bin_size:
@@ -142,19 +145,6 @@ class IndexedTokens:
             start += len(part)
             size -= len(part)
         return b"".join(parts)
-
-    def _check_bin_size(self) -> None:
-        expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        if self._bin_size != expected:
-            described = f"{expected:,} ({len(self):,} sequences of {self.dtype.name})"
-            raise _damaged(self.bin_path, f"{self._bin_size:,} bytes, but {self.idx_path.name} describes {described}")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # name too long, such as a quoted blend
-        return False
 
 
 def _map(path: Path) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Fixed-length samples of a shuffled stream of documents, in Megatron's order.
+"""Fixed-length samples of a shuffled stream of documents, and blends of them, in Megatron's order.
 
 Three index arrays define the tokens of sample i:
 
@@ -219,3 +219,106 @@ def _shuffled(parts: Sequence[np.ndarray], rng: np.random.RandomState) -> np.nda
     for part in parts:
         rng.shuffle(part)
     return np.concatenate(parts)
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, by numpy for bitwise equality with Megatron."""
+    values = np.array(weights, dtype=np.float64)
+    return (values / np.sum(values)).tolist()
+
+
+def blend_order(
+    weights: Sequence[float] | np.ndarray, size: int, limits: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
+
+    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals. `limits`
+    are the numbers of samples of the data sets, none of which is exceeded.
+    """
+    shares = np.asarray(weights, dtype=np.float64)
+    used = np.zeros(len(shares), dtype=np.float64)
+    deficit = np.empty_like(used)
+    dataset = np.zeros(size, dtype=np.int16)
+    for sample in range(size):
+        np.multiply(shares, max(sample, 1), out=deficit)
+        deficit -= used
+        if limits is not None:
+            deficit[used == limits] = -np.inf
+        chosen = deficit.argmax()
+        dataset[sample] = chosen
+        used[chosen] += 1
+    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(shares))}
+
+
+def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
+    """Number of earlier entries with the same data set, int64 [len(dataset)]."""
+    counts = np.empty(len(dataset), dtype=np.int64)
+    for chosen in range(num_datasets):
+        places = np.flatnonzero(dataset == chosen)
+        counts[places] = np.arange(len(places))
+    return counts
+
+
+class BlendedSamples:
+    """Interleaved samples of several `DocumentSamples`.
+
+    `weights` need a `size`. `weights` None blends by the lengths of the data sets; `size` then limits the number of
+    samples.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[DocumentSamples],
+        weights: Sequence[float] | None,
+        size: int | None,
+        cache_dir: Path | None,
+    ) -> None:
+        self.parts = tuple(parts)
+        self._lengths = [len(part) for part in parts]
+        if weights is None:
+            total = sum(self._lengths)
+            self._weights = None
+            self._size = total if size is None else min(size, total)
+        else:
+            assert size is not None, "a blend by weights needs a size"
+            self._weights = normalize(weights)
+            self._size = size
+        self.inputs = {
+            "class": "BlendedDataset",
+            "datasets": [part.inputs for part in parts],
+            "weights": self._weights,
+            "size": self._size,
+        }
+        arrays = load_or_build(
+            cache_dir, f"BlendedDataset-{self.parts[0].inputs['index_split']}", self.inputs, self._build_order
+        )
+        self._dataset = arrays["dataset_index"]
+        self._sample = arrays["dataset_sample_index"]
+        for part, count in zip(self.parts, np.bincount(self._dataset, minlength=len(self.parts)), strict=True):
+            if count > len(part):
+                raise DataProblem(
+                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; the number per data "
+                    f"set is rounded up: take more samples (--train-iters, --eval-iters) or blend fewer data sets"
+                )
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        # The size does not matter: a shorter blend is a prefix of a longer one.
+        return digest_of({"datasets": [part.fingerprint for part in self.parts], "weights": self._weights})
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Sample `index` as int64 [seq_length + 1], padded with `PADDING`."""
+        return self.parts[self._dataset[index]].tokens(int(self._sample[index]))
+
+    def locate(self, index: int, position: int) -> str:
+        """File, document and offset of token `position` of sample `index`, as text for messages."""
+        return self.parts[self._dataset[index]].locate(int(self._sample[index]), position)
+
+    def _build_order(self) -> dict[str, np.ndarray]:
+        if self._weights is not None:
+            return blend_order(self._weights, self._size)
+        lengths = np.array(self._lengths)
+        return blend_order(lengths / lengths.sum(dtype=np.float64), self._size, limits=lengths)

@@ -7,7 +7,7 @@ result to the host once.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -52,16 +52,8 @@ class _PendingRows:
     number: int = 0
 
 
-@dataclass(frozen=True)
-class _Total:
-    """Entry reduced over all ranks, on the host."""
-
-    reduction: Reduction
-    values: list[float]
-    is_vector: bool
-
-    def figure(self) -> MetricValue:
-        return self.values if self.is_vector else self.values[0]
+_Total = tuple[Reduction, Tensor]
+"""(reduction, fp64 value in host memory) of an entry reduced over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +159,16 @@ def _reduced(entries: Mapping[Key, _MetricEntry], context: ParallelContext) -> d
         reduced.append(all_reduce_(_flat(sums), group, "sum"))
     if maxima:
         reduced.append(all_reduce_(_flat(maxima), group, "max"))
-    numbers = iter(torch.cat(reduced).tolist() if reduced else ())
+    shapes = [tensor.shape for tensor in (*sums, *maxima)]
+    flat = torch.cat(reduced).cpu().split([shape.numel() for shape in shapes]) if reduced else ()
+    values = iter(value.view(shape) for value, shape in zip(flat, shapes, strict=True))
     totals: dict[Key, _Total] = {}
     for key in (*added, *largest):
-        entry = entries[key]
-        values = list(islice(numbers, entry.value.numel()))
-        count = 1.0 if entry.reduction == "max" else next(numbers)
-        if entry.reduction == "mean":
-            values = [value / count if count else math.nan for value in values]
-        totals[key] = _Total(entry.reduction, values, is_vector=entry.value.dim() > 0)
+        reduction, value = entries[key].reduction, next(values)
+        count = 1.0 if reduction == "max" else float(next(values))
+        if reduction == "mean":
+            value = value / count if count else torch.full_like(value, math.nan)
+        totals[key] = reduction, value
     return {key: totals[key] for key in entries}
 
 
@@ -186,11 +179,10 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
     """Combines the layers of one metric: their mean, or their maximum for "max"."""
     if (name, None) in totals:
-        return Metric(totals[name, None].figure())
+        return Metric(totals[name, None][1].tolist())
     recorded = {layer: total for (other, layer), total in totals.items() if other == name and layer is not None}
-    layers = {layer: recorded[layer] for layer in sorted(recorded)}
-    first = next(iter(layers.values()))
-    columns = zip(*(total.values for total in layers.values()), strict=True)
-    values = [max(column) if first.reduction == "max" else sum(column) / len(column) for column in columns]
-    whole = _Total(first.reduction, values, first.is_vector)
-    return Metric(whole.figure(), {layer: total.figure() for layer, total in layers.items()})
+    reduction, _ = next(iter(recorded.values()))
+    layers = {layer: recorded[layer][1] for layer in sorted(recorded)}
+    values = list(layers.values())
+    whole = reduce(torch.maximum, values) if reduction == "max" else reduce(torch.add, values) / len(values)
+    return Metric(whole.tolist(), {layer: value.tolist() for layer, value in layers.items()})

@@ -74,11 +74,10 @@ class Estimator:
     ) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
-        self.num_microbatches = plan.num_microbatches
         self.rank = plan.layout.pp // 2
         """Pipeline rank whose communication is counted."""
         self.stages = LayerWork(plan, self.rates).of_stages()
-        self.traffic = Communication(plan, placements, self.num_microbatches, destinations).of_rank(self.rank)
+        self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
         """Layers of the mean pipeline rank, as a multiple of those of `rank`."""
@@ -88,9 +87,9 @@ class Estimator:
         plan = self.plan
         idle = 0.0
         if bubble:
-            idle = pipeline_bubble(plan.schedule(self.num_microbatches), [work.total for work in self.stages])
+            idle = pipeline_bubble(plan.schedule(self.plan.num_microbatches), [work.total for work in self.stages])
         # work of the mean pipeline rank
-        work = sum(self.stages, Work()) * (self.num_microbatches / plan.layout.pp)
+        work = sum(self.stages, Work()) * (self.plan.num_microbatches / plan.layout.pp)
         tensor = self._in_layers("tp")
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
@@ -140,14 +139,14 @@ class Estimator:
     def _pipeline(self) -> float:
         """Exposed transfers: one hidden state through all stages at the start and at the end of a step."""
         pp, vpp = self.plan.layout.pp, self.plan.layout.vpp
-        return self._seconds("pp") * (pp - 1) / (self.num_microbatches * vpp)
+        return self._seconds("pp") * (pp - 1) / (self.plan.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
         """Overlapped reduction is hidden by the last backward of a step, overlapped gathering by the first forward."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
-            hidden = work.total / self.num_microbatches * share if all(each.hidden for each in found) else 0.0
+            hidden = work.total / self.plan.num_microbatches * share if all(each.hidden for each in found) else 0.0
             exposed += max(0.0, sum(each.seconds(self.gpu) for each in found) - hidden)
         return exposed
 
@@ -155,7 +154,7 @@ class Estimator:
         """Copies to the host are hidden by the forward (1/3 of the work), those back by the backward."""
         if not self.plan.memory.offload.offload_modules:
             return 0.0
-        num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.num_microbatches
+        num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
         exposed = num_bytes_moved / self.rates.host_link - work.total / 3
         return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 

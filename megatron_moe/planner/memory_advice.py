@@ -16,7 +16,7 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
 
     `device_name`: name of the GPU according to CUDA; times are those of an H100 if the cost model does not have it.
     """
-    yield from _expected(RankMemory(plan).of_rank(pipeline_rank, plan.num_microbatches))
+    yield from _expected(RankMemory(plan).of_rank(pipeline_rank))
     options = best_options(plan, pipeline_rank, device_name)
     if options:
         yield "the memory options that would save most:"
@@ -27,7 +27,7 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
 
 def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> list[tuple[MemoryOption, float, float]]:
     """(option, bytes saved on this rank, relative increase of the step time) of the options that save most."""
-    options = [(option, saved(plan, option, pipeline_rank, plan.num_microbatches)) for option in more_switches(plan)]
+    options = [(option, saved(plan, option, pipeline_rank)) for option in more_switches(plan)]
     best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_OPTIONS]
     gpu = next((gpu for gpu in GPUS.values() if gpu.name in device_name.split()), GPUS["h100"])
     planner = Planner(gpu)

@@ -148,12 +148,9 @@ def with_host_optimizer(plan: RunPlan) -> RunPlan:
     )
 
 
-def saved(plan: RunPlan, switch: MemoryOption, rank: int, num_microbatches: int) -> float:
+def saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
     """Bytes that an option saves on one pipeline rank."""
-    changed = switch.apply(plan)
-    changed_microbatches = num_microbatches * plan.batch.micro_batch_size // changed.batch.micro_batch_size
-    before = RankMemory(plan).of_rank(rank, num_microbatches)
-    return before.total - RankMemory(changed).of_rank(rank, changed_microbatches).total
+    return RankMemory(plan).of_rank(rank).total - RankMemory(option.apply(plan)).of_rank(rank).total
 
 
 def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:

@@ -111,7 +111,7 @@ class Planner:
 
     def heaviest(self, plan: RunPlan) -> RankBytes:
         """Memory of the pipeline rank with the highest peak."""
-        return heaviest(RankMemory(plan, self.imbalance).all_ranks(plan.num_microbatches))
+        return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
         """Like `fit`, with optimizer options if needed: 16-bit master remainders, which cost no time; then also bf16
@@ -126,16 +126,16 @@ class Planner:
     def fit(self, plan: RunPlan) -> PlannedLayout | None:
         """The plan with the cheapest activation recompute and offload with which it fits, replacing its own; None if it
         does not fit with any."""
-        plain, count = without_options(plan), plan.num_microbatches
+        plain = without_options(plan)
         memory = RankMemory(plain, self.imbalance)
         # the heaviest rank is one of the first two, which have the most in flight, or the last, which has the loss
         likely = sorted({0, min(1, plain.layout.pp - 1), plain.layout.pp - 1})
-        before = heaviest([memory.of_rank(rank, count) for rank in likely])
+        before = heaviest([memory.of_rank(rank) for rank in likely])
         for changed in self._candidates(plain, memory, before):
             changed_memory = memory.with_options(changed.memory)
-            if not self.fits(changed_memory.of_rank(before.rank, count)):
+            if not self.fits(changed_memory.of_rank(before.rank)):
                 continue
-            after = heaviest(changed_memory.all_ranks(count))
+            after = heaviest(changed_memory.all_ranks())
             if self.fits(after):
                 step = self.estimator(changed).step()
                 return PlannedLayout(plan=changed, step=step, memory=after, plain_bytes=before.total)
@@ -148,7 +148,7 @@ class Planner:
         singles += [with_offload(plain, names) for names in self._offloads if names]
         gains: dict[object, float] = {(): 0.0}
         for each in singles:
-            after = memory.with_options(each.memory).of_rank(before.rank, plain.num_microbatches)
+            after = memory.with_options(each.memory).of_rank(before.rank)
             gains[_key(each)] = before.total - after.total
         found = [each for each in self._sets(plain) if _is_full(each) or _sum(each, gains) >= _SAFETY * excess]
         if found and excess > 0:

@@ -14,8 +14,7 @@ from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import LoadedCheckpoint, find, load
 from megatron_moe.checkpoint.manifest import Manifest, TensorEntry, TensorPiece, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.parallel import ParallelConfig
@@ -28,6 +27,7 @@ from tests.helpers.checkpoint_files import (
     saved_folder,
     some_state,
     some_tensors,
+    verify,
     whole,
 )
 from tests.helpers.ranks import on_threads

@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_moe.config.exit_codes import DataProblem
-from megatron_moe.data.blend import (
-    Blend,
-    BlendedSamples,
-    blend_order,
-    normalize,
-    parse_blend,
-    parse_split,
-    samples_per_dataset,
-    split_range,
-)
+from megatron_moe.data.datasets import Blend, parse_blend, parse_split, samples_per_dataset, split_range
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.data.samples import DocumentSamples, SampleRequest
+from megatron_moe.data.samples import BlendedSamples, DocumentSamples, SampleRequest, blend_order, normalize
 from tests.helpers.tiny_data import corpus
 
 

@@ -27,12 +27,11 @@ import torch.distributed as dist
 from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.checkpoint_files import FaultyStorage, disk_full
+from tests.helpers.checkpoint_files import FaultyStorage, disk_full, verify
 
 NUM_RANKS = 4
 WIDTH = 1 << 14

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
+from tests.helpers.checkpoint_files import verify
 from tests.helpers.ranks import free_port, run_program
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0", "--exit-signal-handler")

@@ -15,8 +15,8 @@ from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, fin
 from megatron_moe.checkpoint.manifest import MANIFEST, TORCH_DTYPES, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import TensorShard, fill, tensor_key
-from megatron_moe.checkpoint.verify import open_verified
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, fill, tensor_key
+from megatron_moe.checkpoint.verify import open_verified, verify_checkpoint
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
@@ -154,3 +154,8 @@ def flip_bit(path: Path, position: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
+
+
+def verify(path: Path) -> list[str]:
+    """Lists all problems of a checkpoint; empty if every byte verifies."""
+    return list(verify_checkpoint(path).problems)

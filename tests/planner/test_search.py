@@ -94,7 +94,7 @@ def test_master_remainders_are_enabled_before_recompute():
     plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1)
     planner = Planner(GPUS["h200"])
     for less, remainders in ((0.0, False), (1.0, True)):
-        planner.room = RankMemory(plan).of_rank(0, 4).total - less * GIB
+        planner.room = RankMemory(plan).of_rank(0).total - less * GIB
         found = planner.fit_with_optimizer(plan)
         assert found is not None and found.plan.memory.recompute.recompute_granularity == "none"
         assert found.plan.precision == replace(plan.precision, store_param_remainders=remainders)
@@ -140,11 +140,11 @@ def test_memory_option_equals_its_flags(name):
         read = plan_search.as_given(plan_search.settings_of(["--recipe", name, *switch.flags.split()], REGISTRY), 1)
         found = switch.apply(plan)
         assert (read.precision, read.batch) == (found.precision, found.batch), switch.flags
-        assert RankMemory(read).of_rank(0, 4).total == RankMemory(found).of_rank(0, 4).total, switch.flags
+        assert RankMemory(read).of_rank(0).total == RankMemory(found).of_rank(0).total, switch.flags
 
 
 def test_memory_options_save_memory():
     plan = plan_search.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), 1)
     for switch in more_switches(plan):
         if any(word in switch.flags for word in ("recompute", "exp-avg", "wgrad-interval")):
-            assert saved(plan, switch, 0, 4) > 0, switch.flags
+            assert saved(plan, switch, 0) > 0, switch.flags

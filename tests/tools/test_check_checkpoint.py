@@ -7,11 +7,10 @@ import torch
 
 from megatron_moe.checkpoint.manifest import MANIFEST
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.checkpoint_files import flip_bit, saved_folder, some_state
+from tests.helpers.checkpoint_files import flip_bit, saved_folder, some_state, verify
 from tools.check_checkpoint import main
 
 VALID, INVALID = ExitCode.OK, ExitCode.CHECKPOINT

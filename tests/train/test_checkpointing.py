@@ -22,7 +22,6 @@ from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.manifest import CorruptCheckpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import total_bytes
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.precision import PrecisionConfig
@@ -37,7 +36,7 @@ from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLo
 from megatron_moe.train.train_state import TrainState, check_train_state
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
-from tests.helpers.checkpoint_files import rewrite_text
+from tests.helpers.checkpoint_files import rewrite_text, verify
 from tests.helpers.tiny_data import write_tokens
 from tests.helpers.tiny_models import dense_ancestor
 from tests.helpers.tolerances import EXACT
