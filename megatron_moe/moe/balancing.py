@@ -13,7 +13,7 @@ scores over tokens. Padding tokens are not counted.
 
 Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each rank has f and the number of
 tokens of the whole microbatch, but only the scores of its local tokens. It computes a partial loss and the gradient of
-its local tokens; the loss is the sum of the partial losses of all ranks.
+its local tokens; the loss is the sum over ranks.
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,7 @@ class BatchTokens:
 
 
 class BalancingLosses:
-    """Computes the balancing losses of one microbatch from the score and choice sums of this rank's tokens, summed over
-    the whole microbatch or over each sequence (dim G).
+    """Balancing losses of one microbatch, from scores and choices summed over this rank's tokens (G = 1) or sequences.
 
     The fractions f have no gradient, so every loss is a weighted sum of the score sums.
     """
@@ -92,7 +91,7 @@ class BalancingLosses:
         self._whole_counts_GE: Tensor | None = None
 
     def _whole_counts(self) -> Tensor:
-        """Number of choices per set and expert on all ranks of the microbatch, int64 [G, E]."""
+        """Number of choices per set and expert, over all ranks of the microbatch, int64 [G, E]."""
         if self._whole_counts_GE is None:
             self._whole_counts_GE = self._counts_GE
             if self._tokens.group.size > 1:
@@ -153,8 +152,7 @@ def update_routers(
 ) -> None:
     """Updates the expert biases and quantile thresholds of all routers, once per global batch after the last backward.
 
-    `proceed`: bool scalar on the device; False (skipped step) leaves biases and thresholds unchanged. Statistics are
-    reset.
+    `proceed`: bool scalar on the device; False (skipped step) only resets the statistics.
     """
     if not routers:
         return

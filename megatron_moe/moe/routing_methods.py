@@ -28,11 +28,9 @@ _SINKHORN_EPS = 1e-8
 def sinkhorn_choice(
     logits_TE: Tensor, topk: int, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (ids_TK, probs_TK), selected by the Sinkhorn-balanced matrix if `balance` (training), else by
-    probability.
+    """Returns (ids_TK, probs_TK), selected by the balanced matrix if `balance` (training), else by probability.
 
-    The probability of a choice is sigmoid(logit) for K = 1 and otherwise its softmax over all experts, not
-    renormalised.
+    The probability of a choice is sigmoid(logit) for K = 1, otherwise the softmax over all experts, not renormalised.
     """
     wide_TE = logits_TE.to(internal_dtype(logits_TE.dtype))
     weights_TE = wide_TE.sigmoid() if topk == 1 else wide_TE.softmax(dim=-1)

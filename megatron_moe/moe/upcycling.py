@@ -83,9 +83,7 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
     if router.topk % granularity:
         return f"top-{router.topk} does not select whole virtual groups of {granularity} experts"
     if router.group_topk and router.num_groups and router.num_experts // router.num_groups % granularity:
-        return (
-            f"expert groups of {router.num_experts // router.num_groups} cut virtual groups of {granularity} experts"
-        )
+        return f"expert groups of {router.num_experts // router.num_groups} cut virtual groups of {granularity} experts"
     if config.capacity is not None:
         return "the capacity of the experts may drop tokens"
     return None

@@ -29,8 +29,7 @@ class ExchangePlan:
     num_held: int
     """Number of rows that this rank's experts receive from all etp x ep ranks."""
     counts_Pe: Tensor
-    """int64 number of rows from each source rank to each local expert; sources in arrival order (see
-    `_arrival_order`)."""
+    """int64 number of rows from each source rank to each local expert; sources as in `_arrival_order`."""
 
 
 @dataclass(frozen=True)

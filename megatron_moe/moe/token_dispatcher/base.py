@@ -30,8 +30,7 @@ class Routing:
     counts_E: Tensor
     """int64 number of this rank's tokens per expert, on the device."""
     capacity: int | None = None
-    """Number of rows to which each expert's input is padded (`--moe-pad-expert-input-to-capacity`); None: no
-    padding."""
+    """Rows per expert after padding (`--moe-pad-expert-input-to-capacity`); None: no padding."""
     chosen_TK: Tensor | None = None
     """int64 expert ids before capacity drops, for replaying this routing."""
 
@@ -48,8 +47,7 @@ class DispatchedTokens:
     """Input rows or output rows of this rank's experts."""
 
     data: Tensor
-    """[R, H] sorted by local expert, with padding rows from row offsets_e[-1] on; token-major [tokens, H] with
-    `index`."""
+    """[R, H] sorted by local expert, then padding from row offsets_e[-1] on; token-major [tokens, H] with `index`."""
     probs_R: Tensor
     """Routing probability of each row; 0 for padding rows."""
     offsets_e: Tensor
