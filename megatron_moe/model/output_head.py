@@ -1,5 +1,4 @@
-"""Output head: logits over the vocabulary and the cross-entropy, vocabulary-parallel and optionally fused chunk by
-chunk."""
+"""Output head: vocabulary-parallel logits and cross-entropy, optionally computed in chunks of tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +46,7 @@ class Head(nn.Module):
         labels_BS: Tensor | None = None,
         detach: bool = False,
     ) -> Tensor:
-        """Logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: no gradient to the head's weights."""
+        """Returns logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: weight and bias get no gradient."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
         assert weight_VH is not None, "a tied head needs the word embedding weight"
@@ -61,8 +60,8 @@ class Head(nn.Module):
     def _chunked_loss(
         self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_BS: Tensor, chunk: int
     ) -> Tensor:
-        """Loss [B, S] from chunks of tokens, without materialising all logits. Weight and bias are this rank's part of
-        the vocabulary, so the gradient of the hidden state is partial."""
+        """Loss [B, S], computed in chunks of `chunk` tokens to avoid materialising all logits. Weight and bias are this
+        rank's part of the vocabulary, so the gradient of the hidden state is partial."""
         whole_SBH = enter_tensor_parallel(hidden_SBH, self.ctx)
         seq, batch, hidden = whole_SBH.shape
         settings = (self.kernels, self.ctx.group("tp"), chunk)
@@ -153,7 +152,7 @@ def _slices(num_tokens: int, chunk: int) -> Iterator[slice]:
 
 
 class _Gradients:
-    """Backward of `_LinearCrossEntropy` in chunks of tokens."""
+    """Computes the gradients of `_LinearCrossEntropy` in chunks of tokens."""
 
     def __init__(self, ctx: Any, grad_T: Tensor) -> None:
         self._hidden_TH, self._labels_T, self._bias_V = ctx.saved_tensors
@@ -163,8 +162,7 @@ class _Gradients:
         self.grad_bias_V: Tensor | None = None
 
     def run(self, out: Tensor | None, accumulate: bool) -> None:
-        """Writes the weight gradient to `out` if given; the first call also computes those of hidden states and
-        bias."""
+        """Writes or adds the weight gradient to `out` unless None; the first call also computes the other gradients."""
         # chunks are accumulated in promote(fp32, dtype)
         wide = out
         if out is not None and out.dtype is not internal_dtype(out.dtype):
