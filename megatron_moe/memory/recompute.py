@@ -1,8 +1,7 @@
 """Activation recomputation (checkpointing): saves the inputs of a function and runs it again in backward.
 
-Random draws are keyed (`parallel/rng.py`), so the second forward repeats those of the first. Metrics are recorded in
-the first forward; balancing losses and expert counts belong to the second (docs/decisions/0104), as do weight
-gradients.
+Random draws are keyed (`parallel/rng.py`), so the second forward repeats the draws of the first. Metrics are recorded
+in the first forward; the second forward attaches balancing losses and counts tokens per expert (docs/decisions/0104).
 """
 
 from collections.abc import Callable
@@ -20,12 +19,13 @@ def checkpoint(
 ) -> Tensor:
     """Runs `first(*tensors)`; backward runs `again(*tensors)` and differentiates it.
 
-    Both compute the same function of tensors and parameters and may differ in the metrics they record. In no-grad mode
-    only `first` runs. `shard_over`: ranks with the same tensors, each of which saves a shard; None: saves them whole.
+    `first` and `again` compute the same function of tensors and parameters and may differ in the metrics they record.
+    In no-grad mode only `first` runs. `shard_over`: ranks with the same tensors; each rank saves a shard. None: whole
+    tensors.
     """
     if not torch.is_grad_enabled():
         return first(*tensors)
-    # Parameters need gradients even if no input does.
+    # The anchor requires gradients, so that parameters get gradients even if no input requires them.
     anchor = tensors[0].new_empty(0).requires_grad_()
     out: Tensor = _Checkpoint.apply(anchor, first, again, shard_over, *tensors)  # type: ignore[no-untyped-call]
     return out
@@ -59,7 +59,7 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Copy of this rank's shard of the elements."""
+    """Copy of this rank's shard of the flattened tensor; without a group, the tensor."""
     if group is None:
         return tensor
     size = tensor.numel()
