@@ -189,8 +189,7 @@ class ActivationOffload:
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
-        """Sets the ordered computations of this rank in the next pass of the schedule: ("forward" or "backward",
-        at)."""
+        """Sets the ordered computations of this rank in the next pass: ("forward" or "backward", at)."""
         backwards = [at for kind, at in computations if kind == "backward"]
         self._next_backward = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)

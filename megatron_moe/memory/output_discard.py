@@ -27,8 +27,7 @@ def storage_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PackedView:
-    """Packed form of a saved tensor: restores the storage and returns a view with the shape and strides of the saved
-    tensor."""
+    """Packed form of a saved tensor: restores its storage and returns a view with its shape and strides."""
 
     restore: Callable[[], Tensor]
     shape: tuple[int, ...]

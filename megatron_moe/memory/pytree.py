@@ -37,8 +37,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Form]:
 
 
 def unflatten(tree: Any, tensors: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:
-    """Copy of the pytree in which each tensor of `tensors` is replaced by that with the same index in
-    `replacements`."""
+    """Copy of the pytree in which `tensors[i]` is replaced by `replacements[i]` for every i."""
     by_id = {id(tensor): replacement for tensor, replacement in zip(tensors, replacements, strict=True)}
     return _map(tree, lambda tensor: by_id[id(tensor)], lambda _: None)
 

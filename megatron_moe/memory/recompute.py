@@ -19,9 +19,8 @@ def checkpoint(
 ) -> Tensor:
     """Runs `first(*tensors)`; backward runs `again(*tensors)` and differentiates it.
 
-    `first` and `again` compute the same function of tensors and parameters and may differ in the metrics they record.
-    In no-grad mode only `first` runs. `shard_over`: ranks with the same tensors; each rank saves a shard. None: whole
-    tensors.
+    `first` and `again` compute the same function and may differ only in the metrics they record. In no-grad mode only
+    `first` runs. `shard_over`: ranks with the same tensors; each rank saves a shard. None: whole tensors.
     """
     if not torch.is_grad_enabled():
         return first(*tensors)

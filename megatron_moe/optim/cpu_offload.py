@@ -38,10 +38,9 @@ class _OffloadedStep:
 class CPUStep(_OffloadedStep):
     """Steps states on the CPU.
 
-    The host blocks until the clip factor and the flag `proceed` have been copied, returns if the step is rejected, and
-    then blocks for the gradients of each chunk. The device's compute stream waits only for the new weights. With
-    `overlap_cpu_optimizer_d2h_h2d`, while the CPU steps a chunk, the gradients of the next chunk and the weights of the
-    previous chunk are copied.
+    The host blocks for the copies of clip factor and flag `proceed`, returns if the step is rejected, and then blocks
+    for the gradients of each chunk. The device's compute stream waits only for the new weights. With
+    `overlap_cpu_optimizer_d2h_h2d`, copies of the next gradients and previous weights overlap with the step of a chunk.
     """
 
     def __post_init__(self) -> None:
@@ -86,8 +85,7 @@ class CPUStep(_OffloadedStep):
             scalars.nonfinite.fill_(True)
 
     def _copy_scalars(self, scalars: StepScalars) -> StepScalars:
-        """Copies the step's scalars to the host and blocks until the copy has completed. The clip factor keeps its
-        dtype."""
+        """Copies the step's scalars to the host and blocks until this is done. The clip factor keeps its dtype."""
         on_device = (scalars.step, scalars.grad_scale, scalars.proceed, scalars.nonfinite)
         stacked = torch.stack([each.double() for each in on_device])
         self.copies.synchronize(self.copies.to_host(self._scalars, stacked))

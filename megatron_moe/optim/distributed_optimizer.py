@@ -48,8 +48,7 @@ class StateRange:
 
 
 class Optimizer:
-    """Steps the ranges of the buffers that this rank owns. Master weights are initialised from the weights at
-    construction.
+    """Steps the ranges of the buffers that this rank owns. The constructor copies the weights to the master weights.
 
     Args:
         precision: formats of master weights and moments. The buffers' `OptimizerConfig` selects device or host memory.
@@ -180,8 +179,7 @@ class Optimizer:
             state.master_from_weights()
 
     def named_state(self) -> Iterator[StateRange]:
-        """Yields all state that this rank owns except `step_count`, in fp32 (fp64 in fp64 runs) regardless of its
-        format.
+        """Yields all state that this rank owns except `step_count`, in fp32 (fp64 in fp64 runs) for any format.
 
         To restore state, copy it into `StateRange.data`, then call `weights_from_masters`.
         """

@@ -142,8 +142,7 @@ class MainGrad:
             self._in_autograd = True
 
     def end_backward(self) -> None:
-        """Counts the gradients of a parameter with several uses, for which the number of hook calls by autograd
-        varies."""
+        """Counts gradients of a parameter with several uses, which autograd adds in a varying number of hook calls."""
         if self._in_autograd:
             self._in_autograd = False
             self._count(self.parameter.uses)
@@ -202,8 +201,7 @@ class FlatBuffer:
         return bucket
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields (global name, view in the parameter's shape) for all parameters in a flat tensor of this buffer's
-        size."""
+        """Yields (global name, view in the parameter's shape) of all parameters in a tensor of this buffer's size."""
         for place in self.layout.places:
             yield place.name, flat[place.start : place.end].view(place.shape)
 
@@ -307,8 +305,7 @@ class GradBuffers:
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
         """Begins a step: the next gradient of every parameter overwrites that of the last step.
 
-        `num_microbatches`: microbatches of the step; None: unknown, so no reduction starts before `finish_grads`.
-        `early`: reductions may start before `finish_grads`.
+        `num_microbatches` None: unknown. `early`: if it is known, reductions may start before `finish_grads`.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
@@ -332,8 +329,7 @@ class GradBuffers:
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
-    """Completes, reduces and scales all gradients in place; with a sharded optimizer only in the ranges that this rank
-    owns.
+    """Completes, reduces and scales all gradients in place; with a sharded optimizer only in this rank's ranges.
 
     The result is the derivative of the loss over the global batch. Dense parameters are replicated over dp x cp ranks
     and experts over edp ranks, but gradients of both contain tokens of all dp x cp ranks (those of experts came through

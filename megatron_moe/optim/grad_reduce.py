@@ -20,8 +20,7 @@ class GradBucket:
     def __init__(
         self, grads: Tensor, group: ProcessGroup, num_per_microbatch: int, fill_gaps: Sequence[Callable[[], None]]
     ) -> None:
-        """`num_per_microbatch`: gradients that one microbatch adds. `fill_gaps`: functions that zero missing
-        gradients."""
+        """`num_per_microbatch`: gradients per microbatch. `fill_gaps`: functions that zero missing gradients."""
         self.grads = grads
         self.group = group
         self.num_per_microbatch = num_per_microbatch
@@ -91,8 +90,7 @@ class GradReducer:
             self._start_next()
 
     def _complete(self, bucket: GradBucket) -> bool:
-        # `finish` reduces a bucket without gradients: no forward has waited for the last update, which may still read
-        # it.
+        # `finish` reduces buckets without gradients: no forward has waited for the last update, which may read them.
         if self._num_microbatches is None or bucket.num_per_microbatch == 0:
             return False
         return bucket.num_arrived == bucket.num_per_microbatch * self._num_microbatches

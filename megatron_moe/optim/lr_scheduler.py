@@ -55,15 +55,14 @@ class LRSchedule:
     def resumed(
         self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
     ) -> tuple["LRSchedule", list[str]]:
-        """Returns the schedule to use after resuming from a checkpoint, and a message for every differing setting.
+        """Schedule after resuming from a checkpoint with settings `saved`, and a message per setting that differs.
 
         `--override-opt_param-scheduler` selects the command line's settings, `--use-checkpoint-opt_param-scheduler` the
         checkpoint's; without either, a difference is an error. Lengths that differ only because the global batch size
         changed are taken from the checkpoint, because the learning rate depends on samples.
 
         Args:
-            saved: `to_json` of the checkpoint's schedule. batch_sizes: `--global-batch-size` of the run and of the
-                checkpoint; None: unknown.
+            batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: unknown.
 
         Raises:
             CheckpointProblem: settings differ and neither flag is set.

@@ -106,8 +106,7 @@ class BufferKey:
     partial: bool = False
     """True if each of these tensor-parallel ranks computes a partial gradient; these must be summed."""
     shared_stages: bool = False
-    """True if two pipeline stages hold the same elements, with partial gradients; norms and checkpoints use the
-    first's."""
+    """True if two pipeline stages hold the same elements, with partial gradients; norms use the first stage's."""
 
 
 @dataclass(frozen=True, kw_only=True)

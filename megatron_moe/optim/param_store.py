@@ -80,8 +80,7 @@ class ParamStore:
         return dict(self._slots[unit])
 
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
-        """Publishes a bucket in which this rank has updated the ranges that it owns; gathers the weights of other
-        ranks.
+        """Publishes a bucket in which this rank has updated its owned ranges; gathers other ranks' weights.
 
         `streams`: streams of an update that runs on another stream than the readers; None: it runs on the readers'
         stream.

@@ -174,8 +174,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds master weights to weights. Masters that checkpoints do not contain are instead set from the
-        weights."""
+        """Rounds master weights to weights. If checkpoints lack the masters, sets these from the weights."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return

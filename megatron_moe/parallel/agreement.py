@@ -15,11 +15,9 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 def check_agreement(run_yaml: str, context: ParallelContext) -> None:
-    """Raises EnvironmentProblem on every rank if any rank was started differently from rank 0. Collective over the
-    world.
+    """Raises EnvironmentProblem on all ranks if any was started differently from rank 0. Collective over the world.
 
-    `run_yaml`: every flag and its value, one per line. Paths are not compared, because they may differ between
-    machines.
+    `run_yaml`: every flag and its value, one per line. Paths may differ between machines and are not compared.
     """
     world = context.group("world")
     if world.size == 1:
@@ -39,8 +37,8 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
 def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
     """Runs `action` on every rank. Collective over the world.
 
-    An EnvironmentProblem or OSError of one rank is raised on all ranks as an EnvironmentProblem, so that no rank waits
-    for the failed one.
+    An EnvironmentProblem or OSError of one rank is raised on all ranks as an EnvironmentProblem, so no rank waits
+    forever.
     """
     problem = None
     try:

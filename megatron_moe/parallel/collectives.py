@@ -1,5 +1,4 @@
-"""Collectives outside autograd, for gradients, metrics and weights. In a group of one rank they are no-ops or
-copies."""
+"""Collectives outside autograd, for gradients, metrics and weights. With one rank they are no-ops or copies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

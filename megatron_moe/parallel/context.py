@@ -188,8 +188,7 @@ class ParallelContext:
         emulates one rank at a time: call `stop` before the next one.
         """
         assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
-        # Registers collectives on meta tensors. Imported only here, because it imports torch's compiler, which takes a
-        # second or more.
+        # Registers collectives on meta tensors. Imported late, because it imports torch's compiler (a second or more).
         import torch.distributed._tools.fake_collectives  # noqa: F401
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)

@@ -116,8 +116,7 @@ def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> 
 class Ring:
     """Ring over the ranks of a group: a rank sends to the next rank and receives from the previous one.
 
-    Transfers are outside autograd: forward and backward of ring attention call them explicitly. `group` None: a ring of
-    one rank.
+    Transfers are outside autograd; forward and backward of ring attention call them. `group` None: a ring of one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:

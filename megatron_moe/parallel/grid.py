@@ -89,9 +89,8 @@ def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
 
 
 def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
-    """Ranks of all process groups by name: groups of both grids, "embedding" (pipeline ranks with a copy of the
-    embedding) and "world"; with hierarchical context parallelism "cp_a2a" and "cp_p2p", with dynamic "cp_1", "cp_2",
-    "cp_4", …"""
+    """Ranks of all process groups by name: groups of both grids, "embedding" (pipeline ranks with an embedding),
+    "world"; for hierarchical context parallelism "cp_a2a" and "cp_p2p", for dynamic "cp_1", "cp_2", "cp_4", …"""
     attention, expert = attention_grid(config), expert_grid(config)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -111,12 +110,9 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
 
 
 def context_degrees(cp: int) -> list[int]:
-    """Degrees of dynamic context parallelism: powers of two from 1 to `cp`. Raises FoldError if `cp` is not a power of
-    two."""
+    """Degrees of dynamic context parallelism: 1, 2, 4, ..., `cp`. Raises FoldError if `cp` is not a power of two."""
     if cp.bit_count() != 1:
-        raise FoldError(
-            f"dynamic context parallelism needs a power of two of ranks, not {cp} (--context-parallel-size)"
-        )
+        raise FoldError(f"dynamic context parallelism: --context-parallel-size {cp} is not a power of two")
     return [1 << exponent for exponent in range(cp.bit_length())]
 
 
@@ -127,8 +123,7 @@ def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One group of the pipeline ranks with a copy of the embedding, and one group of size 1 for each other pipeline
-    rank."""
+    """One group of the pipeline ranks with a copy of the embedding, and one group of size 1 per other rank."""
     indices = (0, config.pp - 1) if config.embedding_ranks is None else config.embedding_ranks
     holders = tuple(dict.fromkeys(pipeline[index] for index in indices))
     return [holders, *((rank,) for rank in pipeline if rank not in holders)]

@@ -50,8 +50,8 @@ class Links:
                         self._handles[kind, color] = handle
 
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
-        """Starts to send `tensor` to pipeline rank `to`; the returned function waits for the end of the send. The
-        tensor must not change before. `label` names the message in errors."""
+        """Starts to send `tensor`, which must not change until the returned function has waited for the end of the
+        send. `label` names the message in errors."""
         handle = self._handle(kind, (self.rank, to))
         work = dist.isend(tensor, self._group.ranks[to], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {to}"
@@ -71,8 +71,8 @@ class Links:
 
 
 def edge_color(edge: Edge, size: int) -> int:
-    """Color of an edge of the ring, different for the two edges of a rank: 0 or 1; the last edge of an odd ring has
-    2."""
+    """Color of an edge of the ring, different for the two edges of a rank: 0 or 1; 2 for the last edge of an odd
+    ring."""
     source, destination = edge
     assert destination == (source + 1) % size, f"stages {source} and {destination} of {size} are not neighbours"
     return 2 if destination == 0 and size % 2 else source % 2

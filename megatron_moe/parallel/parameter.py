@@ -15,8 +15,7 @@ class GradAccumulator(Protocol):
     """Accumulates a weight gradient and decides when it is computed.
 
     The optimizer's buffers set it as the `sink` of every parameter, so weight gradients are computed directly into the
-    flat buffer. A parameter without a sink gets its gradient from autograd, so modules can be tested without an
-    optimizer.
+    flat buffer. A parameter without a sink gets its gradient from autograd, so modules work without optimizer.
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
@@ -90,8 +89,7 @@ def held_experts(parameter: Parameter) -> range:
 
 
 def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
-    """Extracts this rank's shard of one expert from the expert's whole tensor. `parameter`: stacked expert
-    parameter."""
+    """Extracts this rank's shard of one expert from its whole tensor. `parameter`: stacked expert parameter."""
     boxes = tuple(ParamBox(box.offset[1:], box.size[1:]) for box in parameter.boxes)
     return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
 

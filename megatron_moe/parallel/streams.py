@@ -68,8 +68,7 @@ def make_streams(device: torch.device, *names: str) -> Streams:
 class HostCopies(Streams):
     """Copies between a device and host memory; this version copies synchronously, from CPU to CPU.
 
-    Source and destination are flat tensors of equal size and dtype. `record` and `wait` apply to the device's current
-    stream.
+    Source and destination are flat tensors of equal size and dtype. `record` and `wait` use the current stream.
     """
 
     has_data = True
@@ -86,8 +85,7 @@ class HostCopies(Streams):
         return torch.zeros(size, dtype=dtype, device="cpu" if self.has_data else "meta")
 
     def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
-        """Copies to the host after the work queued so far on the current stream and after the events `after`; returns
-        the event at the end of the copy.
+        """Copies to the host after the work queued on the current stream and the events `after`; returns the end event.
 
         `free_source`: the caller may free `source` before it has waited for the returned event.
         """
@@ -95,8 +93,7 @@ class HostCopies(Streams):
         return None
 
     def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
-        """Copies to the device after the events `after`, without waiting for the current stream. `source` must not
-        change until the returned event, at the end of the copy, has completed.
+        """Copies to the device after the events `after` only. `source` must not change before the returned end event.
 
         `free_into`: the caller may free `into` before it has waited for the returned event.
         """

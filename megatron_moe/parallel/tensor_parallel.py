@@ -18,8 +18,7 @@ from megatron_moe.parallel.param_meta import Part
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Replicated to replicated: identity, for a tensor that ranks use differently. Backward: all-reduce of the partial
-    gradient."""
+    """Identity of a replicated tensor that ranks use differently. Backward: all-reduce of the partial gradient."""
     return _differentiable(x, group, _identity, _all_reduce)
 
 

@@ -118,8 +118,7 @@ class _Gatherer:
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
     def read(self, mapping: WeightMapping) -> Tensor:
-        """Returns the parameter, or one expert's slice of it, in host memory on rank 0; a meta tensor on other
-        ranks."""
+        """The parameter, or one expert's slice of it, in host memory on rank 0; a meta tensor on other ranks."""
         key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)

@@ -44,8 +44,7 @@ class RankReport:
     again: dict[str, float] = field(default_factory=dict)
     """Global "loss" and "norm all" of the repetition."""
     earlier: dict[str, str] | None = None
-    """Loss and norms that an earlier start reported when it stopped at this iteration; only on rank 0. None: no
-    report."""
+    """Loss and norms in an earlier start's report about this iteration; only on rank 0. None: no report."""
 
 
 def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:

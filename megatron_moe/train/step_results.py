@@ -1,5 +1,4 @@
-"""Step results: on the device after a step, on the host one iteration later, so that the host does not wait for the
-device."""
+"""Step results: on the device after a step, read by the host one iteration later without waiting for the device."""
 
 from dataclasses import dataclass
 

@@ -22,8 +22,7 @@ class TrainState:
     consumed_samples: int = 0
     """Training sequences read, over all ranks."""
     skipped_samples: int = 0
-    """Consumed samples that were not trained on (`--iterations-to-skip`); the learning rate schedule does not count
-    them."""
+    """Consumed samples that were not trained on (`--iterations-to-skip`); ignored by the learning rate schedule."""
     consumed_tokens: int = 0
     flops: float = 0.0
     """Model FLOPs so far, by the formula of `cost_model/flops.py`."""

@@ -138,8 +138,7 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches that runs all gradient kernels, with full and incomplete
-    `--moe-expert-wgrad-interval`s."""
+    """Number of microbatches that covers full and incomplete groups of `--moe-expert-wgrad-interval`."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 

@@ -49,7 +49,7 @@ class CapturedModule:
     """All parameters that the function uses."""
 
     def __call__(self, state: Any, mb: MicrobatchContext) -> Any:
-        """Replays the graph of the microbatch's instance, capturing it first if needed; eager without instance or
+        """Replays the graph of the microbatch's instance (captured on first use); eager without instance or
         gradients."""
         if mb.graph_instance is None or not torch.is_grad_enabled():
             return self.function(state, mb)
@@ -246,8 +246,7 @@ class _CapturedBackward:
         outputs: Callable[[], Sequence[Tensor]],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """`outputs`: returns outputs with the last forward's autograd graph. `grads`: None for outputs without
-        gradient."""
+        """`outputs`: returns outputs with the last forward's graph. `grads`: None for outputs without gradient."""
         self._instance = instance
         self._module = module
         self._grads = [
