@@ -1,8 +1,7 @@
 """Activation recomputation (checkpointing): saves the inputs of a function and reruns it in backward.
 
-Random draws are keyed (`parallel/rng.py`), so the second forward repeats those of the first. Metrics are recorded in
-the first forward; balancing losses and expert counts belong to the second (docs/decisions/0104), as do weight
-gradients.
+Random draws are keyed (`parallel/rng.py`), so the second forward repeats the draws of the first. Metrics are recorded
+in the first forward; the second forward attaches balancing losses and counts tokens per expert (docs/decisions/0104).
 """
 
 from collections.abc import Callable
@@ -62,7 +61,7 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Copy of this rank's shard of the elements."""
+    """Copy of this rank's shard of the flattened tensor; without a group, the tensor."""
     if group is None:
         return tensor
     size = tensor.numel()

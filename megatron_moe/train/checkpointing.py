@@ -34,18 +34,18 @@ from megatron_moe.train.trainer import Trainer
 
 PROGRESS = "progress.txt"
 _GRACE_SECONDS = 30.0
-"""Default time of launchers between a signal and SIGKILL."""
+"""Time that launchers by default wait between a signal and SIGKILL."""
 _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
     {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
 )
-"""launcher -> how to extend that time to {0} seconds."""
+"""Launcher -> instruction to extend `_GRACE_SECONDS` to {0} seconds."""
 
 
 class ProgressLog:
     """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
 
     Args:
-        folder: checkpoint folder; None writes nothing.
+        folder: checkpoint folder; None: nothing is written.
         environ: environment with the job id.
     """
 
@@ -64,7 +64,7 @@ class ProgressLog:
         self._write(f"Starting job\tIteration: {state.iteration}")
 
     def saving(self, state: TrainState) -> None:
-        """Keeps the progress at a checkpoint that is being written."""
+        """Stores FLOPs and tokens of a checkpoint that is being written, for `saved`."""
         self._pending[state.iteration] = state.flops, state.consumed_tokens
 
     def saved(self, iteration: int) -> None:
@@ -97,7 +97,7 @@ class Checkpointing:
     log_progress: InitVar[bool] = False
     """`--log-progress`."""
     launcher: str | None = None
-    """Launcher that ends the run some time after a signal; None if signals do not trigger a save."""
+    """Launcher that kills the run some time after sending a signal; None if signals do not trigger a save."""
 
     def __post_init__(self, log_progress: bool) -> None:
         context = self._context = self.trainer.context
@@ -130,7 +130,7 @@ class Checkpointing:
         return state
 
     def due(self, iteration: int) -> bool:
-        """True if a checkpoint or an export follows this iteration."""
+        """True if a checkpoint or an export is due after this iteration."""
         intervals = (self.config.save_interval, self.config.save_hf_interval)
         return bool(self.saver) and any(_divides(interval, iteration) for interval in intervals)
 
@@ -166,7 +166,7 @@ class Checkpointing:
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
         where = "no --save folder" if self.saver is None else self._newest()
-        raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
+        raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{trouble}", saved=False)
 
     def close(self) -> None:
         """Closes the saver of a run that ends for any reason; a commit in progress is completed."""
@@ -178,10 +178,10 @@ class Checkpointing:
     def _newest(self) -> str:
         """Clause about the newest checkpoint of the --save folder."""
         newest = self.status.report.last_checkpoint
-        return "there is none yet" if newest is None else f"the newest checkpoint there is of iteration {newest}"
+        return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
-        """Saves a checkpoint of the current state unless it exists. A failure is reported; training continues.
+        """Saves a checkpoint unless one of this iteration exists. A failure is reported; training continues.
 
         With `in_background` it returns once the state is copied, and `commit_if_written` completes the save.
         """
@@ -290,8 +290,8 @@ class Checkpointing:
         return TrainState.from_json(loaded.train_state)
 
     def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
-        """Reports changed training settings. Raises CheckpointProblem if the model differs, which --finetune only
-        reports."""
+        """Reports changed training settings. Raises CheckpointProblem if the model differs; --finetune only reports
+        it."""
         model, training = config_differences(loaded.train_state, self.run)
         if model and source.train_state:
             raise CheckpointProblem(
@@ -307,17 +307,17 @@ class Checkpointing:
         return self.config.moe_use_upcycling and source.origin != "--save"
 
     def _report_length(self, state: TrainState) -> None:
-        """Reports the last iteration of --train-samples if Megatron-LM would end at another."""
+        """Reports the last iteration with --train-samples if Megatron-LM would end at another iteration."""
         samples, last = self.run.loop.train_samples, state.last_iteration(self.run)
         theirs = last if samples is None else self.run.batch.megatron_steps_for(samples)
         if theirs != last:
             self.reporter.note(
                 f"the run ends at iteration {last}, with the last full batch of {samples} samples; Megatron-LM would "
-                f"end at iteration {theirs}, computed from the current batch sizes alone"
+                f"end at iteration {theirs}, because it uses only the current batch sizes"
             )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:
-        """Lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
+        """Yields lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
         then, now = saved["seq_length"], self.run.seq_length
         if then != now:
             raise CheckpointProblem(
@@ -330,13 +330,13 @@ class Checkpointing:
         saved_size = saved.get("global_batch_size", size)
         if size != saved_size:
             yield (
-                f"the next step takes {size} sequences ({size * now:,} tokens), at the checkpoint it would have been "
+                f"the next step has {size} sequences ({size * now:,} tokens), with the checkpoint's settings "
                 f"{saved_size} ({saved_size * now:,} tokens); the learning rate continues by samples"
             )
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Lines about the differences between two loader states. Older checkpoints have no tokenizer.
+    """Yields lines about the differences between two loader states. Older checkpoints have no tokenizer.
 
     Raises CheckpointProblem if the end-of-document id changed.
     """
@@ -382,7 +382,7 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
         tensors[tensor_key("optimizer", "step_count")] = TensorShard.whole(trainer.optimizer.step_count)
         for state in trainer.optimizer.named_state():
             key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
-            # Two entries for a parameter whose state is partly in host memory.
+            # A parameter whose state is partly in host memory has two entries.
             before = tensors[key].boxes if key in tensors else ()
             tensors[key] = TensorShard(part.shape, (*before, *part.boxes))
     return tensors

@@ -66,7 +66,7 @@ class HuggingFaceExport:
     def of(
         cls, config: CheckpointConfig, model: ModelConfig, context: ParallelContext, reporter: Reporter
     ) -> "HuggingFaceExport | None":
-        """The export of a run with `--save-hf-interval`, else None."""
+        """Creates the export of a run with `--save-hf-interval`; None without this flag."""
         if config.save_hf_interval is None:
             return None
         assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
@@ -118,7 +118,7 @@ class _Gatherer:
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
     def read(self, mapping: WeightMapping) -> Tensor:
-        """The parameter, or its slice of one expert, in host memory of the first rank; a meta tensor elsewhere."""
+        """The parameter, or one expert's slice of it, in host memory on rank 0; a meta tensor on other ranks."""
         key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)
@@ -136,7 +136,7 @@ class _Gatherer:
         return data if mapping.expert is None else data[0]
 
     def _broadcast(self, key: str, source: _BoxSource, part: _Part, dtype: torch.dtype) -> Tensor:
-        """Elements of `part` of a tensor, on the first rank."""
+        """Copies the elements of `part` of a tensor from the source rank to rank 0."""
         if source.rank == self._context.rank:
             box = self._tensors[key].boxes[source.number]
             values = box.data[_within(part, box.offset)].detach().contiguous()

@@ -57,4 +57,4 @@ def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=TIMEOUT)[0]
     assert process.returncode == ExitCode.PREEMPTED_UNSAVED, said
-    assert "without a checkpoint of it: no --save folder" in said
+    assert "without a checkpoint of this iteration: no --save folder" in said

@@ -107,7 +107,7 @@ def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
     found = on_threads(plan.parallel, lambda context: one_step(plan, context))
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
-    assert "rows of experts found no free page on rank" in sentence(reports)
+    assert "the paged stash had no free pages for expert rows on rank" in sentence(reports)
     for outcome, same, _ in found:
         assert not outcome.proceed and not outcome.norms["all"].isfinite() and same
 

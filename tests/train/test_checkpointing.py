@@ -150,9 +150,7 @@ def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
             save(run.state, run.loader)
         reported = str(problem.value)
         assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in reported
-        assert (
-            "the newest checkpoint there is of iteration 1" in reported and "decoder.final_layernorm.weight" in reported
-        )
+        assert "the newest checkpoint is of iteration 1" in reported and "decoder.final_layernorm.weight" in reported
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
@@ -173,9 +171,9 @@ def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch
     run = start(plan_of(save=tmp_path))
     run.train(1)
     monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
-    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is none yet; fix"):
+    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is no checkpoint yet; fix"):
         run.checkpoints.save_last(run.state, run.loader)
-    with pytest.raises(Preempted, match="why, without a checkpoint of it: there is none yet"):
+    with pytest.raises(Preempted, match="why, without a checkpoint of this iteration: there is no checkpoint yet"):
         run.checkpoints.leave_preempted(run.state, run.loader, "why")
 
 

@@ -39,7 +39,7 @@ def test_report_has_allocated_and_expected_memory():
     text = str(out_of_memory(error, 3, [*FOUND.lines(), *ADVICE], None))
     assert "iteration 3: tried to allocate 20.00 GiB" in text and "more" not in text.splitlines()[0]
     assert "allocated 70.00 GiB (at most 71.00 GiB), reserved 79.00 GiB of 80.00 GiB" in text
-    assert "9.00 GiB reserved and not allocated, which expandable segments would join" in text
+    assert "9.00 GiB reserved and not allocated, use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
     assert "5.00 GiB from experts.py:10; 2.00 GiB" in text
     expected = RankMemory(PLAN).of_rank(0)
     assert f"expected on pipeline rank 0: {expected.total / 2**20:.2f} MiB" in text

@@ -140,8 +140,7 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
 def test_changed_global_batch_size_is_reported(trained: tuple[Path, Run]) -> None:
     run = start(plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4)))
     assert (
-        "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)"
-        in run.start_notes
+        "the next step has 4 sequences (128 tokens), with the checkpoint's settings 8 (256 tokens)" in run.start_notes
     )
     assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed) == (2, 16, 16)
     run.train(1)
