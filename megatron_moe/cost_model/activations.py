@@ -24,9 +24,9 @@ from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
-"""Marks tensors of an MTP layer that full recompute with method uniform frees."""
+"""Entry in `SavedTensor.recomputed_by`: uniform full recompute frees this tensor of an MTP layer."""
 _INDEX = 8
-"""Bytes of an index."""
+"""Bytes per index (int64)."""
 
 
 def num_bytes(name: str) -> int:
@@ -39,19 +39,19 @@ class SavedTensor:
     """One tensor saved for backward."""
 
     module: str
-    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
+    """Module: input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
     name: str
     shape: str
     bytes: int
     elements: int
     low: bool = False
-    """Only a matrix product reads it, so FP8 and FP4 recipes save it in their format."""
+    """True if only GEMMs read the tensor, so that FP8 and FP4 recipes save it in their format."""
     recomputed_by: tuple[str, ...] = ()
-    """Modules of selective recompute that free it."""
+    """Modules whose selective recompute frees this tensor."""
     offloaded_by: str = ""
-    """Module of activation offload that moves it to the host."""
+    """Module whose activation offload moves this tensor to host memory; empty: none."""
     even_bytes: int = 0
-    """Expert rows in the paged stash: bytes at an even load. 0: never stashed."""
+    """Bytes at an even expert load, for expert rows in the paged stash; 0: the tensor is never stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ActivationSizes:
     internal: int
     """Bytes per element of promote(fp32, activation)."""
     length: int
-    """Tokens of a sequence over all ranks, S."""
+    """Sequence length over all ranks, S."""
     imbalance: float = 1.0
     """Expert rows of the most loaded rank as a multiple of the mean."""
 
@@ -87,10 +87,10 @@ class ActivationSizes:
 
 
 def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
-    """Rows R of a rank's experts for a microbatch with `num_tokens` tokens per rank.
+    """Number of rows R that a rank's experts process for a microbatch with `num_tokens` tokens per rank.
 
-    Rows are `imbalance` times the even share if there are several expert-parallel ranks. Exceptions: padded capacity
-    fixes the number of rows, and the all-gather dispatcher allocates the upper bound.
+    With several expert-parallel ranks, this is `imbalance` times an even load. Exceptions: padded capacity fixes the
+    number of rows, and the all-gather dispatcher allocates rows for the upper bound.
     """
     ranks, router = parallel.ep * parallel.etp, config.router
     local = router.num_experts // parallel.ep
@@ -142,7 +142,7 @@ def stage_tensors(
 
 
 def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """cos and sin, shared by all layers of a stage with the same RoPE configuration."""
+    """RoPE's cos and sin tables, shared by all layers of a stage with the same RoPE configuration."""
     layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
     for rope in dict.fromkeys(layer.mixer.rope for layer in layers):
         if rope is not None:
@@ -174,11 +174,11 @@ def _norm(
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """v is a view of the qkv product, so the product is saved; so is k, without norm and RoPE. q is copied out of the
-    query groups unless there is only one."""
+    """Saved tensors of attention. The whole output of the qkv projection is saved, because v (and k, without norm and
+    RoPE) is a view of it. q is copied unless there is only one query group."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
-    # a fused kernel normalises, rotates and splits the product and reads it again in backward
+    # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
     fused = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm" and config.rope is not None
     fused = fused and not config.output_gate
     yield _tensor("attention", "qkv", "U (N+2G) D", tokens * config.qkv_width, size, **marks)
@@ -205,7 +205,7 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
 
 
 def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """The output, which is also the input of the output projection, and the log-sum-exp."""
+    """Log-sum-exp and output of softmax attention; the output is also the input of the output projection."""
     rows = sizes.inner * config.num_heads
     count = sizes.inner * config.out_width
     yield _tensor("attention", "output", "U N E", count, sizes.activation, offloaded_by="attn_proj")
@@ -213,13 +213,14 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves values per query-key pair: with dropout, unless it is computed in blocks over the keys of
-    other ranks, which recompute them."""
+    """Whether attention saves values per query-key pair. It does with dropout, unless context parallelism computes it
+    in blocks over the keys of other ranks: these blocks are recomputed in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
 def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """Softmax, dropout mask and their product [U, N, S]; q, k and v per head in the internal format."""
+    """Tensors that attention with dropout saves per query-key pair [U, N, S]: softmax, dropout mask and their product;
+    also q, k and v, expanded to all heads in the internal format."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
     yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)
@@ -228,7 +229,7 @@ def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """Latents are saved for the rank's tokens and gathered again for the up-projection."""
+    """Saved tensors of MLA. Latents are saved for this rank's T tokens and gathered again for the up-projection."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
     if config.q_lora_rank is not None:
@@ -259,7 +260,7 @@ def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) ->
 
 
 def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """Logits or scores, for the selection and again for the balancing losses. The input is the norm's output."""
+    """Saved tensors of the router: logits or scores, once for the selection and once more for balancing losses."""
     router, tokens = config.router, sizes.residual
     losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
     number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
@@ -271,7 +272,7 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
 
 
 def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """The input rows of fc1 are copies of tokens; the output of fc2 is saved only if it is multiplied by the probs."""
+    """Saved tensors of the experts. The output of fc2 is saved only if it is multiplied by the probabilities."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
@@ -288,7 +289,7 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:
-        # each row's fc2 bias is multiplied by its probability
+        # fc2's bias, expanded to rows, is multiplied by each row's probability
         yield _tensor("experts", "bias of rows", "R H", rows * experts.hidden_size, sizes.internal)
     if experts.probs_on_input:
         yield _tensor("experts", "rows before their probability", "R H", rows * experts.hidden_size, sizes.internal)
@@ -308,14 +309,14 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """The input is the final norm's output. A chunked loss saves no logits."""
+    """Saved tensors of output head and loss, without the head's input (the final norm's output)."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)
 
 
 def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
-    """One depth of multi-token prediction. Its input hidden state is already saved as the final norm's output."""
+    """Saved tensors of one MTP depth, without its input hidden state (the final norm's output)."""
     hidden, tokens = model.hidden_size, sizes.residual
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
     yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)

@@ -18,7 +18,7 @@ _MOST_DATASETS = 32767
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Prefixes and weights of the data sets; `weights` None blends by size."""
+    """Prefixes and weights of data sets. `weights` None: weights are proportional to the sizes of the data sets."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -56,13 +56,13 @@ def _number(word: str) -> float | None:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, by numpy for bitwise equality with Megatron."""
+    """Divides weights by their sum; uses numpy for bitwise equality with Megatron."""
     values = np.array(weights, dtype=np.float64)
     return (values / np.sum(values)).tolist()
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """Parses `"969, 30, 1"` to the (begin, end) shares of documents of train, valid and test; None for empty shares."""
+    """Parses `"969, 30, 1"` to (begin, end) fractions of documents for train, valid and test; None if empty."""
     numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
     if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
         raise DataProblem(
@@ -77,23 +77,23 @@ def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def split_range(share: tuple[float, float], num_documents: int) -> range:
-    """Documents of one share of the split."""
+    """Indices of the documents in a (begin, end) fraction of all documents."""
     begin, end = (int(round(edge * float(num_documents))) for edge in share)
     return range(begin, end)
 
 
 def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """Number of samples of each data set in a blend of `size` samples, increased by `surplus`; `weights` sum to 1."""
+    """Number of samples of each data set in a blend of `size`, plus the fraction `surplus`; `weights` sum to 1."""
     return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 def blend_order(
     weights: Sequence[float] | np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
+    """Data set (int16 [size]) of every sample of a blend, and index within the data set (int64 [size]).
 
-    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals. `limits`
-    are the numbers of samples of the data sets, none of which is exceeded.
+    Greedy: draws from the data set with the largest deficit relative to its weight; the first data set wins ties.
+    `limits`: maximum number of samples to draw from each data set.
     """
     shares = np.asarray(weights, dtype=np.float64)
     used = np.zeros(len(shares), dtype=np.float64)
@@ -111,7 +111,7 @@ def blend_order(
 
 
 def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
-    """Number of earlier entries with the same data set, int64 [len(dataset)]."""
+    """Number of earlier entries with the same data set, for every entry, int64 [len(dataset)]."""
     counts = np.empty(len(dataset), dtype=np.int64)
     for chosen in range(num_datasets):
         places = np.flatnonzero(dataset == chosen)
@@ -122,8 +122,8 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
 class BlendedSamples:
     """Interleaved samples of several `DocumentSamples`.
 
-    `weights` need a `size`. `weights` None blends by the lengths of the data sets; `size` then limits the number of
-    samples.
+    `size` is required if `weights` are set. `weights` None: weights are proportional to the lengths of the data sets;
+    `size` then limits the number of samples.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class BlendedSamples:
 
     @property
     def fingerprint(self) -> str:
-        # The size does not matter: a shorter blend is a prefix of a longer one.
+        # The size is not included: a shorter blend is a prefix of a longer blend.
         return digest_of({"datasets": [part.fingerprint for part in self.parts], "weights": self._weights})
 
     def tokens(self, index: int) -> np.ndarray:

@@ -31,7 +31,7 @@ class DataReport:
     num_documents: int
     num_tokens: int
     lengths: DocumentLengths | None
-    """None without documents."""
+    """None if there are no documents."""
     num_empty: int
     """Number of documents without tokens."""
     smallest_id: int | None
@@ -46,7 +46,7 @@ def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = No
     """Reads every token of `<prefix>.bin`; opening the files validates the index.
 
     Args:
-        vocab_size: ids must be in [0, vocab_size).
+        vocab_size: ids outside [0, vocab_size) are reported as problems.
         eod: end-of-document id to count.
 
     Raises:
@@ -78,7 +78,7 @@ def examine(prefix: Path, *, vocab_size: int | None = None, eod: int | None = No
 
 
 def _check_ids(tokens: IndexedTokens, ends: np.ndarray, vocab_size: int | None) -> tuple[np.ndarray, list[str]]:
-    """Returns the distinct ids of a file, sorted, and the problems of its invalid ids; `ends`: of the documents."""
+    """Returns the sorted distinct ids of a file, and messages about invalid ids. `ends`: token offsets of documents."""
     distinct = np.empty(0, dtype=np.int64)
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"

@@ -13,7 +13,7 @@ class BatchSchedule:
     """Global batch size by consumed samples, with `--rampup-batch-size START INCREMENT SAMPLES`.
 
     The batch size grows from START in steps of INCREMENT, evenly spaced in consumed samples, to its full size after
-    SAMPLES. Raises `EnvironmentProblem` if a size is not divisible into microbatches of all data-parallel ranks.
+    SAMPLES. Raises `EnvironmentProblem` if a size is not a multiple of micro batch size x data-parallel size.
     """
 
     def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
@@ -33,15 +33,15 @@ class BatchSchedule:
 
     @property
     def samples_per_microstep(self) -> int:
-        """Sequences of one microbatch over all data-parallel ranks."""
+        """Number of sequences in one microbatch over all data-parallel ranks."""
         return self.micro * self.data_parallel
 
     def global_batch(self, consumed: int) -> int:
-        """Sequences of the step that begins after `consumed` samples."""
+        """Number of sequences, over all ranks, in the step that begins after `consumed` samples."""
         return self._batch.size_at(consumed)
 
     def num_microbatches(self, consumed: int) -> int:
-        """Microbatches of every rank in the step that begins after `consumed` samples."""
+        """Number of microbatches per rank in the step that begins after `consumed` samples."""
         return self.global_batch(consumed) // self.samples_per_microstep
 
     def _check_ramp(self) -> None:
@@ -67,17 +67,17 @@ class BatchSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Mapping from the position in the training order to the sample of the data set.
+    """Mapping from a position in the training order to the index of a sample.
 
-    "single" is the identity; "cyclic" permutes every pass over the data set by a generator keyed by (seed, pass). Both
-    are independent of the layout, the batch size and resumption.
+    "single" is the identity; "cyclic" permutes every pass over the data set with a generator seeded by (seed, pass).
+    Both are independent of the layout, the batch size and resumption.
     """
 
     kind: Literal["single", "cyclic"]
     num_samples: int
     seed: int
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cached permutation of the last pass; drawing that of a large data set takes longer than a step."""
+    """Cached permutation of the last pass; for a large data set, drawing it takes longer than a step."""
 
     @property
     def end(self) -> int | None:
@@ -85,8 +85,8 @@ class SampleOrder:
         return self.num_samples if self.kind == "single" else None
 
     def fingerprint(self, samples: str) -> str:
-        """Fingerprint of this order of a data set with fingerprint `samples`, without the length for "single": a longer
-        run continues the same order."""
+        """Fingerprint of the order and of a data set with fingerprint `samples`. For "single" it does not contain the
+        number of samples, because a longer run continues the same order."""
         return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
 
     def indices(self, consumed: np.ndarray) -> np.ndarray:
@@ -110,9 +110,9 @@ class SampleOrder:
 
 
 def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
-    """Positions in the sample order of data-parallel rank `rank` in one step, int64 [microbatches, micro].
+    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [microbatches, micro].
 
-    A microbatch takes the next micro * dp positions, of which rank r gets the r-th slice.
+    A microbatch uses the next micro * dp positions; rank r gets the r-th slice of `micro` positions.
     """
     shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
     positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)

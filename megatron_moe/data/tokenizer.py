@@ -1,6 +1,6 @@
-"""Tokenizers with a common interface, under Megatron's names; nothing is downloaded.
+"""Tokenizers with a common interface and Megatron's names; nothing is downloaded.
 
-`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or without an end-of-document token,
+`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or has no end-of-document token,
 and `EnvironmentProblem` if the required package is not installed.
 """
 
@@ -19,7 +19,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
-"""Id of a token that a tokenizer does not have."""
+"""Id that stands for a missing token, e.g. of a tokenizer without padding token."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -37,16 +37,16 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
 
 
 class Tokenizer(Protocol):
-    """Conversion between text and token ids."""
+    """Converts between text and token ids."""
 
     vocab_size: int
     """Largest id + 1."""
     eod: int
     """End-of-document id."""
     pad: int
-    """Padding id; -1 if there is none or if it has another meaning as well."""
+    """Padding id; -1 if there is no padding token, or if another special token has the same id."""
     fingerprint: str
-    """Hash that changes when the ids of a text may change."""
+    """Hash that changes when the tokenizer may encode a text differently."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -76,10 +76,10 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def local_copy(model: Path) -> Path:
-    """`model` if the path exists, else the copy of that Hugging Face repository in the local cache.
+    """Returns `model` if the path exists, else the copy of the Hugging Face repository `model` in the local cache.
 
-    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current one. Never
-    uses the network. Raises `DataProblem`.
+    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current revision.
+    Never uses the network. Raises `DataProblem` if there is no copy.
     """
     if model.exists():
         return model
@@ -104,7 +104,7 @@ def local_copy(model: Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Download folder of Hugging Face's libraries, by their environment variables."""
+    """Download folder of Hugging Face's libraries, according to their environment variables."""
     for name, inside in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser() / inside
@@ -118,7 +118,7 @@ def vocab_size_of(config: TokenizerConfig) -> int:
 
 
 class NullTokenizer:
-    """Ids separated by spaces; `eod` defaults to the last id of the vocabulary."""
+    """Tokenizer for text that consists of ids separated by spaces; `eod` defaults to the last id."""
 
     def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int = NO_TOKEN) -> None:
         self.vocab_size = vocab_size
@@ -144,7 +144,7 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255; 256 is end-of-document."""
+    """Tokenizer that uses UTF-8 bytes as ids 0 to 255; id 256 is end-of-document."""
 
     vocab_size = 257
     eod = 256
@@ -159,7 +159,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """SentencePiece model; its end-of-sentence piece is end-of-document."""
+    """Tokenizer with a SentencePiece model, whose end-of-sentence piece is end-of-document."""
 
     def __init__(self, path: Path) -> None:
         package = optional_package("sentencepiece", "this tokenizer")
@@ -185,7 +185,7 @@ class SentencePieceTokenizer:
 
 
 class _TokenizersTokenizer:
-    """Tokenizer of the package `tokenizers`."""
+    """Base class of tokenizers that use the package `tokenizers`."""
 
     _tokenizer: Any
 
@@ -197,7 +197,7 @@ class _TokenizersTokenizer:
 
 
 class HuggingFaceTokenizer(_TokenizersTokenizer):
-    """`tokenizer.json`, or a folder with one; `tokenizer_config.json` in that folder names the special tokens.
+    """Tokenizer from `tokenizer.json`, or a folder with this file; `tokenizer_config.json` names special tokens.
 
     Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
     """
@@ -229,7 +229,7 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         self.pad = _unambiguous(self._named(config, "pad_token"), (*specials, self.eod))
 
     def _named(self, config: dict[str, Any], key: str) -> int:
-        """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
+        """Id of the token under `key` in tokenizer_config.json, where it is a string or {"content": string}."""
         entry = config.get(key)
         name = entry.get("content") if isinstance(entry, dict) else entry
         return self._token_id(name) if isinstance(name, str) else NO_TOKEN
@@ -260,10 +260,10 @@ class GPT2BPETokenizer(_TokenizersTokenizer):
 
 
 class TikTokenizer:
-    """JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
+    """Tokenizer from a JSON list of {rank, token_bytes (base64), token_str}, or a file of lines "base64 rank".
 
-    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers); ranks follow.
-    `config.vocab_size` truncates the ranks; Megatron's default is 131,072 ids in total.
+    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers), followed by the tokens in
+    rank order. `config.vocab_size` limits the number of ids; default, as in Megatron: 131,072 ids in total.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
@@ -296,7 +296,7 @@ class TikTokenizer:
 
 
 def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
+    """Reads the pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
     pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
     known = all(isinstance(number, int) and 0 <= number < 1 << 31 for number in vocab.values())
@@ -320,7 +320,7 @@ def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
-    """Bytes of every token, by rank."""
+    """Reads the bytes of every token, in rank order."""
     try:
         if path.suffix == ".tiktoken":
             pairs = [line.split() for line in content.splitlines() if line.strip()]
@@ -372,7 +372,7 @@ def _unambiguous(pad: int, others: Sequence[int]) -> int:
 
 
 def _end_id(path: Path, candidates: Sequence[int]) -> int:
-    """First existing id of the candidates. Raises `DataProblem` if there is none."""
+    """First candidate that is not `NO_TOKEN`. Raises `DataProblem` if there is none."""
     found = next((candidate for candidate in candidates if candidate != NO_TOKEN), None)
     if found is None:
         raise DataProblem(

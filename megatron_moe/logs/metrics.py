@@ -22,7 +22,7 @@ Figure = float | list[float]
 Key = tuple[str, int | None]
 """(name, layer)."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Records metrics of rows [n, ...], given the number of rows of each layer; rows are sorted by layer."""
+"""Function (accumulator, number of rows per layer, rows [n, ...] sorted by layer) that records the rows' metrics."""
 
 _ROWS_AT_A_TIME = 128
 
@@ -32,9 +32,9 @@ class _Entry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
-    """Number of calls without `count`; each counts 1."""
+    """Number of `record` calls without `count`; each counts as 1."""
     counted: Tensor | None = None
-    """Sum of the given counts."""
+    """Sum of the `count` arguments."""
 
     @property
     def count(self) -> Tensor:
@@ -45,7 +45,7 @@ class _Entry:
 
 @dataclass
 class _Rows:
-    """Rows whose metrics are not computed yet."""
+    """Tensors passed to `collect` whose metrics have not been computed yet."""
 
     fold: Fold
     of_layers: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -115,8 +115,8 @@ class MetricAccumulator:
             entry.counted = counted.clone() if entry.counted is None else entry.counted.add_(counted)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """Batches rows for `fold`, which records their metrics 128 rows at a time instead of launching a dozen small
-        kernels per layer and microbatch. The caller must not modify `row` afterwards."""
+        """Queues a row for `fold`, which records the metrics of 128 rows at a time to avoid a dozen small kernel
+        launches per layer and microbatch. The caller must not modify `row` afterwards."""
         pending = self._pending.setdefault(name, _Rows(fold))
         pending.of_layers.setdefault(layer, []).append(row.detach())
         pending.number += 1
@@ -136,7 +136,7 @@ class MetricAccumulator:
         return MetricAccumulator(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces all metrics over the ranks of the pipeline stage, gathers those of all stages, and resets.
+        """Reduces all metrics over the ranks of the pipeline stage, gathers the results of all stages, and resets.
 
         All ranks of a stage must have recorded the same names with the same shapes, in any order. A metric without a
         layer must be recorded on one stage only.

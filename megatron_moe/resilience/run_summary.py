@@ -14,7 +14,7 @@ from megatron_moe.resilience.requeue import read_report
 
 METRICS = "metrics.jsonl"
 Row = dict[str, Any]
-"""Values of one run by column, None where unknown."""
+"""Values of one run by column; unknown values are None."""
 _COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", ""),
@@ -39,11 +39,11 @@ _SPEEDS: Mapping[str, str] = MappingProxyType(
         "mfu": "mfu",
     }
 )
-"""Column -> key of metrics.jsonl."""
+"""Column -> key in metrics.jsonl, for speeds."""
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """Run folders at and below the given folders, without duplicates, sorted per folder.
+    """Finds the run folders in `places` and below, without duplicates, sorted within each place.
 
     Raises DataProblem for a folder without runs.
     """
@@ -57,8 +57,8 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
 
 
 def summarize(run: Path, name: str, skip: int = 1) -> Row:
-    """Row of a run folder: speeds are medians over the reports after the first `skip` (if there are later ones), memory
-    is the largest allocation on the reporting rank's device, losses are the last ones."""
+    """Row of a run folder. Speeds are medians over all reports but the first `skip` (over all if there are no others),
+    memory is the peak allocation on the reporting rank's device, and losses are from the last report."""
     records = read_metrics(run / METRICS)
     steps = [record for record in records if "iteration-time" in record]
     report = read_report(run)
@@ -77,7 +77,7 @@ def summarize(run: Path, name: str, skip: int = 1) -> Row:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Short names: the paths without their common prefix; of a single run the folder name."""
+    """Short names of runs: the paths without their common prefix, or the folder name of a single run."""
     if len(runs) == 1:
         return [runs[0].resolve().name]
     parts = [run.resolve().parts for run in runs]
@@ -88,7 +88,7 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Aligned columns for a terminal, without empty columns: text to the left, numbers to the right."""
+    """Table for a terminal, without empty columns; text is aligned left, numbers are aligned right."""
     table = _cells(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     forms = [f"{'<' if column < 2 else '>'}{width}" for column, width in enumerate(widths)]
