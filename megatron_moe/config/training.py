@@ -16,7 +16,7 @@ class BatchConfig:
     """(start size, increment, samples of the ramp-up) (`--rampup-batch-size`)."""
 
     def size_at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that follows `consumed_samples` samples. All increments last equally long."""
+        """Global batch size of the step that follows `consumed_samples` samples. Increments are equally spaced."""
         if self.rampup_batch_size is None:
             return self.global_batch_size
         start, increment, over = self.rampup_batch_size

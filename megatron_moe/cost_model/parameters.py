@@ -13,9 +13,9 @@ class ParamCount(Amounts[int]):
     """Number of parameters by kind. Biases are counted with their weight matrix."""
 
     embedding: int = 0
-    """Word embedding, padding included, and learned position embedding."""
+    """Word embedding, including padding, and learned position embedding."""
     attention: int = 0
-    """Projections and sinks."""
+    """Projections, biases and sinks."""
     dense_mlp: int = 0
     router: int = 0
     """Gating linear. The expert bias of auxiliary-loss-free balancing is a buffer and not counted."""
@@ -29,7 +29,7 @@ class ParamCount(Amounts[int]):
     mtp: int = 0
     """Norms, projections and layers of multi-token prediction."""
     head: int = 0
-    """0 if tied to the embedding."""
+    """Output head; 0 if its weight is tied to the embedding."""
 
     @property
     def without_mtp(self) -> "ParamCount":

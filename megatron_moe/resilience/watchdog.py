@@ -1,8 +1,7 @@
 """Hang watchdog: on timeout dumps all stacks and exits with `ExitCode.HANG`.
 
 A thread reports phase, iteration and the collective in which the main thread waits, and ends the process. If C code
-holds the GIL and blocks this thread, the C timer of `faulthandler` prints the stacks to stderr some seconds later and
-exits with code 1.
+holds the GIL, the C timer of `faulthandler` prints the stacks to stderr some seconds later and exits with code 1.
 """
 
 import faulthandler
