@@ -24,9 +24,9 @@ from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
-"""Marks tensors of an MTP layer that full recompute with method uniform frees."""
+"""Entry in `SavedTensor.recomputed_by`: uniform full recompute frees this tensor of an MTP layer."""
 _INDEX = 8
-"""Bytes of an index."""
+"""Bytes per index (int64)."""
 
 
 def num_bytes(name: str) -> int:
@@ -39,19 +39,19 @@ class SavedActivation:
     """One tensor saved for backward."""
 
     module: str
-    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
+    """Module: input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
     name: str
     shape: str
     bytes: int
     elements: int
     low: bool = False
-    """Only a matrix product reads it, so FP8 and FP4 recipes save it in their format."""
+    """True if only GEMMs read the tensor, so that FP8 and FP4 recipes save it in their format."""
     recomputed_by: tuple[str, ...] = ()
-    """Modules of selective recompute that free it."""
+    """Modules whose selective recompute frees this tensor."""
     offloaded_by: str = ""
-    """Module of activation offload that moves it to the host."""
+    """Module whose activation offload moves this tensor to host memory; empty: none."""
     even_bytes: int = 0
-    """Expert rows in the paged stash: bytes at an even load. 0: never stashed."""
+    """Bytes at an even expert load, for expert rows in the paged stash; 0: the tensor is never stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ActivationSizes:
     internal: int
     """Bytes per element of promote(fp32, activation)."""
     length: int
-    """Tokens of a sequence over all ranks, S."""
+    """Sequence length over all ranks, S."""
     imbalance: float = 1.0
     """Expert rows of the most loaded rank as a multiple of the mean."""
 
@@ -87,10 +87,10 @@ class ActivationSizes:
 
 
 def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
-    """Rows R of a rank's experts for a microbatch with `num_tokens` tokens per rank.
+    """Number of rows R that a rank's experts process for a microbatch with `num_tokens` tokens per rank.
 
-    Rows are `imbalance` times the even share if there are several expert-parallel ranks. Exceptions: padded capacity
-    fixes the number of rows, and the all-gather dispatcher allocates the upper bound.
+    With several expert-parallel ranks, this is `imbalance` times an even load. Exceptions: padded capacity fixes the
+    number of rows, and the all-gather dispatcher allocates rows for the upper bound.
     """
     ranks, router = parallel.ep * parallel.etp, config.router
     local = router.num_experts // parallel.ep
@@ -178,7 +178,7 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
     query groups unless there is only one."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
-    # a fused kernel normalises, rotates and splits the product and reads it again in backward
+    # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
     fused = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm" and config.rope is not None
     fused = fused and not config.output_gate
     yield _tensor("attention", "qkv", "U (N+2G) D", tokens * config.qkv_width, size, **marks)
@@ -213,8 +213,8 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves values per query-key pair: with dropout, unless it is computed in blocks over the keys of
-    other ranks, which recompute them."""
+    """Whether attention saves values per query-key pair. It does with dropout, unless context parallelism computes it
+    in blocks over the keys of other ranks: these blocks are recomputed in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
@@ -288,7 +288,7 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:
-        # each row's fc2 bias is multiplied by its probability
+        # fc2's bias, expanded to rows, is multiplied by each row's probability
         yield _tensor("experts", "bias of rows", "R H", rows * experts.hidden_size, sizes.internal)
     if experts.probs_on_input:
         yield _tensor("experts", "rows before their probability", "R H", rows * experts.hidden_size, sizes.internal)

@@ -21,7 +21,7 @@ Facts = dict[str, Any]
 RESERVE_GIB = 3.0
 """Memory reserved for the CUDA context, NCCL, workspaces and fragmentation."""
 _MAX_COMPUTATIONS = 50_000
-"""Longest schedule that is simulated; takes about half a second."""
+"""Maximum number of computations of a simulated schedule, which takes about half a second."""
 
 
 def too_long_to_simulate(plan: RunPlan) -> str | None:
@@ -162,8 +162,8 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
 def _switches(
     plan: RunPlan, memory: RankMemory, most: RankBytes, gpu: GPU, placements: dict[str, Placement]
 ) -> Iterator[Facts]:
-    """Effect of disabling each enabled memory option alone. Effects do not add up: a module inside a recomputed module
-    saves nothing more."""
+    """Memory saved and slowdown of each enabled memory option, computed by disabling only this option. Effects do not
+    add up: a module inside a recomputed module saves nothing more."""
     seconds = Estimator(plan, gpu, placements).step().total
     for option in enabled_options(plan):
         without = option.apply(plan)

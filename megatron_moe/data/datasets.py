@@ -25,9 +25,9 @@ _MOST_DATASETS = 32767
 Share = tuple[float, float]
 _MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
-"""Limit per split, so that array sizes in bytes fit into 64 bits."""
+"""Maximum number of samples per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
-"""Interval of the collectives in which ranks wait for the first; well below the timeout of a collective."""
+"""Interval of the collectives in which ranks wait for rank 0; well below the timeout of a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,9 @@ def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.
 
 
 class MockTokens:
-    """Documents of `--mock-data`: 1, 2, 3, … (modulo the vocabulary size) and end-of-document.
+    """Documents of `--mock-data`: token ids 1, 2, 3, … (modulo the vocabulary size) and end-of-document.
 
-    Lengths are uniform in [1, 4096) and those of Megatron's first `num_documents` mock documents.
+    Lengths are uniform in [1, 4096) and equal those of Megatron's first `num_documents` mock documents.
     """
 
     def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:
@@ -129,7 +129,7 @@ class Datasets:
     """All data of a run."""
 
     train: Samples | None
-    """None with --skip-train."""
+    """Training samples; None with --skip-train."""
     valid: Mapping[str, Samples]
     """Validation sets by name; empty without validation data."""
     test: Samples | None
@@ -139,17 +139,17 @@ class Datasets:
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Prefix -> size and sampled checksum of its .bin file; empty except on the first rank."""
+    """Prefix -> size and sampled checksum of the .bin file; empty except on the first rank."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the order or content of the training samples may change."""
+        """Fingerprint that changes when the order or content of the training samples may change."""
         return "none" if self.train is None else self.train.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSizes:
-    """Number of samples of every split that a run needs."""
+    """Number of samples that a run needs from every split."""
 
     train: int
     valid: int
@@ -157,8 +157,8 @@ class SplitSizes:
 
 
 def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
-    """Samples needed: --train-samples or --train-iters global batches for training, `eval_iters` global batches per
-    evaluation; evaluations are every `eval_interval` iterations and at the end."""
+    """Number of samples that a run needs: --train-samples, or --train-iters global batches; `eval_iters` global batches
+    per evaluation, with evaluations every `eval_interval` iterations and at the end."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
     one_evaluation = loop.eval_iters * batch.global_batch_size
@@ -175,7 +175,7 @@ def build_datasets(
 
     Raises:
         DataProblem: files or blends are invalid.
-        MemoryProblem: the index arrays exceed the host's memory.
+        MemoryProblem: the index arrays do not fit into host memory.
     """
     sizes = split_sizes(batch, loop)
     too_many = MemoryProblem(
@@ -197,8 +197,8 @@ def build_datasets(
 
 
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
-    """Builds on the first rank, then on the others. Ranks exchange the state every 30 s, because the order of a large
-    blend may take longer than the timeout of a collective."""
+    """Builds on the first rank, then on the others, which wait in a new collective every 30 s: computing the order of a
+    large blend may take longer than the timeout of a collective."""
     done = False
     problem: RunError | None = None
     with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
@@ -268,7 +268,7 @@ class _Builder:
         )
 
     def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
-        """One set, or with --multiple-validation-sets one per prefix, named by its file unless two have the same."""
+        """Validation sets by name: one, or with --multiple-validation-sets one per prefix, named after its file."""
         if blend is None:
             return {}
         if not self.config.multiple_validation_sets:
@@ -287,9 +287,9 @@ class _Builder:
         return {name: samples for name, samples in built.items() if samples is not None}
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
-        """Samples of one split; None if it is not needed or has no documents (an error for training).
+        """Samples of one split; None if the split is not needed or has no documents (an error for training).
 
-        `size`: None for one pass over the data.
+        `size`: minimum number of samples; None: one pass over the data.
         """
         if blend is None or share is None or size == 0:
             if split == "train" and size:
@@ -334,7 +334,7 @@ class _Builder:
             self._single(split, Blend(prefixes=(prefix,)), share, count)
             for prefix, count in zip(blend.prefixes, built, strict=True)
         ]
-        # Cached, because the greedy order takes minutes for some hundred million samples.
+        # The order is cached, because computing it takes minutes for some hundred million samples.
         return BlendedSamples(parts, weights, total, self._cache_dir(blend.prefixes[0]))
 
     def _open(self, prefix: str) -> Documents:

@@ -104,11 +104,11 @@ class _MicrobatchLoader:
         self._loss_dtype = torch.promote_types(torch.float32, context.dtype)
 
     def _on_host(self, indices: np.ndarray) -> MicroBatch:
-        """One microbatch of the samples `indices` [micro], in host memory."""
+        """Builds a microbatch of the samples `indices` [micro] in host memory."""
         return make_microbatch(self.samples, indices, self._masks, self._loss_dtype)
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a microbatch, on its device."""
+        """Copies a microbatch to the device and selects this rank's part of it."""
         return split_sequence(to_device(batch, self._context.device), self._context)
 
 
@@ -116,7 +116,7 @@ class TrainLoader(_MicrobatchLoader):
     """Iterates over the microbatches of successive steps.
 
     The only state is the number of samples consumed by all ranks. `prefetch` builds the next step's batches on a thread
-    while this step runs; their contents do not change.
+    while the current step runs; the contents of batches do not depend on it.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TrainLoader(_MicrobatchLoader):
         """
         Args:
             tokenizer: fingerprint of the tokenizer of the data.
-            contents: prefix -> size and sampled checksum of its .bin file.
+            contents: prefix -> size and sampled checksum of the .bin file.
         """
         super().__init__(samples, masks, context)
         self.tokenizer = tokenizer
@@ -143,7 +143,7 @@ class TrainLoader(_MicrobatchLoader):
         self.schedule = schedule
         self.consumed = 0
         self.last_seconds = 0.0
-        """Time that the last step waited for its batches."""
+        """Seconds that the last step waited for its batches."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
 
@@ -176,7 +176,7 @@ class TrainLoader(_MicrobatchLoader):
         return parts
 
     def pass_over(self) -> int:
-        """Skips the samples of the next step; returns their number over all ranks."""
+        """Skips the samples of the next step; returns the number of skipped samples over all ranks."""
         size = self.schedule.global_batch(self.consumed)
         self.consumed += size
         return size
@@ -187,7 +187,7 @@ class TrainLoader(_MicrobatchLoader):
         return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint: consumed samples, fingerprint of data and order, tokenizer and file checksums."""
+        """State to checkpoint: consumed samples, fingerprint of data and order, tokenizer and file checksums."""
         return {
             "consumed_samples": self.consumed,
             "fingerprint": self.order.fingerprint(self.samples.fingerprint),
@@ -197,7 +197,7 @@ class TrainLoader(_MicrobatchLoader):
         }
 
     def restore(self, consumed: int) -> None:
-        """Continues after `consumed` samples."""
+        """Sets the number of consumed samples, after which the next step starts."""
         self.consumed = consumed
 
     def close(self) -> None:
@@ -219,8 +219,8 @@ class TrainLoader(_MicrobatchLoader):
 class EvalLoader(_MicrobatchLoader):
     """Iterates over the batches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically; `eval_iters` None uses all full batches
-    in every evaluation. Raises DataProblem if the set has less than one full batch.
+    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, every
+    evaluation uses all full batches, and DataProblem is raised if there is no full batch.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class EvalLoader(_MicrobatchLoader):
         )
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
-        """This rank's microbatches of evaluation number `evaluation`, which counts from 0."""
+        """Yields this rank's microbatches of evaluation number `evaluation`, counted from 0."""
         size, number = self._schedule.full, 0 if self.full else evaluation
         for step in range(number * self.eval_iters, (number + 1) * self.eval_iters):
             for positions in step_positions(step * size, self._schedule, self._rank):
@@ -254,7 +254,7 @@ class EvalLoader(_MicrobatchLoader):
 
 
 def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
-    """Loader of a run's training samples."""
+    """Builds the loader of a run's training samples."""
     assert datasets.train is not None, "a run with --skip-train has no training loader"
     order = SampleOrder(kind=config.dataloader_type, num_samples=len(datasets.train), seed=config.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)

@@ -3,11 +3,11 @@
 Three index arrays define the tokens of sample i:
 
     document_index [epochs * documents]  documents in the order of concatenation
-    sample_index   [n + 1, 2]            start of every sample: index into document_index, token offset in the document
+    sample_index   [n + 1, 2]            start of every sample: index into document_index, token offset in document
     shuffle_index  [n]                   permutation of the samples
 
-A sample has seq_length + 1 tokens (inputs and labels overlap); the next one starts at its last token. All random
-numbers come from one numpy RandomState in a fixed order, so the arrays depend on documents, seed and length only.
+A sample has seq_length + 1 tokens (inputs and labels overlap); the next sample starts at its last token. All
+random numbers come from one numpy RandomState in a fixed order: arrays depend only on documents, seed and lengths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import digest_of, load_or_build
 
 _SEPARATE_BELOW = 0.80
-"""Fraction of an epoch's samples below which the last, incomplete epoch is shuffled separately."""
+"""The last epoch is shuffled separately if less than this fraction of its samples is used."""
 PADDING = -1
-"""Id that pads an incomplete sample; not a valid token id."""
+"""Id that fills the end of an incomplete sample; not a valid token id."""
 
 
 class Documents(Protocol):
@@ -42,14 +42,14 @@ class SampleRequest:
     """Samples to build from one set of documents."""
 
     documents: range
-    """Sequences of the split."""
+    """Documents (sequence numbers) of the split."""
     split: str
     seq_length: int
     num_samples: int | None
     """Minimum number of samples, over as many epochs as needed; None: one epoch."""
     seed: int
     drop_last_partial: bool = True
-    """Drop the tokens after the last full sample."""
+    """Drops the tokens after the last full sample."""
 
 
 class DocumentSamples:
@@ -64,7 +64,7 @@ class DocumentSamples:
         self.seq_length = request.seq_length
         span = request.documents
         passes = plan_passes(source, name, request)
-        # Excludes the number of samples: a longer run over the same epochs has the same order.
+        # The number of samples is excluded, because a longer run over the same epochs has the same order.
         self.inputs = {
             "class": "GPTDataset",
             "dataset": name,
@@ -116,7 +116,7 @@ class DocumentSamples:
         raise AssertionError(f"sample {index} has no token at {position} past its end")
 
     def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(document, offset, length) of every document piece in sample `index`."""
+        """Yields (document, token offset, length) of every piece of a document in sample `index`."""
         row = int(self.shuffle_index[index])
         (first, start), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
         for place in range(first, last + 1):
@@ -129,7 +129,7 @@ class DocumentSamples:
 
 @dataclass(frozen=True)
 class Passes:
-    """Epochs over the documents."""
+    """Number of epochs over the documents, and how to shuffle the last epoch."""
 
     epochs: int
     separate_final: bool
@@ -139,10 +139,10 @@ class Passes:
 
 
 def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
-    """Epochs needed for the samples of `request`.
+    """Computes the epochs that the samples of `request` need.
 
-    The last epoch is shuffled separately if less than 80 % of its samples are used; otherwise some documents would be
-    seen once more than others. Raises `DataProblem` if the documents are too short for one sample.
+    The last epoch is shuffled separately if less than 80 % of its samples are used, because otherwise the unused
+    samples would come from all epochs. Raises `DataProblem` if the documents are too short for one sample.
     """
     span = request.documents
     tokens = int(source.sequence_lengths[span.start : span.stop].sum(dtype=np.int64))
@@ -182,7 +182,7 @@ def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> 
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
-    """Smallest number of epochs with `num_samples` samples; 1 for None."""
+    """Smallest number of epochs that contains `num_samples` samples; 1 if `num_samples` is None."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -206,7 +206,7 @@ def build_sample_index(
     place = np.searchsorted(ends, starts, side="right")
     offset = starts - (ends - ordered)[place]
     if count > full:
-        # The end of an incomplete sample is the last document, even when that one is empty.
+        # An incomplete sample ends in the last document, even if that document is empty.
         place[-1], offset[-1] = len(document_index) - 1, ordered[-1] - 1
     place[0], offset[0] = 0, 0
     largest = max(len(document_index), int(lengths.max()))
@@ -215,7 +215,7 @@ def build_sample_index(
 
 
 def _shuffled(parts: Sequence[np.ndarray], rng: np.random.RandomState) -> np.ndarray:
-    """Concatenation of the arrays, each of which is shuffled in place."""
+    """Shuffles each array in place and concatenates them."""
     for part in parts:
         rng.shuffle(part)
     return np.concatenate(parts)

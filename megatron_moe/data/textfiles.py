@@ -20,15 +20,15 @@ from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 from megatron_moe.data.cache import replacing
 
 TEXT_SEPARATOR = "<|endoftext|>"
-"""Line that ends a document of a plain text file."""
+"""Line that ends a document in a plain text file."""
 Format = Literal["jsonl", "text"]
 _CHUNK_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 14
-"""Compressed bytes per read, small because the text can be many times longer."""
+"""Compressed bytes per read; small, because the decompressed text can be many times longer."""
 
 
 def format_of(path: Path) -> Format:
-    """Format by file name, without the suffix of the compression: `.txt` is plain text, everything else JSONL."""
+    """Format by file name, ignoring a compression suffix: `.txt` is plain text, everything else is JSONL."""
     name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return "text" if name.suffix == ".txt" else "jsonl"
 
@@ -39,7 +39,7 @@ class TextRecord:
 
     path: Path
     line: int
-    """Number of its first line, counted from 1."""
+    """Number of the record's first line, counted from 1."""
     content: bytes
 
 
@@ -49,11 +49,11 @@ class TextChunk:
 
     records: list[TextRecord]
     file_bytes: int
-    """Bytes of the file on disk, possibly compressed, that were read for them."""
+    """Number of bytes of the (possibly compressed) file that were read for these records."""
 
 
 class BadLine(ValueError):
-    """Raised for a line that is not a document; the message is the reason without file and line."""
+    """Raised for a line that is not a valid document; the message is the reason, without file and line number."""
 
 
 def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
@@ -75,7 +75,7 @@ def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
 
 
 def _check_surrogates(text: str, key: str) -> None:
-    """Raises `BadLine` for unpaired surrogates (a lone \\ud83d of a truncated text), which tokenizers cannot encode."""
+    """Raises `BadLine` for unpaired surrogates (such as a lone \\ud83d), which tokenizers cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -124,7 +124,7 @@ def _split(path: Path, stream: IO[bytes]) -> Iterator[TextRecord]:
 
 
 def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
-    """Text of every document of the files. Raises `DataProblem` for a line that is not a document."""
+    """Yields the text of every document in the files. Raises `DataProblem` for a line that is not a document."""
     for path in paths:
         for record in read_records(path):
             try:
@@ -152,7 +152,7 @@ def _decoded(content: bytes) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Opens the decompressed stream of a file and the file itself; damage raises `DataProblem`."""
+    """Opens a file; yields its decompressed stream and the raw file. Raises `DataProblem` if the file is damaged."""
     zstandard: Any = optional_package("zstandard", "reading .zst files") if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
@@ -171,7 +171,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompressed data of all frames of a file. The package's own reader does not detect truncated files."""
+    """Yields the decompressed data of all frames of a .zst file. zstandard's own reader misses truncated files."""
     frame = None
     while data := raw.read(_PACKED_BYTES):
         while data:
@@ -184,7 +184,7 @@ def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Joined(io.RawIOBase):
-    """File object over an iterator of bytes."""
+    """Readable file object over an iterator of bytes."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

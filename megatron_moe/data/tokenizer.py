@@ -1,6 +1,6 @@
-"""Tokenizers with a common interface, under Megatron's names; nothing is downloaded.
+"""Tokenizers with a common interface and Megatron's names; nothing is downloaded.
 
-`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or without an end-of-document token,
+`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or has no end-of-document token,
 and `EnvironmentProblem` if the required package is not installed.
 """
 
@@ -20,7 +20,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
-"""Id of a token that a tokenizer does not have."""
+"""Id that stands for a missing token, e.g. of a tokenizer without padding token."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -50,7 +50,7 @@ class Tokenizer:
     pad: int = NO_TOKEN
     """Padding id; -1 if there is none or if it has another meaning as well."""
     fingerprint: str
-    """Hash that changes when the ids of a text may change."""
+    """Hash that changes when the tokenizer may encode a text differently."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -77,10 +77,10 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def local_copy(model: Path) -> Path:
-    """`model` if the path exists, else the copy of that Hugging Face repository in the local cache.
+    """Returns `model` if the path exists, else the copy of the Hugging Face repository `model` in the local cache.
 
-    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current one. Never
-    uses the network. Raises `DataProblem`.
+    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current revision.
+    Never uses the network. Raises `DataProblem` if there is no copy.
     """
     if model.exists():
         return model
@@ -105,7 +105,7 @@ def local_copy(model: Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Download folder of Hugging Face's libraries, by their environment variables."""
+    """Download folder of Hugging Face's libraries, according to their environment variables."""
     for name, inside in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser() / inside
@@ -249,8 +249,8 @@ def _of_package(tokenizer: Any, *, vocab: Mapping[str, int], **fields: Any) -> T
 def _tik_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
 
-    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers); ranks follow.
-    `config.vocab_size` truncates the ranks; Megatron's default is 131,072 ids in total.
+    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers), followed by the tokens in
+    rank order. `config.vocab_size` limits the number of ids; default, as in Megatron: 131,072 ids in total.
     """
     assert config.tokenizer_model is not None
     package = optional_package("tiktoken", "this tokenizer")
@@ -279,7 +279,7 @@ def _tik_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
+    """Reads the pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
     pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
     known = all(isinstance(number, int) and 0 <= number < 1 << 31 for number in vocab.values())
@@ -303,7 +303,7 @@ def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
-    """Bytes of every token, by rank."""
+    """Reads the bytes of every token, in rank order."""
     try:
         if path.suffix == ".tiktoken":
             pairs = [line.split() for line in content.splitlines() if line.strip()]
@@ -355,7 +355,7 @@ def _unambiguous(pad: int, others: Sequence[int]) -> int:
 
 
 def _end_id(path: Path, candidates: Sequence[int]) -> int:
-    """First existing id of the candidates. Raises `DataProblem` if there is none."""
+    """First candidate that is not `NO_TOKEN`. Raises `DataProblem` if there is none."""
     found = next((candidate for candidate in candidates if candidate != NO_TOKEN), None)
     if found is None:
         raise DataProblem(

@@ -22,7 +22,7 @@ MetricValue = float | list[float]
 Key = tuple[str, int | None]
 """(name, layer)."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Records metrics of rows [n, ...], given the number of rows of each layer; rows are sorted by layer."""
+"""Function (accumulator, number of rows per layer, rows [n, ...] sorted by layer) that records the rows' metrics."""
 
 _ROWS_AT_A_TIME = 128
 
@@ -32,9 +32,9 @@ class _MetricEntry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
-    """Number of calls without `count`; each counts 1."""
+    """Number of `record` calls without `count`; each counts as 1."""
     counted: Tensor | None = None
-    """Sum of the given counts."""
+    """Sum of the `count` arguments."""
 
     @property
     def count(self) -> Tensor:
@@ -128,7 +128,7 @@ class MetricAccumulator:
         return MetricAccumulator(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces all metrics over the ranks of the pipeline stage, gathers those of all stages, and resets.
+        """Reduces all metrics over the ranks of the pipeline stage, gathers the results of all stages, and resets.
 
         All ranks of a stage must have recorded the same names with the same shapes, in any order. A metric without a
         layer must be recorded on one stage only.

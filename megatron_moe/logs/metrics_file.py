@@ -59,7 +59,7 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
 
 
 def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
-    """Tags sent to dashboards under the run's flags; metrics.jsonl keeps all of them."""
+    """Tags that the run's flags enable for TensorBoard and W&B; metrics.jsonl has all tags."""
     hidden: set[str] = set()
     if not config.log_timers_to_tensorboard:
         hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
@@ -75,7 +75,7 @@ def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, f
 
 
 def has_samples_variant(tag: str) -> bool:
-    """True if the tag is also drawn over consumed samples, as `{tag} vs samples`."""
+    """True if the tag is also plotted over consumed samples, as `{tag} vs samples`."""
     return not tag.startswith(_ONLY_BY_ITERATION)
 
 
@@ -108,7 +108,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def read_metrics(path: Path) -> list[Record]:
     """Reads the records in file order; an incomplete last line, left by a killed process, is skipped.
 
-    Raises DataProblem if another line is not a JSON object.
+    Raises DataProblem if any other line is not a JSON object.
     """
     records = []
     *lines, rest = path.read_bytes().split(b"\n")  # the rest after the last newline is empty or incomplete
@@ -141,7 +141,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON value: vectors rounded to six digits, integral floats as ints; a record holds layers x experts of them."""
+    """Converts a value to JSON: six digits for vectors (layers x experts numbers per record), null if non-finite."""
     if isinstance(value, list):
         return [_plain(float(f"{element:.6g}")) for element in value]
     if isinstance(value, float):

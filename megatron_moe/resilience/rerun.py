@@ -1,8 +1,8 @@
 """Attribution of suspicious steps to data or hardware by repeating them, as in Megatron's rerun state machine.
 
-A repeated step gives the same result on the same device. If the result differs, the error was transient and the ranks
-whose own losses differ are suspect. Otherwise the data, the model or a permanent hardware fault is the cause; the data
-or the model if a later start meets the same values at the same iteration.
+A repeated step gives the same result on sound hardware. If the result differs, the error was transient, and the ranks
+whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent hardware
+fault. If a later start also computes the same values at this iteration, the cause is the data or the model.
 """
 
 import math
@@ -18,11 +18,11 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 _TOLERANCE = 1e-3
-"""Relative tolerance for the order of summation on a GPU."""
+"""Relative tolerance, because the order of summation on a GPU may vary."""
 
 
 class RerunProblem(RunError):
-    """Step whose repetition indicates a hardware fault or excludes one; `code` tells them apart."""
+    """Raised after a failed step was rerun; `code` says whether the rerun indicates or excludes a hardware fault."""
 
     def __init__(self, sentence: str, code: ExitCode) -> None:
         super().__init__(sentence)
@@ -31,7 +31,7 @@ class RerunProblem(RunError):
 
 @dataclass(frozen=True)
 class RerunResult:
-    """Sum of one rank's own losses in a step and in its repetition."""
+    """Sums of one rank's losses in a step (`first`) and in the rerun of the step (`again`)."""
 
     rank: int
     host: str
@@ -42,13 +42,13 @@ class RerunResult:
 
 @dataclass(frozen=True)
 class RerunVerdict:
-    """Conclusion from a step and its repetition."""
+    """Conclusion from a step and its rerun."""
 
     kind: Literal["transient", "reproducible", "confirmed"]
     suspects: tuple[int, ...]
-    """Ranks whose own losses differ."""
+    """Ranks whose own losses differ in the rerun."""
     sentence: str
-    """Part of a message; starts with "; "."""
+    """Conclusion as the end of a message; starts with "; "."""
 
     def problem(self, sentence: str) -> RunError:
         """Error that ends the run, with the given message."""
@@ -72,12 +72,12 @@ def compare_rerun(
     ranks: Sequence[RerunResult],
     earlier: Mapping[str, str] | None = None,
 ) -> RerunVerdict:
-    """Compares a step with its repetition.
+    """Compares a step with its rerun.
 
     Args:
         first, rerun: values reduced over all ranks, by name.
         ranks: losses of every rank.
-        earlier: `repr` of the values of `first` in an earlier start that stopped at this iteration, if any.
+        earlier: `repr` of the values that an earlier start computed when it stopped at this iteration, if any.
     """
     suspects = [each for each in ranks if not same(each.first, each.rerun)]
     if suspects or any(not same(first[name], rerun[name]) for name in rerun):
@@ -93,7 +93,7 @@ def compare_rerun(
 
 
 class Repeatability:
-    """Differences between steps and their repetitions, accumulated on the device."""
+    """Statistics of differences between steps and their reruns, accumulated on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._statistics = torch.zeros(3, device=device, dtype=torch.float64)
@@ -106,7 +106,7 @@ class Repeatability:
         self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
 
     def line(self, context: ParallelContext) -> str | None:
-        """Log line about all ranks since the last one, or None. Collective; synchronises with the device."""
+        """Log line about reruns on all ranks since the last call, or None. Collective; synchronises with the device."""
         own = self._statistics.tolist()
         self._statistics.zero_()
         # world: three numbers per rank
