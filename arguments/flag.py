@@ -8,7 +8,7 @@ declares `--hidden-size`. The annotation gives its type and choices; a `bool` fi
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Final, Literal, NamedTuple

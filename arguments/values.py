@@ -217,7 +217,7 @@ def _calculate(node: ast.expr) -> int | list[int]:
                 raise BadValue("has a nested list")
             return cast(list[int], numbers)
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            return _apply_operator(_calculate(left), operator, _calculate(right))
+            return _combined(_calculate(left), operator, _calculate(right))
     raise BadValue("may contain only integers, lists, +, * and parentheses")
 
 

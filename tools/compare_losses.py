@@ -55,7 +55,7 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     return curve
 
 
-def table(comparison: Comparison, names: tuple[str, str]) -> str:
+def table(comparison: LossComparison, names: tuple[str, str]) -> str:
     """Up to `ROWS` evenly spaced steps as text."""
     last = len(comparison.iterations) - 1
     lines = [f"{'iteration':>10}  {names[0][-24:]:>24}  {names[1][-24:]:>24}  {'relative':>10}"]
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     common = sorted(first.keys() & second.keys())
     if not common:
         raise DataProblem("the two runs have no iteration in common; they were logged at different intervals")
-    comparison = Comparison(common, [first[i] for i in common], [second[i] for i in common])
+    comparison = LossComparison(common, [first[i] for i in common], [second[i] for i in common])
     print(table(comparison, names))
     if options.plot:
         with writing(options.plot):

@@ -13,7 +13,7 @@ from megatron_moe.checkpoint import save as save_module
 from megatron_moe.checkpoint.async_save import HostBuffer, submit
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.exit_codes import SaveProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext

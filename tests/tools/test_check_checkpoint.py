@@ -7,7 +7,7 @@ import torch
 
 from megatron_moe.checkpoint.manifest import MANIFEST
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import flip_bit, saved_folder, some_state, verify
