@@ -1,4 +1,4 @@
-"""Differentiable linear, grouped linear and embedding. Weight gradients are accumulated by `weight.sink` if it is set."""
+"""Differentiable linear, grouped linear and embedding; weight gradients are added to `weight.sink` if it is set."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
-    """Passes a weight gradient's computation to `weight.sink`; if that is not set, computes and returns the gradient."""
+    """Passes a weight gradient's computation to `weight.sink`; without a sink, computes and returns the gradient."""
     sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:
         sink.add(compute)

@@ -103,7 +103,7 @@ def test_unknown_names_are_rejected_with_the_known_ones() -> None:
 def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:
     assert refusal(KernelConfig(kernel_backend="torch_native"), torch.float64) == (
         "Kernel backend 'torch_native' cannot compute 'linear_weight_grad' in float64 on cpu: "
-        "fp64 is for proofs, which run on plain torch. It can be computed by auto or reference, "
+        "fp64 is used for verification only and runs on plain torch. It can be computed by auto or reference, "
         "for instance with --kernel-per-op linear_weight_grad=auto."
     )
     assert "cannot compute 'rope' in float32 on cpu: it has no rope" in refusal(

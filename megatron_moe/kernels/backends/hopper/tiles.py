@@ -122,7 +122,7 @@ def add_product(total, a, b, step, first, full, empty):
 
 @gluon.jit
 def finish(total, step, any_steps, full, empty):
-    """Waits for the last MMA of a tile, frees its stage and returns the sums. step: number of the last stage plus one."""
+    """Waits for a tile's last MMA, frees its stage and returns the sums. step: index of the last stage plus one."""
     STAGES: gl.constexpr = full.shape[0]
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=any_steps)

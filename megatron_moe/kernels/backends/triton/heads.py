@@ -189,7 +189,7 @@ def _turn_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of the heads at `x_ptr` to `to_ptr`, both [heads, 1]; adds the weight gradient to the shares."""
+    """Writes the gradients of heads at `x_ptr` to `to_ptr`, both [heads, 1]; returns updated weight-gradient sums."""
     first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
     rest = turned + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
