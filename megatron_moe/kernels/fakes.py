@@ -28,8 +28,7 @@ def fake_backend(name: str) -> ModuleType:
 
 
 class _Triton:
-    """Fake Triton module: every attribute, decorator, type and compiled kernel of it is this object. A launch does
-    nothing."""
+    """Fake Triton module, also used as each of its attributes, types and kernels. A launch does nothing."""
 
     def __getattr__(self, name: str) -> "_Triton":
         return self
@@ -49,8 +48,7 @@ class _Triton:
 
 
 class _Loader:
-    """Imports backend modules separately from `sys.modules`, with each other and the fake Triton module as their
-    imports."""
+    """Imports private copies of the backend modules, in which `triton` is the fake Triton module."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}

@@ -61,8 +61,7 @@ class KernelSet(Kernels):
 
     @classmethod
     def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Selection, ...]) -> "KernelSet":
-        """Creates a kernel set; `functions` must be exactly the ops of the interface. Ops in `choices` reject
-        `QuantizedTensor`."""
+        """Kernel set of `functions`, one per op of the interface. Ops in `choices` reject `QuantizedTensor`."""
         missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
         bundle = cls()

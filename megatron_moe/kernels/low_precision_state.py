@@ -75,7 +75,7 @@ class PackedState:
 
 
 def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
-    """Unpacks to fp32; plain values are returned as they are, without a copy. `weights`: bf16 [n], for remainders only."""
+    """Unpacks to fp32; returns plain values unchanged, without a copy. `weights`: bf16 [n], for remainders."""
     match packed.format:
         case "plain":
             return packed.data

@@ -64,7 +64,7 @@ def route_backward(
 def _at_the_choices(
     grad_ptr, ids_ptr, tokens, held, experts, TOPK: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Returns dense [tokens, experts] tensors: the gradient of each choice's weight, and whether the expert is chosen."""
+    """Scatters choices to [tokens, experts]: the gradient of each choice's weight, and a mask of the choices."""
     grad = tl.zeros((tokens.shape[0], EXPERTS), dtype=WIDE)
     taken = tl.zeros((tokens.shape[0], EXPERTS), dtype=tl.int32)
     first = tokens.to(tl.int64) * TOPK
