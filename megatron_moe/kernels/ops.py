@@ -1,7 +1,9 @@
 """Interface of the kernels: every op with shapes, dtypes and semantics.
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Shape letters are those of
-docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated otherwise. "Differentiable" ops have their own backward; `autograd.py` wraps the others in autograd Functions."""
+docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated
+otherwise. "Differentiable" ops have their own backward; `autograd.py` wraps the others in autograd Functions.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
