@@ -51,8 +51,7 @@ def is_installed(module: str) -> bool:
 
 
 def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
-    """Selects the kernels for parameters of `dtype` on `device`; `table()` of the result lists all selections and
-    reasons.
+    """Selects the kernels for parameters of `dtype` on `device`; their `table()` lists all selections and reasons.
 
     Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op.
     """
@@ -132,7 +131,7 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
         return Support(Priority.NO, f"it does not provide {op}")
     missing = backend.missing()
     if missing:
-        return Support(Priority.NO, f"it requires {', '.join(missing)}, which is not installed")
+        return Support(Priority.NO, f"it requires {', '.join(missing)} (not installed)")
     judgement: Support = backend.load().judge(op, device, dtype)
     return judgement
 
