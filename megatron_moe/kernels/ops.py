@@ -333,8 +333,7 @@ class Kernels(Protocol):
         balance_sets: int = 0,
         z: bool = False,
     ) -> RoutedTokens:
-        """Routes tokens: scores, group-limited top-k, normalisation, scaling, counts, and the sums for auxiliary
-        losses.
+        """Routes tokens: scores, group-limited top-k, normalisation, scaling, counts, and sums for auxiliary losses.
 
         `bias_E` affects the selection, not the probabilities. Ties: the lowest id wins. `given_ids_TK` replaces the
         top-k (recomputation, Sinkhorn, quantile balancing, expert choice); probabilities and sums still follow from the

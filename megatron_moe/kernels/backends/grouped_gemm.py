@@ -1,7 +1,6 @@
 """Grouped GEMMs of the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
 
-The package needs the number of rows per expert on the host: one device synchronisation per GEMM. `auto` does not select
-this backend.
+The package reads the number of rows per expert on the host: one synchronisation per GEMM. `auto` never selects it.
 """
 
 from collections.abc import Sequence
