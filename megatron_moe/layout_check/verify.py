@@ -1,4 +1,4 @@
-"""Verifies a layout against one rank in double precision, on processes of this host."""
+"""Verifies a layout against a single-rank run in double precision, with one process per rank on this host."""
 
 import pickle
 import socket
@@ -25,7 +25,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class RankFailure(RunError):
-    """A rank raised an error, died or timed out."""
+    """Raised if a rank fails, dies or times out."""
 
     code = ExitCode.OTHER_RANK
 
@@ -51,7 +51,7 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: 
 
 
 def _without_forced_logits(plan: RunPlan) -> RunPlan:
-    """Removes forced logits of benchmarks, which would hide the router and differ between context-parallel ranks."""
+    """Disables forced router logits, which would bypass the router and differ between context-parallel ranks."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None))
@@ -60,7 +60,7 @@ def _without_forced_logits(plan: RunPlan) -> RunPlan:
 
 
 class RankProcesses:
-    """Processes that run a plan; started by the constructor."""
+    """Processes that run all ranks of a plan; the constructor starts them."""
 
     def __init__(self, plan: RunPlan, *, num_steps: int, fault_seed: FaultSeed | None) -> None:
         # a fork server imports everything once; ranks are forked from it in milliseconds, without shared threads
@@ -81,7 +81,7 @@ class RankProcesses:
             self._pipes.append(ours)
 
     def records(self, timeout: float) -> list[RankRecord]:
-        """Records by rank. Raises RankFailure when a rank ends early, or after `timeout` seconds."""
+        """Returns the records in rank order. Raises RankFailure if a rank ends early, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         found: dict[int, RankRecord] = {}
         try:
@@ -90,7 +90,7 @@ class RankProcesses:
                 ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     missing = [self._pipes.index(pipe) for pipe in waiting]
-                    raise RankFailure(f"ranks {missing} still ran after {timeout:g} s, perhaps in a deadlock")
+                    raise RankFailure(f"ranks {missing} were still running after {timeout:g} s; possible deadlock")
                 for pipe in ready:
                     assert isinstance(pipe, Connection)
                     rank = self._pipes.index(pipe)
@@ -115,7 +115,7 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
 def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
     """Process main of one rank: sends its record. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives once per rank
+    warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)
     datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)
@@ -125,8 +125,8 @@ def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: Fault
 
 
 def _reserved_port() -> socket.socket:
-    """Reserves a port until a rank listens on it: a bound socket that does not listen keeps other programs away, but
-    not a server with SO_REUSEADDR such as torch's."""
+    """Reserves a port until a rank listens on it: a bound socket that does not listen blocks other programs, but not a
+    server with SO_REUSEADDR such as torch's."""
     holder = socket.socket()
     holder.bind(("", 0))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

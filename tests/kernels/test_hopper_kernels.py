@@ -69,7 +69,7 @@ def test_rows_after_the_end_of_a_slice_are_out_of_bounds(start: int, end: int, r
 
 
 def test_unaligned_widths_are_rejected_and_unaligned_addresses_copied() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"rows of \(4, 12\): rows of 24 bytes, .* multiples of 8"):
+    with pytest.raises(EnvironmentProblem, match=r"rows of shape \(4, 12\): a row has 24 bytes, .* multiples of 8"):
         aligned(torch.zeros(4, 12, dtype=torch.bfloat16), "rows")
     fits = torch.zeros(4, 16, dtype=torch.bfloat16)
     assert aligned(fits, "rows") is fits

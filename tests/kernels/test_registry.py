@@ -85,7 +85,7 @@ def test_per_op_requests_override_the_backend_request() -> None:
 def test_ops_missing_in_the_requested_backend_use_the_reference_with_a_reason() -> None:
     bundle = select_kernels(KernelConfig(kernel_backend="torch_native"), CPU, torch.float32)
     (rope,) = [choice for choice in bundle.choices if choice.op == "rope"]
-    assert rope.backend == "reference" and "torch_native has no rope" in rope.reason
+    assert rope.backend == "reference" and "torch_native does not provide rope" in rope.reason
     assert backend_of(bundle)["permute"] == "torch_native", "asked for, though auto would not"
 
 
@@ -103,10 +103,10 @@ def test_unknown_names_are_rejected_with_the_known_ones() -> None:
 def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:
     assert refusal(KernelConfig(kernel_backend="torch_native"), torch.float64) == (
         "Kernel backend 'torch_native' cannot compute 'linear_weight_grad' in float64 on cpu: "
-        "fp64 is for proofs, which run on plain torch. It can be computed by auto or reference, "
+        "fp64 is used for verification only and runs on plain torch. It can be computed by auto or reference, "
         "for instance with --kernel-per-op linear_weight_grad=auto."
     )
-    assert "cannot compute 'rope' in float32 on cpu: it has no rope" in refusal(
+    assert "cannot compute 'rope' in float32 on cpu: it does not provide rope" in refusal(
         KernelConfig(kernel_per_op=(("rope", "torch_native"),))
     )
 
@@ -124,15 +124,15 @@ def test_backends_with_missing_packages_are_discovered_without_importing_them(tm
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(choosing, "BACKENDS", tmp_path)
     (rope,) = [choice for choice in select_kernels(KernelConfig(), CPU, torch.float32).choices if choice.op == "rope"]
-    assert rope.backend == "reference" and "shiny: it needs a_package_nobody_has, not installed here" in rope.reason
-    assert "it needs a_package_nobody_has, not installed here" in refusal(KernelConfig(kernel_backend="shiny"))
+    assert rope.backend == "reference" and "shiny: it requires a_package_nobody_has (not installed)" in rope.reason
+    assert "it requires a_package_nobody_has (not installed)" in refusal(KernelConfig(kernel_backend="shiny"))
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
         ('NAME = "x"\nNEEDS = ()', "must define NAME, NEEDS and PROVIDES"),
-        ('NAME = "x"\nNEEDS = ()\nPROVIDES = ("rop",)', r"does not know: \['rop'\]"),
+        ('NAME = "x"\nNEEDS = ()\nPROVIDES = ("rop",)', r"not in the interface: \['rop'\]"),
     ],
 )
 def test_wrong_backend_constants_are_rejected(tmp_path: Path, text: str, message: str) -> None:

@@ -124,7 +124,7 @@ def test_summary_shows_the_worst_row_over_layers_and_steps():
     assert lines[2].split() == ["gradient", "b", "attention", "1", "2.0e-16"]
     assert lines[3].split()[:3] == ["metric", "loss", "attention"]
     assert lines[5:7] == [
-        "gradients of the first step are wrong in 1 parameters, and so is all that follows from them:",
+        "gradients of the first step are wrong in 1 parameters, which affects all later results:",
         "  a.*.w (in some layers)  doubled",
     ]
 

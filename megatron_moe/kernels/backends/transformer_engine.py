@@ -1,7 +1,7 @@
-"""Ops by NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
+"""Ops of NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
 
-Selected by name only, for comparison: our own kernels are faster. Its grouped products need the rows of every expert on
-the host: one synchronisation per product.
+Selected only by name, for comparison: this project's kernels are faster. Its grouped GEMMs need the number of rows per
+expert on the host: one device synchronisation per GEMM.
 """
 
 from collections.abc import Sequence
@@ -41,23 +41,23 @@ PROVIDES = (
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is torch.float64:
-        return Support(Priority.NO, "it has no fp64")
+        return Support(Priority.NO, "it does not support fp64")
     if op == "attention" and dtype is torch.float32:
-        return Support(Priority.NO, "its attention has no fp32")
+        return Support(Priority.NO, "its attention does not support fp32")
     reasons = {
-        "grouped_forward": "GroupedLinear's products; the host waits for the rows of every expert",
-        "grouped_input_grad": "as grouped_forward",
-        "grouped_weight_grad": "as grouped_forward; accumulates inside the gradient buffer",
-        "linear_weight_grad": "accumulates inside the gradient buffer",
-        "attention": "DotProductAttention; sinks, dropout and documents are plain torch",
+        "grouped_forward": "GEMMs of GroupedLinear; the host synchronises to read the number of rows per expert",
+        "grouped_input_grad": "same as grouped_forward",
+        "grouped_weight_grad": "same as grouped_forward; accumulates in the gradient buffer",
+        "linear_weight_grad": "accumulates in the gradient buffer",
+        "attention": "DotProductAttention; sinks, dropout and document masks are plain torch",
         "activation": "SwiGLU; other activations are plain torch",
     }
-    return Support(Priority.YES, reasons.get(op, "its kernel"))
+    return Support(Priority.YES, reasons.get(op, "Transformer Engine kernel"))
 
 
-# matrix products: the order of the operands is weight, input, and "TN" multiplies input by weight transposed
+# matrix multiplications: operands in the order weight, input; "TN" multiplies the input by the transposed weight
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -
 def _product(
     weight: Tensor, x: Tensor, layout: str, width: int, *, bias: Tensor | None = None, grad: bool = False
 ) -> Tensor:
-    """x [..., I] by the weight -> [..., width]."""
+    """Multiplies x [..., I] by the weight -> [..., width]."""
     matrix = x.flatten(0, -2).contiguous()
     if matrix.shape[0] == 0:
         return x.new_zeros(*x.shape[:-1], width)
@@ -104,7 +104,7 @@ def _grouped_weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Ten
     splits = _splits(offsets_e)
     inputs, grads = (list(_held(x, splits).split(splits)) for x in (rows, grad))
     if not accumulate:
-        out.zero_()  # an expert without rows is skipped by the product
+        out.zero_()  # the GEMM skips experts without rows
     held = [i for i, size in enumerate(splits) if size]
     if held:
         general_grouped_gemm(
@@ -121,7 +121,7 @@ def _grouped_weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Ten
 
 
 def _grouped_product(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: str) -> Tensor:
-    """Rows of every expert by its matrix; what stands past the last offset stays as it is allocated."""
+    """Grouped GEMM of rows and expert weights; rows beyond `offsets_e[-1]` are uninitialised in the result."""
     splits = _splits(offsets_e)
     out = rows.new_empty(rows.shape[0], weight.shape[1 if layout == "TN" else 2])
     held = [i for i, size in enumerate(splits) if size]
@@ -142,13 +142,13 @@ def _grouped_product(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: st
 
 
 def _splits(offsets_e: Tensor) -> list[int]:
-    """Rows of every expert. The host waits here."""
+    """Number of rows per expert, on the host. Synchronises with the device."""
     ends = offsets_e.tolist()
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _held(rows: Tensor, splits: list[int]) -> Tensor:
-    """The rows that hold something."""
+    """Rows up to the end of the last expert."""
     return rows[: sum(splits)].contiguous()
 
 
@@ -212,7 +212,7 @@ class _TELayerNorm(torch.autograd.Function):
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Causal and sliding-window attention of one document."""
+    """See `Kernels.attention`. Supports causal and sliding-window attention of a single document."""
     q_SBND, k_SBGD, v_SBGE, config, *_ = inputs
     if inputs.has_sinks or inputs.drops or inputs.segments_BS is not None or not config.causal:
         return reference.attention(inputs)
@@ -242,7 +242,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Its SwiGLU, and our multiplication by the probabilities; rows of probability 0 hold nothing."""
+    """Transformer Engine's SwiGLU, then the multiplication by the probabilities; rows of probability 0 are padding."""
 
     @staticmethod
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None) -> Tensor:

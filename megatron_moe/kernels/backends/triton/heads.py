@@ -1,6 +1,6 @@
-"""Splits the QKV product into queries, keys and values with norms over heads and rotary positions, without a copy.
+"""Splits the QKV projection's output into queries, keys and values, with head norms and RoPE, without a copy.
 
-The forward reads the heads from the product's rows; the backward writes the whole gradient of those rows at once.
+Forward reads the heads directly from the rows of the projection; backward writes the gradient of whole rows at once.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, pow
 from megatron_moe.kernels.ops import QueryKeyTransform
 
 TILE = 2048
-"""Elements of a tile of queries or keys."""
+"""Maximum elements in a tile of queries or keys."""
 BACKWARD_PROGRAMS = 6
-"""Programs of the backward per multiprocessor that fit at a time."""
+"""Backward programs that run concurrently on a multiprocessor."""
 
 
 def query_key_value(
     qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.query_key_value`."""
-    # heads that a tile has too many are zeros; their norm must be finite
+    # tiles are padded with heads of zeros, whose norm must be finite
     eps = max(transform.eps, torch.finfo(torch.float32).tiny)
     transform = transform._replace(
         eps=eps, cos_SBD=transform.cos_SBD.contiguous(), sin_SBD=transform.sin_SBD.contiguous()
@@ -65,7 +65,7 @@ class _QueryKeyValue(torch.autograd.Function):
         width //= heads_per_group + 2
         normed = q_weight is not None
         grad_qkv = torch.empty_like(qkv_SBGC)
-        # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
+        # each program writes partial weight gradients of its tokens; these are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
         tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
         num_programs = min(length * batch, triton.cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
@@ -113,7 +113,7 @@ def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _position(token, batch):
-    """Place in the sequence and number of the sequence, divided in 32 bits: 64 take far longer."""
+    """(position in the sequence, index of the sequence). Divides in 32 bits, which is much faster than in 64."""
     return (token // batch).to(tl.int64), (token % batch).to(tl.int64)
 
 
@@ -250,14 +250,14 @@ def _turn_tile_back(
     values that follow the keys are copied."""
     paired, dims = tl.arange(0, PAIRS) < rotary_dim // 2, tl.arange(0, WIDTH)
     held = there & (dims < width)[None, :]
-    # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers
+    # partial weight gradients are summed over heads once at the end, because a sum over a tile needs barriers
     share1, share2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     share3 = tl.zeros((HEADS, REST), dtype=tl.float32)
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         s, b = _position(number, batch)
         cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
         inside = tl.cast(number, tl.int64) * row_width + place
-        if OF_KEYS:  # read before anything is written: nothing waits for it
+        if OF_KEYS:  # load before any store, so that no load waits for a store
             values = tl.load(value_ptr + s * v_s + b * v_b + dims[None, :], mask=held)
         share1, share2, share3 = _turn_back(
             grad_ptr + s * g_s + b * g_b, qkv_ptr + inside, to_ptr + inside, weight_ptr, share1, share2, share3,
@@ -278,7 +278,7 @@ def _turn_heads_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of some tokens, or of their keys and values: apart, each has its registers to itself."""
+    """Backward of one tile of queries, or of keys and values: separate programs need fewer registers."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     q_shares_ptr = shares_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_shares_ptr = q_shares_ptr + width

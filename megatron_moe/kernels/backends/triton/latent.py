@@ -1,4 +1,4 @@
-"""Keys and values of multi-head latent attention from what its matrix makes, forward and backward in one pass each."""
+"""Keys and values of multi-head latent attention from the KV up-projection, one pass each in forward and backward."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import power_of_two
 
 TILE = 2048
-"""Elements of one part of a few heads that a program holds at a time."""
+"""Maximum elements of a key or value part that a program processes at a time."""
 
 
 def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _join_keys(
     to_ptr = key_ptr + (token * num_heads + heads[:, None]) * (key_width + rotary_dim)
     there, shares = (heads < num_heads)[:, None], (common < rotary_dim)[None, :]
     held = there & (own < key_width)[None, :]
-    # all loads precede all stores: a load after a store would wait for it
+    # all loads precede all stores, because a load after a store would wait for that store
     keys = tl.load(from_ptr + own[None, :], mask=held)
     shared = tl.load(shared_ptr + token * rotary_dim + common[None, :], mask=shares)
     tl.store(to_ptr + own[None, :], keys, mask=held)

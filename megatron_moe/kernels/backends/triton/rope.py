@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al., arXiv 2104.09864 section 3.4.2), forward and backward by one kernel.
+"""Rotary position embedding (Su et al., arXiv 2104.09864 section 3.4.2), one kernel for forward and backward.
 
-The backward of a rotation is the rotation the other way round: the same kernel with the sines negated.
+Backward is the inverse rotation: the same kernel with negated sines.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import power_of_two
 
 TILE = 4096
-"""Elements of x that one program rotates."""
+"""Maximum elements of x that one program rotates."""
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
@@ -77,12 +77,12 @@ def _rotate_heads(
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
     if HAS_REST:
-        # dims that are not rotated, before and after; loaded before any store, to wait once
+        # dims before and after the rotated ones; loaded before any store, so that no load waits for a store
         rest = tl.arange(0, REST)
         kept = (heads < num_heads)[:, None] & (rest < width - rotary_dim)[None, :]
         rest = tl.where(rest < begin, rest, rest + rotary_dim)
         copied = tl.load(from_ptr + rest[None, :], mask=kept)
-    if INTERLEAVED:  # neighbours in memory: read and written together, parted in registers
+    if INTERLEAVED:  # both dims of a pair are adjacent in memory: loaded and stored together, split in registers
         turning = tl.arange(0, 2 * PAIRS)
         held = (heads < num_heads)[:, None] & (turning < rotary_dim)[None, :]
         x = tl.load(from_ptr + begin + turning[None, :], mask=held, other=0.0).to(tl.float32)
