@@ -11,7 +11,8 @@ import torch
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import LoopConfig
-from megatron_moe.data import blend, datasets
+from megatron_moe.data import datasets
+from megatron_moe.data import samples as samples_module
 from megatron_moe.data.batch import Samples
 from megatron_moe.data.datasets import Datasets, MockTokens, build_datasets, split_sizes
 from megatron_moe.data.indexed import IndexedTokens
@@ -265,7 +266,7 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
 def test_ranks_communicate_while_the_first_builds_for_a_long_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, met, order = corpus(tmp_path), [], blend.blend_order
+    prefix, met, order = corpus(tmp_path), [], samples_module.blend_order
 
     def slow_order(weights: Sequence[float], size: int, limits: np.ndarray | None = None) -> dict[str, np.ndarray]:
         while len(met) < 6:
@@ -278,7 +279,7 @@ def test_ranks_communicate_while_the_first_builds_for_a_long_time(
 
     monkeypatch.setattr(datasets, "_ROUND_SECONDS", 0.01)
     monkeypatch.setattr(datasets, "gather_objects", gather_objects)
-    monkeypatch.setattr(blend, "blend_order", slow_order)
+    monkeypatch.setattr(samples_module, "blend_order", slow_order)
     first, second = on_threads(
         ParallelConfig(world_size=2),
         lambda context: build(
