@@ -29,7 +29,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         plan = read_plan(argv, environ, vocab_size_of=vocab_size_of)
         rank = f"rank {plan.launch.rank}: "
-        os.environ.update(plan.environment)  # before torch, which reads them
+        os.environ.update(plan.environment)  # before importing torch, which reads them
         if plan.emulation is not None:
             from megatron_moe.memory_emulation.run import emulate
 
@@ -136,7 +136,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
 
 
 def tell(text: str, code: int = 0) -> int:
-    """Prints an answer and returns its exit code; a closed pipe (`| head`) is not an error."""
+    """Prints `text` and returns `code`; a closed pipe (`| head`) is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -146,7 +146,7 @@ def tell(text: str, code: int = 0) -> int:
 
 def command() -> None:
     """Entry point of the installed command `pretrain_moe`."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # imports may replace a KeyboardInterrupt
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # imports may hide a KeyboardInterrupt
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     code = main(sys.argv[1:], os.environ)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -27,6 +27,12 @@ def head_dim(flags: Flags) -> int:
     return flags.hidden_size // flags.num_attention_heads if flags.kv_channels is None else flags.kv_channels
 
 
+def capacity_factor(flags: Flags) -> float | None:
+    """Expert capacity as a multiple of the even share; None, or negative on the command line: unlimited."""
+    factor = flags.moe_expert_capacity_factor
+    return None if factor is None or factor < 0 else factor
+
+
 def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> tuple[bool, ...]:
     """For each layer whether it has experts. A number n selects every n-th layer, starting with the first."""
     if not num_experts:

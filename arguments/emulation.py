@@ -35,13 +35,13 @@ def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
         given = [name for name in _OPTIONS if start.setting(name).value != start.registry.flags[name].default]
         if given:
             what = f"{start.registry.flags[given[0]].option} without --fake-init-process-group"
-            raise FlagErrors([Problem(what=what, remedy="add --fake-init-process-group")])
+            raise FlagErrors.of(what, "add --fake-init-process-group")
         return None
     if values["dry_run"]:
         return None
     plot = _path(values["emulate_plot"])
     if plot is not None and plot.suffix != ".png":
-        raise FlagErrors([Problem(what=f"--emulate-plot {plot} is not a PNG file", remedy="end its name with .png")])
+        raise FlagErrors.of(f"--emulate-plot {plot} is not a PNG file", "end its name with .png")
     gpu, first = machine(start, environ)
     config = EmulationConfig(
         ranks=_ranks(str(values["emulate_rank"]), int(first["WORLD_SIZE"]), environ),
@@ -59,7 +59,7 @@ def _ranks(request: str, world_size: int, environ: Mapping[str, str]) -> tuple[i
     number = environ.get("RANK", "0") if request == "own" else request
     if not number.isdecimal() or int(number) >= world_size:
         what = f"--emulate-rank {number} is not a rank of a world of {world_size}"
-        raise FlagErrors([Problem(what=what, remedy=f"give 0 to {world_size - 1}, or all, or another --world-size")])
+        raise FlagErrors.of(what, f"give 0 to {world_size - 1}, or all, or another --world-size")
     return (int(number),)
 
 

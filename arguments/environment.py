@@ -69,14 +69,8 @@ def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[
 
 
 def _needed(flags: Flags) -> Iterator[Variable]:
-    if flags.device != "cpu":
-        yield from _reproducible(flags)
-        yield from _connections(flags)
-        yield from _memory(flags)
-
-
-def _reproducible(flags: Flags) -> Iterator[Variable]:
-    """Variables that select deterministic reductions in cuBLAS, NCCL and Transformer Engine."""
+    if flags.device == "cpu":
+        return
     if flags.deterministic_mode:
         because = "--deterministic-mode: "
         yield Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", because + "cuBLAS is deterministic with fixed workspaces")
@@ -84,15 +78,9 @@ def _reproducible(flags: Flags) -> Iterator[Variable]:
         yield Variable(
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", because + "disables nondeterministic kernels of Transformer Engine"
         )
-
-
-def _connections(flags: Flags) -> Iterator[Variable]:
     if flags.overlap_moe_expert_parallel_comm:
         reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
-
-
-def _memory(flags: Flags) -> Iterator[Variable]:
     if flags.expert_model_parallel_size > 1:
         reason = "--expert-model-parallel-size: token counts per rank vary between steps, which fragments memory"
         yield Variable("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, reason)

@@ -47,6 +47,11 @@ class FlagErrors(RunError):
         self.problems = tuple(problems)
         super().__init__(self.report())
 
+    @classmethod
+    def of(cls, what: str, remedy: str = "") -> "FlagErrors":
+        """Report of a single problem."""
+        return cls([Problem(what=what, remedy=remedy)])
+
     def report(self) -> str:
         count = len(self.problems)
         lines = ["1 problem with the flags:" if count == 1 else f"{count} problems with the flags:"]

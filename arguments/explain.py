@@ -63,7 +63,7 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
             return _help(following, registry)
         if word == "--find":
             if not following:
-                raise FlagErrors([Problem(what="--find needs a word", remedy="--find aux, or --help all")])
+                raise FlagErrors.of("--find needs a word", "--find aux, or --help all")
             return _find(following, registry)
     return None
 
@@ -109,9 +109,7 @@ def _unknown_topic(topic: str, registry: Registry) -> Problem:
 
 def _front_page(registry: Registry) -> str:
     lines = [_FRONT]
-    for flag, text in _documented(registry):
-        if flag.declaration.essential:
-            lines.append(_one_line(flag, text))
+    lines += [_one_line(flag, text) for flag, text in _documented(registry) if flag.declaration.essential]
     counts = [f"{group} {sum(flag.group == group for flag in registry.flags.values())}" for group in GROUPS]
     lines += ["", *textwrap.wrap("Groups and their numbers of flags: " + ", ".join(counts), _WIDTH), _POINTERS]
     return "\n".join(lines)
@@ -209,11 +207,7 @@ def _signature(flag: Flag) -> str:
 
 
 def _default(flag: Flag) -> str:
-    if flag.required:
-        return "required"
-    if flag.is_switch:
-        return "on" if flag.default else "off"
-    return "not set" if flag.default in (None, ()) else " ".join(words_of(flag.type, flag.default))
+    return "required" if flag.required else flag.text(flag.default)
 
 
 def _status(flag: Flag) -> str:
@@ -257,15 +251,10 @@ def _recognised_rows() -> Iterator[str]:
 
 
 def _table_row(flag: Flag, text: str) -> str:
-    names = ", ".join(f"`{option}`" for option in (flag.option, *_other_options(flag)))
+    names = ", ".join(f"`{option}`" for option in (*flag.on_options, *flag.off_options[1:]))
     cells = (names, describe(flag.type), _default(flag), _status(flag), text)
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _other_options(flag: Flag) -> list[str]:
-    """Spellings other than `--x` and `--no-x`."""
-    return [*flag.on_options[1:], *flag.off_options[1:]]

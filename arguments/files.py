@@ -78,9 +78,8 @@ def read_files(
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
-    file = read_file(
-        path, registry, environ, needless, named_in=f"`base` of {shown(above[-1])}" if above else "--config"
-    )
+    named_in = f"`base` of {shown(above[-1])}" if above else "--config"
+    file = read_file(path, registry, environ, needless, named_in)
     below = (*above, path.resolve())
     return [*(found for base in file.bases for found in read_files(base, registry, environ, below, needless)), file]
 
@@ -225,7 +224,8 @@ class _Reader:
             self.file.flags.append(given)
 
     def _given(self, option: str, node: yaml.Node, origin: str) -> Given:
-        self._refuse_objects(node)
+        if not self._is_plain(node):
+            raise _Unusable
         if isinstance(node, yaml.SequenceNode):
             return Given(option, tuple(self._scalar(item) for item in node.value), origin)
         if node.tag == _NULL and isinstance(node, yaml.ScalarNode):
@@ -254,26 +254,23 @@ class _Reader:
         for key, value in node.value:
             if key.tag == _MERGE:
                 bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
-            elif (name := self._key(key)) is not None:
-                own.append((name, value))
+            elif isinstance(key, yaml.ScalarNode):
+                own.append((str(key.value), value))
+            else:
+                self._problem(key, "has a key that is not a name")
         pairs = own
         for base in bases:  # earlier bases take precedence
             names = {normal(name.lstrip("-")) for name, _ in pairs}
             pairs = [*(pair for pair in self._pairs(base) if normal(pair[0].lstrip("-")) not in names), *pairs]
         return pairs
 
-    def _key(self, node: yaml.Node) -> str | None:
-        if isinstance(node, yaml.ScalarNode):
-            return str(node.value)
-        self._problem(node, "has a key that is not a name")
-        return None
-
     def _scalar(self, node: yaml.Node) -> str:
         """Text of a scalar with its variables substituted."""
         if not isinstance(node, yaml.ScalarNode):
             self._problem(node, "must be a text, a number or a list of these")
             raise _Unusable
-        self._refuse_objects(node)
+        if not self._is_plain(node):
+            raise _Unusable
         if "\0" in node.value:
             self._problem(node, f"contains a NUL character, {node.value!r}", "remove it")
             raise _Unusable
@@ -283,10 +280,6 @@ class _Reader:
             raise _Unset(unset, node.start_mark.line + 1)
         values = iter(found)
         return _VARIABLE.sub(lambda _: next(values)[1] or "", node.value)
-
-    def _refuse_objects(self, node: yaml.Node) -> None:
-        if not self._is_plain(node):
-            raise _Unusable
 
     def _is_plain(self, node: yaml.Node) -> bool:
         """Whether the tag is a standard one that creates no object."""

@@ -8,11 +8,12 @@ declares `--hidden-size`. The annotation gives its type and choices; a `bool` fi
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple
+
+from arguments.values import words_of
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
 """Comparison with Megatron-LM: same meaning; close (the note states the difference); ours, not in Megatron-LM; not
@@ -67,7 +68,7 @@ def flag(
         status: comparison with Megatron's flag of that name.
         least: inclusive lower bound of numbers.
         below: exclusive upper bound of numbers.
-        works: for "not yet" and "refused": available values besides the default.
+        works: for "not yet" and "refused": available values other than the default.
         note: for "close": the difference; for "not yet" and "refused": the alternative.
         harmless: does not affect results, so `--allow-ignored-flags` may ignore it if it is not available.
         essential: listed by a plain `--help`.
@@ -77,9 +78,24 @@ def flag(
     return field(default=default, metadata={"flag": declaration})
 
 
-def not_yet(note: str, **options: Any) -> Callable[..., Any]:
-    """Returns a `flag` function for the flags of a feature that is not available yet."""
-    return partial(flag, status="not yet", note=note, **options)
+def close(default: object, note: str, **options: Any) -> Any:
+    """Declares a flag that differs from Megatron's; `note` states the difference."""
+    return flag(default, status="close", note=note, **options)
+
+
+def ours(default: object, note: str = "", **options: Any) -> Any:
+    """Declares a flag that Megatron does not have."""
+    return flag(default, status="ours", note=note, **options)
+
+
+def not_yet(default: object, note: str, **options: Any) -> Any:
+    """Declares a flag of a feature that is not available yet; `note` states the alternative."""
+    return flag(default, status="not yet", note=note, **options)
+
+
+def refused(default: object, note: str, **options: Any) -> Any:
+    """Declares a flag of a feature that will not be available; `note` states the alternative."""
+    return flag(default, status="refused", note=note, **options)
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,12 @@ class Flag:
         """Spellings that switch the flag off."""
         return ("--no-" + self.option[2:], *self.declaration.off) if self.is_switch else ()
 
+    def text(self, value: object) -> str:
+        """Formats a value for messages and help texts."""
+        if self.is_switch:
+            return "on" if value else "off"
+        return "not set" if value in (None, ()) else " ".join(words_of(self.type, value))
+
     def available(self, value: object) -> bool:
         """Whether this program supports `value`."""
         unavailable = self.declaration.status in ("not yet", "refused")
@@ -134,11 +156,11 @@ def _default(entry: Field[Any]) -> object:
 def docstrings(group_class: type) -> dict[str, str]:
     """Docstring of each field, read from the source file; empty if the source is not available."""
     try:
-        source = inspect.getsource(group_class)
+        # of the module, because `inspect` tokenises to find the end of a class
+        module = ast.parse(inspect.getsource(sys.modules[group_class.__module__]))
     except (OSError, TypeError):
         return {}
-    body = ast.parse(textwrap.dedent(source)).body[0]
-    assert isinstance(body, ast.ClassDef), f"{group_class} is not a class"
+    (body,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == group_class.__name__)
     found = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and _is_text(following):

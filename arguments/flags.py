@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from arguments.flag import Flag, flag, flags_of
+from arguments.flag import Flag, close, flags_of, ours
 from arguments.groups.attention import AttentionFlags
 from arguments.groups.checkpoint import CheckpointFlags
 from arguments.groups.data import DataFlags
@@ -30,53 +30,50 @@ T = TypeVar("T")
 class StartFlags:
     """Input files, reports and cluster size. Allowed on the command line only."""
 
-    config: tuple[str, ...] = flag((), status="ours", essential=True)
+    config: tuple[str, ...] = ours((), essential=True)
     """YAML files with flags; later files override earlier ones, and the command line overrides all."""
-    recipe: str | None = flag(None, status="ours", essential=True)
+    recipe: str | None = ours(None, essential=True)
     """Recipe: name of a file below scripts/recipes, read before `--config`; listed in docs/recipes.md."""
-    print_config: Literal["yaml", "flags", "json"] | None = flag(None, status="ours", essential=True, bare="yaml")
+    print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
     """Print every value with its origin as a YAML file or as JSON, or the given flags as a command line, and exit."""
-    from_hf_config: str | None = flag(None, status="ours")
+    from_hf_config: str | None = ours(None)
     """Folder with a Hugging Face config.json from which model flags are derived; files and the command line override
     them."""
-    check_against_hf: str | None = flag(None, status="ours")
+    check_against_hf: str | None = ours(None)
     """Folder with a Hugging Face config.json: compare the model with it, print the differences, and exit with code 2 if
     there are any."""
-    dry_run: Literal["text", "json"] | None = flag(None, status="ours", essential=True, bare="text")
+    dry_run: Literal["text", "json"] | None = ours(None, essential=True, bare="text")
     """Report parallel grids, stages, memory, schedule, communication and step time of the run, and exit; exit code 0:
     it would start, 15: an input or a feature is missing, 2: the flags are wrong."""
-    world_size: int | None = flag(None, status="ours", least=1, names=("--gpus",))
+    world_size: int | None = ours(None, least=1, names=("--gpus",))
     """Number of ranks of a dry run or an emulation. Not set: `--nodes`, the launcher, or `about: gpus` of the recipe or
     file. A run started with a different number of ranks is rejected."""
-    nodes: int | None = flag(None, status="ours", least=1)
+    nodes: int | None = ours(None, least=1)
     """Number of nodes of a dry run or an emulation; see `--world-size`."""
-    gpus_per_node: int | None = flag(None, status="ours", least=1)
+    gpus_per_node: int | None = ours(None, least=1)
     """Ranks per node. Not set: the GPUs of a node of that GPU type, or fewer for a smaller recipe."""
-    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = flag(
-        None, status="ours"
-    )
+    gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = ours(None)
     """GPU type of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, else h100."""
-    fake_process_group: bool = flag(
+    fake_process_group: bool = close(
         False,
+        "runs two steps without a dataset, reports memory by category, and exits",
         names=("--fake-init-process-group",),
-        status="close",
-        note="runs two steps without a dataset, reports memory by category, and exits",
     )
     """Run as one rank of a cluster without the other ranks: a real step on a GPU, else the same program on meta
     tensors."""
-    emulate_rank: str = flag("own", status="ours")
+    emulate_rank: str = ours("own")
     """With `--fake-init-process-group`: rank to emulate, or `all`: one rank of every pipeline stage. `own`: the rank
     set by the launcher, or 0."""
-    emulate_imbalance: float = flag(1.0, status="ours", least=0)
+    emulate_imbalance: float = ours(1.0, least=0)
     """With `--fake-init-process-group`: tokens routed to this rank's experts as a multiple of the even share."""
-    emulate_json: str | None = flag(None, status="ours")
+    emulate_json: str | None = ours(None)
     """With `--fake-init-process-group`: JSON file for the results."""
-    emulate_plot: str | None = flag(None, status="ours")
+    emulate_plot: str | None = ours(None)
     """With `--fake-init-process-group`: PNG file for a plot of memory over the step."""
-    proxy: bool = flag(False, status="ours", essential=True)
+    proxy: bool = ours(False, essential=True)
     """Shrink the run to the available machine: fewer layers, experts and ranks, smaller widths, random tokens, 5
     iterations, the same code paths. Flags after it are kept; every change is printed."""
-    allow_ignored_flags: bool = flag(False, status="ours")
+    allow_ignored_flags: bool = ours(False)
     """Ignore unavailable flags that do not affect results, with a warning, instead of rejecting them."""
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import derive
-from arguments.checks import attention, model, moe, moe_router
-from arguments.checks.run import broken_rules, missing_flags, shown
+from arguments.checks.run import MODEL_RULES, broken_rules, missing_flags
 from arguments.errors import FlagErrors, Problem
 from arguments.flag import REQUIRED
 from arguments.flags import Flags, Registry
@@ -15,11 +14,11 @@ from arguments.parser import Given, Settings
 from arguments.resolve_model import model_config
 from arguments.values import LayerPattern, words_of
 from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf, with_latent_norms_of
-from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig, RopeConfig
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, RopeConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode, RunError
 from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.model_differences import differences
-from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig, SharedExpertsConfig
+from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig
 from megatron_moe.config.parallel import Launch
 
 _MAX_PERIOD = 8
@@ -45,7 +44,9 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
         "mtp_num_layers": model.mtp.num_layers if model.mtp else None,
         "add_bias_linear": biased,
         "ffn_hidden_size": dense.ffn_hidden_size if dense else None,
-        **_norm(first.norm),
+        "normalization": first.norm.kind,
+        "norm_epsilon": first.norm.eps,
+        "apply_layernorm_1p": first.norm.zero_centered,
         **_activation(blocks[0].activation),
         **_mixer(model, biased),
         **(_moe(moe, model.layers) if moe else {"num_experts": None}),
@@ -63,10 +64,6 @@ def _flags(values: Mapping[str, Any]) -> Flags:
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
     return Flags(**{**defaults, **values})
-
-
-def _norm(norm: NormConfig) -> dict[str, Any]:
-    return {"normalization": norm.kind, "norm_epsilon": norm.eps, "apply_layernorm_1p": norm.zero_centered}
 
 
 def _activation(activation: ActivationConfig) -> dict[str, Any]:
@@ -173,20 +170,15 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
     rotated = tuple(layer.mixer.rope is not None for layer in layers)
     if all(rotated):
         return {"no_rope_freq": None}
-    pattern = _pattern(tuple(not rotates for rotates in rotated), lambda every: _every(len(layers), every))
-    return {"no_rope_freq": pattern}
-
-
-def _every(num_layers: int, every: int) -> tuple[bool, ...]:
-    return tuple(not rotates for rotates in derive.rotated_layers(num_layers, every))
+    pattern = _pattern(rotated, lambda every: derive.rotated_layers(len(layers), every))
+    # a list marks the layers without rotary embedding
+    return {"no_rope_freq": pattern if isinstance(pattern, int) else tuple(1 - entry for entry in pattern)}
 
 
 def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
     """Returns n if `layers_of(n)` gives the pattern, else the pattern as a list."""
-    for every in range(1, _MAX_PERIOD + 1):
-        if layers_of(every) == present:
-            return every
-    return tuple(map(int, present))
+    periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
+    return next(periods, tuple(map(int, present)))
 
 
 def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
@@ -206,24 +198,15 @@ def _moe(moe: MoEConfig, layers: Sequence[LayerConfig]) -> dict[str, Any]:
         "moe_router_dtype": router.dtype,
         "moe_latent_size": moe.latent_size,
         "moe_apply_probs_on_input": experts.probs_on_input,
-        **_shared(moe.shared),
+        "moe_shared_expert_intermediate_size": moe.shared.mlp.ffn_hidden_size if moe.shared else None,
+        "moe_shared_expert_gate": moe.shared is not None and moe.shared.gate,
     }
-
-
-def _shared(shared: SharedExpertsConfig | None) -> dict[str, Any]:
-    if shared is None:
-        return {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
-    return {"moe_shared_expert_intermediate_size": shared.mlp.ffn_hidden_size, "moe_shared_expert_gate": shared.gate}
 
 
 _MODEL_GROUPS = ("model", "attention", "moe")
 _TRAINING_FLAGS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "max_position_embeddings",
-    "mtp_num_layers",
-    "vocab_size",
+    *("attention_dropout", "hidden_dropout", "init_method_std"),
+    *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
 """Flags that may differ without changing the meaning of layer weights; published checkpoints often lack MTP layers."""
 _HEADINGS = ("flag", "this run", "published")
@@ -251,11 +234,10 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
             words = None if value is None else tuple(words_of(flag.type, value))
             layer.append(Given(flag.option, words, str(path)))
     expressed = described(published)
+    remedy = "correct config.json, or give the model flags without --from-hf-config"
     unsupported = differences(expressed, with_latent_norms_of(expressed, published))
     if unsupported:
-        remedy = "correct config.json, or give the model flags without --from-hf-config"
-        what = [f"{path}: no flag describes its {line}" for line in unsupported]
-        raise FlagErrors([Problem(what=each, remedy=remedy) for each in what])
+        raise FlagErrors([Problem(what=f"{path}: no flag describes its {line}", remedy=remedy) for line in unsupported])
     return layer, [f"{path}: no flag for: {line}" for line in differences(expressed, published)]
 
 
@@ -270,7 +252,8 @@ def compared_with(folder: str, settings: Settings) -> str:
     lines = differences(ours, published)
     rows = _differing_flags(settings.registry, ours, published)
     if not lines:
-        others = _table([row for row in rows if row[0] in _training_options(settings.registry)])
+        training = [settings.registry.flags[name].option for name in _TRAINING_FLAGS]
+        others = _table([row for row in rows if row[0] in training])
         return f"The flags describe the model of {path}." + (f" Choices of this run:\n{others}" if others else "")
     count = f"1 difference from {path}:" if len(lines) == 1 else f"{len(lines)} differences from {path}:"
     parts = [count, *(f"  {line}" for line in lines)]
@@ -289,22 +272,21 @@ def _published(path: Path) -> ModelConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as trouble:
         what = f"{path} cannot be read: {trouble.strerror}"
-        raise FlagErrors([Problem(what=what, remedy="give the folder that contains config.json")]) from None
+        raise FlagErrors.of(what, "give the folder that contains config.json") from None
     except (ValueError, RecursionError) as trouble:
-        raise FlagErrors([Problem(what=f"{path} is not JSON: {trouble}", remedy="download the file again")]) from None
+        raise FlagErrors.of(f"{path} is not JSON: {trouble}", "download the file again") from None
     if not isinstance(values, dict):
-        raise FlagErrors([Problem(what=f"{path} is not a JSON object", remedy="download the file again")])
+        raise FlagErrors.of(f"{path} is not a JSON object", "download the file again")
     try:
         return model_config_from_hf(values, mtp=True)
     except CheckpointProblem as trouble:
-        raise FlagErrors([Problem(what=f"{path}: {trouble}")]) from None
+        raise FlagErrors.of(f"{path}: {trouble}") from None
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
     """Model described by the settings, ignoring all other flags; `vocab_size` is the default vocabulary size."""
     missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
-    rules = (*model.RULES, *attention.RULES, *moe.RULES, *moe_router.RULES)
-    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), rules, _MODEL_GROUPS)]
+    problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), MODEL_RULES, _MODEL_GROUPS)]
     if problems:
         raise FlagErrors(problems)
     flags = _flags({name: setting.value for name, setting in settings.values.items()})
@@ -316,14 +298,10 @@ def _differing_flags(registry: Registry, ours: ModelConfig, published: ModelConf
     rows = []
     for name in {**published_by_name, **ours_by_name}:
         flag = registry.flags[name]
-        values = [shown(flag, side.get(name, flag.default)) for side in (ours_by_name, published_by_name)]
-        if values[0] != values[1]:
-            rows.append((flag.option, values[0], values[1]))
+        run, theirs = (flag.text(side.get(name, flag.default)) for side in (ours_by_name, published_by_name))
+        if run != theirs:
+            rows.append((flag.option, run, theirs))
     return rows
-
-
-def _training_options(registry: Registry) -> list[str]:
-    return [registry.flags[name].option for name in _TRAINING_FLAGS]
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:

@@ -4,20 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from arguments.errors import Problem
+from arguments.errors import FlagErrors, Problem
+from megatron_moe.config.exit_codes import counted
 from megatron_moe.config.parallel import Launch
 
 _SRUN_SPECIAL_STEPS = 4294967290
 """First of the step numbers that SLURM reserves for interactive, batch and external steps."""
 _LAST_PORT = 65535
-
-
-class LaunchProblem(Exception):
-    """Unusable launch environment."""
-
-    def __init__(self, what: str, remedy: str = "") -> None:
-        self.problem = Problem(what=what, remedy=remedy)
-        super().__init__(what)
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
@@ -27,7 +20,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     srun started one torchrun per host.
 
     Raises:
-        LaunchProblem: a variable is missing or not a number, or two launchers contradict each other.
+        FlagErrors: a variable is missing or not a number, or two launchers contradict each other.
     """
     if "RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         launch = _torchrun(environ)
@@ -47,7 +40,7 @@ def _reject_several_ranks(environ: Mapping[str, str]) -> None:
     """Rejects WORLD_SIZE other than 1 without a rank."""
     world_size = _number({"WORLD_SIZE": "1", **environ}, "WORLD_SIZE")
     if world_size != 1:
-        raise LaunchProblem(
+        raise FlagErrors.of(
             f"WORLD_SIZE={world_size}, but RANK is not set and no launcher was detected",
             "unset WORLD_SIZE for one process, set RANK, or start with torchrun, srun or mpirun",
         )
@@ -69,12 +62,10 @@ def other_ranks(
     for option, planned, started, unit in (
         ("--world-size", world_size, launch.world_size, "rank"),
         ("--nodes", nodes, started_nodes, "node"),
-        ("--gpus-per-node", gpus_per_node, launch.local_world_size, "rank on this node"),
+        ("--gpus-per-node", gpus_per_node, launch.local_world_size, "local rank"),
     ):
         if planned not in (None, started):
-            head, _, tail = unit.partition(" ")
-            counted = " ".join(filter(None, (f"{head}{'s' * (started != 1)}", tail)))
-            what = f"{option} {planned}, but this run was started with {started} {counted}"
+            what = f"{option} {planned}, but this run was started with {counted(started, unit)}"
             remedy = f"start {planned} by torchrun or srun, add --dry-run, or leave {option} out"
             yield Problem(what=what, remedy=remedy)
 
@@ -131,7 +122,7 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
         return 1 if world_size == 1 else _missing("SLURM_NTASKS_PER_NODE")
     place = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")
     if place >= len(per_host):
-        raise LaunchProblem(f"SLURM_NODEID={place}, but SLURM lists tasks of {len(per_host)} hosts: {counts}")
+        raise FlagErrors.of(f"SLURM_NODEID={place}, but SLURM lists tasks of {len(per_host)} hosts: {counts}")
     return per_host[place]
 
 
@@ -155,7 +146,7 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
     world_size = _number(environ, "OMPI_COMM_WORLD_SIZE")
     local_world_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     if world_size != local_world_size and "MASTER_ADDR" not in environ:
-        raise LaunchProblem(
+        raise FlagErrors.of(
             f"mpirun started {world_size} ranks on several hosts, but MASTER_ADDR is not set",
             "export MASTER_ADDR, the name of the host of rank 0, with mpirun -x MASTER_ADDR",
         )
@@ -178,7 +169,7 @@ def _agree(launch: Launch, slurm: Launch) -> None:
         ("LOCAL_RANK", launch.local_rank, slurm.local_rank, "SLURM_LOCALID"),
     ):
         if ours != theirs:
-            raise LaunchProblem(
+            raise FlagErrors.of(
                 f"two launchers contradict each other: {variable}={ours}, but {name}={theirs}",
                 f"unset {variable}, or start torchrun instead of setting its variables",
             )
@@ -186,13 +177,13 @@ def _agree(launch: Launch, slurm: Launch) -> None:
 
 def _checked(launch: Launch) -> Launch:
     if not 0 <= launch.rank < launch.world_size:
-        raise LaunchProblem(f"rank {launch.rank} does not exist in a world of {launch.world_size} ranks")
+        raise FlagErrors.of(f"rank {launch.rank} does not exist in a world of {launch.world_size} ranks")
     if not 0 <= launch.local_rank < launch.local_world_size:
-        raise LaunchProblem(
+        raise FlagErrors.of(
             f"local rank {launch.local_rank} does not exist on a host with {launch.local_world_size} ranks"
         )
     if launch.local_world_size > launch.world_size:
-        raise LaunchProblem(f"{launch.local_world_size} ranks per host exceed the world size of {launch.world_size}")
+        raise FlagErrors.of(f"{launch.local_world_size} ranks per host exceed the world size of {launch.world_size}")
     return launch
 
 
@@ -203,17 +194,17 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(str(text))
     except ValueError:
-        raise LaunchProblem(f"the environment variable {name} is {text!r}, which is not an integer") from None
+        raise FlagErrors.of(f"the environment variable {name} is {text!r}, which is not an integer") from None
 
 
 def _port(environ: Mapping[str, str], otherwise: int = 29500) -> int:
     port = _number({"MASTER_PORT": str(otherwise), **environ}, "MASTER_PORT")
     if not 0 <= port <= _LAST_PORT:
-        raise LaunchProblem(f"MASTER_PORT={port} is not a port", f"export MASTER_PORT=1024 to {_LAST_PORT}")
+        raise FlagErrors.of(f"MASTER_PORT={port} is not a port", f"export MASTER_PORT=1024 to {_LAST_PORT}")
     return port
 
 
 def _missing(name: str) -> NoReturn:
-    raise LaunchProblem(
+    raise FlagErrors.of(
         f"the launcher did not set the environment variable {name}", "start with torchrun, srun, mpirun or plain python"
     )

@@ -11,7 +11,7 @@ from arguments.errors import Problem
 from arguments.flag import Flag
 from arguments.flags import Flags, Registry, normal
 from arguments.recognised import find_recognised
-from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within, words_of
+from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse, within
 
 COMMAND_LINE = "command line"
 _MAX_NEAR = 3
@@ -219,8 +219,8 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
     before = layer.get(flag.name)
     if before and before.value != value and given.state != "extends":
         settings.notes.append(
-            f"{flag.option} is given twice: {_shown(flag, before.value)} ({before.origin}), then "
-            f"{_shown(flag, value)} ({given.origin}); the last one wins"
+            f"{flag.option} is given twice: {flag.text(before.value)} ({before.origin}), then "
+            f"{flag.text(value)} ({given.origin}); the last one wins"
         )
     layer[flag.name] = Setting(value, given.origin)
 
@@ -228,7 +228,7 @@ def _take(given: Given, settings: Settings, layer: dict[str, Setting]) -> None:
 def _value(flag: Flag, switched_on: bool, given: Given) -> object:
     if given.words is None:
         if not is_optional(flag.type):
-            raise BadValue(f"cannot be null; leave it out to use the default {_shown(flag, flag.default)}")
+            raise BadValue(f"cannot be null; leave it out to use the default {flag.text(flag.default)}")
         return None
     if flag.is_switch:
         if len(given.words) > 1:
@@ -260,7 +260,3 @@ def near(word: str, names: Sequence[str]) -> list[str]:
 
 def _row(given: Given) -> tuple[str, str, str]:
     return given.option, " ".join(given.words or ()), given.origin
-
-
-def _shown(flag: Flag, value: object) -> str:
-    return "nothing" if value is None else " ".join(words_of(flag.type, value))

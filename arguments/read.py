@@ -7,9 +7,9 @@ from math import lcm
 from pathlib import Path
 
 from arguments import derive, environment, explain
-from arguments.checks import data as data_checks
 from arguments.checks.kernels import slow_sizes
 from arguments.checks.run import (
+    INPUT_RULES,
     RULES,
     Rule,
     broken_rules,
@@ -29,7 +29,7 @@ from arguments.export import export, yaml_text
 from arguments.files import read_files
 from arguments.flags import Flags, Registry, normal
 from arguments.huggingface import compared_with, published_flags
-from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
+from arguments.launch import allocation_note, launch_of, other_ranks
 from arguments.parser import Given, Settings, near, settle, split, start_settings
 from arguments.proxy.fold import FoldRequest
 from arguments.proxy.rewrite import UNUSED_BY_PROXY, fold_request, proxied
@@ -69,7 +69,7 @@ def read_plan(
     environ = simulated.environ if simulated else environ
     parsed = _parsed(argv, environ, registry)
     _answer(parsed)
-    rules = [rule for rule in RULES if not (emulated and rule in data_checks.RULES)]
+    rules = [rule for rule in RULES if not (emulated and rule in INPUT_RULES)]
     plan_only = waiting or request is not None
     flags, launch, blocking = _checked(parsed, environ, rules, plan_only=plan_only)
     unavailable: list[str] = []
@@ -174,11 +174,7 @@ def _proxied(
     *before, after = layers
     full, pinned = settle(settings.registry, before), settle(settings.registry, [after]).values
     full.values |= {name: setting for name, setting in pinned.items() if not full.known(name)}
-    try:
-        num_ranks = launch_of(environ).world_size
-    except LaunchProblem as trouble:
-        raise FlagErrors([trouble.problem]) from None
-    small, rewrites = proxied(full, pinned, num_ranks)
+    small, rewrites = proxied(full, pinned, launch_of(environ).world_size)
     small.notes = [*settings.notes, *rewrites]
     return _Parsed(small, environment, fold_request(full, pinned))
 
@@ -219,8 +215,8 @@ def _checked(
             value = settings.setting
             planned_for = value("world_size").value, value("nodes").value, value("gpus_per_node").value
             problems += other_ranks(*planned_for, launch)
-    except LaunchProblem as trouble:
-        problems.append(trouble.problem)
+    except FlagErrors as errors:
+        problems += errors.problems
     if plan_only:
         launch = replace(launch, launcher="dry run")
     if settings.setting("inject").value and environ.get(ALLOWED) != "1":
@@ -253,7 +249,7 @@ def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Setti
     given = flags.vocab_size
     if vocab_size_of is None:
         if given is None:
-            raise FlagErrors([Problem(what="the vocabulary size is not known", remedy="give --vocab-size")])
+            raise FlagErrors.of("the vocabulary size is not known", "give --vocab-size")
         return given
     needed = vocab_size_of(tokenizer_config(flags))
     rows = flags.padded_vocab_size

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from arguments.checks.run import broken_rules, unavailable_flags, unknown_layers
 from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
+from arguments.flag import Flag
 from arguments.flags import Registry
 from arguments.parser import Settings, settle
 from arguments.read import read_plan
@@ -66,11 +67,17 @@ class Row:
         return tuple(dict.fromkeys(map(option_of, self.problems)))
 
     @property
+    def unavailable(self) -> list[Flag | None]:
+        """Declarations of the flags in `waits_for`; None for a flag that is only recognised."""
+        found = [self.settings.registry.find(text.split()[0]) for text in self.waits_for]
+        return [entry and entry[0] for entry in found]
+
+    @property
     def waits_for_speed(self) -> bool:
         """Whether only a dispatcher and flags that do not affect results are unavailable."""
-        found = [self.settings.registry.find(flag.split()[0]) for flag in self.waits_for]
-        return bool(found) and all(
-            flag and (flag[0].declaration.harmless or flag[0].name == "moe_token_dispatcher_type") for flag in found
+        return bool(self.waits_for) and all(
+            flag and (flag.declaration.harmless or flag.name == "moe_token_dispatcher_type")
+            for flag in self.unavailable
         )
 
 
@@ -110,9 +117,9 @@ def document(table: Sequence[Row]) -> str:
         lines += [f"## {family}", "", f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
         lines += [f"| {' | '.join(_cells(row))} |" for row in of_family]
         lines.append("")
-        for mended in dict.fromkeys(row.about.mended for row in of_family if row.about.mended):
-            names = ", ".join(f"`{row.name}`" for row in of_family if row.about.mended == mended)
-            lines += [f"Mended in {names}: {mended}", ""]
+        for corrections in dict.fromkeys(row.about.corrections for row in of_family if row.about.corrections):
+            names = ", ".join(f"`{row.name}`" for row in of_family if row.about.corrections == corrections)
+            lines += [f"Corrected in {names}: {corrections}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -158,7 +165,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _status(row: Row) -> str:
     if not row.waits_for:
         return "trains"
-    return f"{'trains slower' if row.waits_for_speed else 'waits'}: {', '.join(_groups(row))}"
+    groups = sorted({flag.group for flag in row.unavailable if flag})
+    return f"{'trains slower' if row.waits_for_speed else 'waits'}: {', '.join(groups)}"
 
 
 def _parameters(row: Row) -> str:
@@ -178,9 +186,3 @@ def _numbers(row: Row) -> str:
     low = _FORMATS[row.settings.setting("fp8_recipe").value if row.settings.setting("fp8_format").value else None]
     balanced = "balanced" if row.settings.setting("moe_router_force_load_balancing").value else ""
     return ", ".join(filter(None, (low or row.plan.precision.params, balanced)))
-
-
-def _groups(row: Row) -> tuple[str, ...]:
-    """Groups of flags that hold what the recipe waits for."""
-    found = [row.settings.registry.find(flag.split()[0]) for flag in row.waits_for]
-    return tuple(sorted({flag[0].group for flag in found if flag}))

@@ -30,7 +30,7 @@ class About:
     """Publisher; empty: this project."""
     published: str = ""
     """Published measurements, if any."""
-    mended: str = ""
+    corrections: str = ""
     """Corrections of the published recipe, with reasons."""
 
 

@@ -40,7 +40,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
     model = model_config(flags, vocab_size)
-    layout = _layout(flags, model)
+    layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
     return from_flags(
         RunPlan,
         flags,
@@ -90,10 +90,6 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
         return None
     heads, ring = sizes
     return heads, ring
-
-
-def _layout(flags: Flags, model: ModelConfig) -> PipelineLayout:
-    return derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
 
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
@@ -259,7 +255,7 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
     )
 
 
-def _deadlines(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
+def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
     """Watchdog timeout in seconds of each phase. The timeout of an evaluation is one step timeout per batch plus one;
     with --full-validation it is unlimited, because the number of batches is unknown."""
     steps = 0 if flags.full_validation else 1 + loop.eval_iters
@@ -279,7 +275,7 @@ def _resilience(flags: Flags, loop: LoopConfig) -> ResilienceConfig:
         ResilienceConfig,
         flags,
         exit_signals=tuple(dict.fromkeys(signals)),
-        watchdog=_deadlines(flags, loop),
+        watchdog=_watchdog_timeouts(flags, loop),
         faults=tuple(map(parse_fault, flags.inject)),
     )
 

@@ -33,6 +33,7 @@ _LOSS_CHUNK = 1024
 
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     """Builds the model config for a vocabulary size before padding."""
+    fuses_output_layer = flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
     return from_flags(
         ModelConfig,
         flags,
@@ -42,7 +43,7 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
         position_embedding="rope" if flags.position_embedding_type == "yarn" else flags.position_embedding_type,
         max_positions=flags.max_position_embeddings,
         tied_embeddings=not flags.untie_embeddings_and_output_weights,
-        loss_chunk=_LOSS_CHUNK if _fuses_output_layer(flags) else None,
+        loss_chunk=_LOSS_CHUNK if fuses_output_layer else None,
         embedding_dropout=flags.hidden_dropout,
         mtp=_mtp(flags),
         init=InitConfig(
@@ -52,10 +53,6 @@ def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
             method="xavier_uniform" if flags.init_method_xavier_uniform else flags.init_method,
         ),
     )
-
-
-def _fuses_output_layer(flags: Flags) -> bool:
-    return flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
 
 
 def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
@@ -209,21 +206,16 @@ def _dense(flags: Flags) -> MLPConfig:
 
 
 def moe_config(flags: Flags) -> MoEConfig:
-    capacity = None
-    if flags.moe_expert_capacity_factor is not None and flags.moe_expert_capacity_factor >= 0:
-        capacity = CapacityConfig(
-            factor=flags.moe_expert_capacity_factor,
-            policy=flags.moe_token_drop_policy,
-            pad=flags.moe_pad_expert_input_to_capacity,
-        )
+    factor, pad = derive.capacity_factor(flags), flags.moe_pad_expert_input_to_capacity
     return MoEConfig(
         router=_router(flags),
         experts=_experts(flags),
-        capacity=capacity,
+        capacity=None if factor is None else CapacityConfig(factor=factor, policy=flags.moe_token_drop_policy, pad=pad),
         shared=_shared(flags),
         latent_size=flags.moe_latent_size,
         dispatcher=flags.moe_token_dispatcher_type,
         expert_rank_capacity_factor=flags.moe_expert_rank_capacity_factor,
+        flex_dispatcher_backend=flags.moe_flex_dispatcher_backend,
         flex_dispatcher_num_sms=flags.moe_flex_dispatcher_num_sms,
         shared_overlap=flags.moe_shared_expert_overlap,
     )

@@ -5,7 +5,7 @@ A script contains all resolved values: ranks, environment variables with reasons
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,21 +76,16 @@ class Job:
 
 def slurm_script(job: Job, body: str) -> str:
     """Script for `sbatch`. `body` is the text of scripts/slurm/body.sh, which is the same for all runs."""
+    options = slurm_options(job)
+    settings = {"root": str(job.root), "python": job.python, "run_dir": str(job.run_dir), "grace": str(job.grace)}
+    settings["excluded"] = options.get("exclude", "")
     return "".join(
         (
             _SHEBANG,
-            *(f"#SBATCH {_option(name, value)}\n" for name, value in slurm_options(job).items()),
+            *(f"#SBATCH {_option(name, value)}\n" for name, value in options.items()),
             _comment(job),
             _exports(job.variables),  # before the script's own variables, which must win over equal names
-            _settings(
-                {
-                    "root": str(job.root),
-                    "python": job.python,
-                    "run_dir": str(job.run_dir),
-                    "grace": str(job.grace),
-                    "excluded": slurm_options(job).get("exclude", ""),
-                }
-            ),
+            *(f"{name}={shlex.quote(value)}\n" for name, value in settings.items()),
             _array("container", _container(job)),
             _array("flags", job.flags),
             f"cd {shlex.quote(str(job.folder))} || exit 3\n",
@@ -160,10 +155,6 @@ def _comment(job: Job) -> str:
     return "".join(f"# {line}\n" for text in [*lines, *job.summary] for line in text.splitlines()) + "\n"
 
 
-def _settings(values: Mapping[str, str]) -> str:
-    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
-
-
 def _array(name: str, words: Sequence[str]) -> str:
     """Bash array with one flag and its values per line."""
     lines = "".join(f"    {line}\n" for line in _by_flag(words))
@@ -189,15 +180,11 @@ def _quoted(word: str) -> str:
 
 def _exports(variables: Sequence[Variable]) -> str:
     """Exports of variables with their reasons; values that are already set are kept, as in the program."""
-    lines = [
-        f'# {each.reason}\nexport {each.name}="${{{each.name}:-{_in_double_quotes(each.value)}}}"\n'
-        for each in variables
-    ]
-    return "".join(lines)
-
-
-def _in_double_quotes(value: str) -> str:
-    return "".join(f"\\{letter}" if letter in '"\\$`}' else letter for letter in value)
+    lines = ""
+    for each in variables:
+        value = re.sub(r'["\\$`}]', r"\\\g<0>", each.value)  # escaped for double quotes
+        lines += f'# {each.reason}\nexport {each.name}="${{{each.name}:-{value}}}"\n'
+    return lines
 
 
 def _container(job: Job) -> list[str]:

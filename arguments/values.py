@@ -6,7 +6,7 @@ import shlex
 import types
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 LayerPattern = int | tuple[int, ...]
 """Every n-th layer, or one number per layer, written as an expression: `([0]*3+[1]*58)`."""
@@ -41,7 +41,9 @@ def parse(annotation: Any, texts: Sequence[str]) -> Any:
         return layer_pattern(words[0] if len(words) == 1 else f"[{','.join(words)}]")
     if get_origin(kind) is tuple:
         return _tuple(get_args(kind), words)
-    return _scalar(kind, _single(words))
+    if len(words) != 1:
+        raise BadValue(f"takes one value, not {len(words)}")
+    return _scalar(kind, words[0])
 
 
 def cut(text: str) -> list[str]:
@@ -68,19 +70,16 @@ def within(value: object, least: float | None, below: float | None) -> None:
 def words_of(annotation: Any, value: object) -> list[str]:
     """Inverse of `parse`: the words of a value."""
     if isinstance(value, tuple):
-        return [_pattern_text(value)] if without_none(annotation) == LayerPattern else [_word(item) for item in value]
+        if without_none(annotation) != LayerPattern:
+            return [_word(item) for item in value]
+        runs = [f"[{entry}]*{len(list(same))}" for entry, same in groupby(value)]  # such as ([0]*3+[1]*58)
+        return ["(" + "+".join(runs) + ")" if runs else "[]"]
     return [_word(value)]
 
 
 def _word(value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f'"{text}"' if strip_quotes(text) != text else text
-
-
-def _pattern_text(pattern: tuple[int, ...]) -> str:
-    """Run-length notation of a pattern: `([0]*3+[1]*58)`."""
-    runs = [f"[{entry}]*{len(list(same))}" for entry, same in groupby(pattern)]
-    return "(" + "+".join(runs) + ")" if runs else "[]"
 
 
 def describe(annotation: Any) -> str:
@@ -123,18 +122,11 @@ def without_none(annotation: Any) -> Any:
     return Union[tuple(member for member in get_args(annotation) if member is not types.NoneType)]  # noqa: UP007
 
 
-def _single(words: Sequence[str]) -> str:
-    if len(words) != 1:
-        raise BadValue(f"takes one value, not {len(words)}")
-    return words[0]
-
-
 def _tuple(items: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
-    if items[-1] is Ellipsis:
-        if items[0] is not str:
-            words = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
-        return tuple(_entry(items[0], strip_quotes(word), words) for word in words)
     parts = [part for word in words for part in word.strip("[]()").replace(",", " ").split()]
+    if items[-1] is Ellipsis:
+        parts = list(words) if items[0] is str else parts
+        return tuple(_entry(items[0], strip_quotes(part), parts) for part in parts)
     if len(parts) != len(items):
         raise BadValue(f"takes {len(items)} values, not {len(parts)}")
     return tuple(_entry(item, part, parts) for item, part in zip(items, parts, strict=True))
@@ -220,16 +212,13 @@ def _calculate(node: ast.expr) -> int | list[int]:
             _bounded(value)
             return value
         case ast.List(elts=entries):
-            return _flat([_calculate(entry) for entry in entries])
+            numbers = [_calculate(entry) for entry in entries]
+            if not all(isinstance(number, int) for number in numbers):
+                raise BadValue("has a nested list")
+            return cast(list[int], numbers)
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
             return _combined(_calculate(left), operator, _calculate(right))
     raise BadValue("may contain only integers, lists, +, * and parentheses")
-
-
-def _flat(entries: list[int | list[int]]) -> list[int]:
-    if not all(isinstance(entry, int) for entry in entries):
-        raise BadValue("has a nested list")
-    return [entry for entry in entries if isinstance(entry, int)]
 
 
 def _combined(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:

@@ -1,4 +1,4 @@
-"""Assembly of a run: makes its objects from a RunPlan, each from its own narrow config."""
+"""Assembles a run: builds each of its objects from the part of the RunPlan that configures it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -67,7 +67,7 @@ def set_algorithms(plan: RunPlan) -> None:
     """Sets torch's process-wide options for deterministic algorithms."""
     if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        # no memory is read before it is written
+        # not needed: no memory is read before it is written
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
@@ -164,7 +164,7 @@ def build_checkpointing(
 
 
 def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[..., AbstractContextManager[None]]:
-    """Function that returns a context manager which reports a lack of memory; argument: the iteration."""
+    """Factory of context managers that report out-of-memory errors; its optional argument is the iteration."""
     advice = partial(memory_advice, plan, context.group("pp").rank)
     return partial(report_out_of_memory, context, plan.logging.run_dir, advice)
 
@@ -181,8 +181,8 @@ def build_model(
     initial: bool = True,
     host_copies: HostCopies | None = None,
 ) -> GPT:
-    """This rank's part of the model, with initial weights unless `initial` is False; they do not depend on the layout.
-    `host_copies`: for offloaded activations; None: those of the device."""
+    """Builds this rank's part of the model and initialises its weights unless `initial` is False; they do not depend on
+    the layout. `host_copies`: for activation offload; None: the default of the device."""
     saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with build_memory_guard(plan, context)():
         model = GPT(
@@ -199,10 +199,10 @@ def build_model(
 
 
 def _expert_comm(plan: RunPlan, context: ParallelContext, kernels: KernelSet) -> ExpertComm | None:
-    """Shared resources of all token dispatchers; None for a model without MoE layers."""
+    """Communication state that all token dispatchers share; None for a model without MoE layers."""
     moe = [layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)]
-    kinds = {each.dispatcher for each in moe}
-    assert len(kinds) <= 1, f"token dispatchers {sorted(kinds)} in one model"
+    kinds = {config.dispatcher for config in moe}
+    assert len(kinds) <= 1, f"different token dispatchers: {sorted(kinds)}"
     return new_expert_comm(moe[0], context, kernels) if moe else None
 
 
@@ -228,7 +228,7 @@ def build_trainer(
     *,
     has_peers: bool = True,
 ) -> Trainer:
-    """Gradient buffers, optimizer and trainer. The model's parameters become views of the buffers.
+    """Builds gradient buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
     `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
     """
@@ -278,7 +278,7 @@ def build_trainer(
 def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGraphConfig, interval: int = 1) -> None:
     """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
     rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
-    assert interval == 1 or not rows, f"replays of {sorted(rows)} overwrite the rows of {interval} microbatches"
+    assert interval == 1 or not rows, f"graphs of {sorted(rows)} with --moe-expert-wgrad-interval {interval}"
     if config.full_iteration:
         trainer.full_iteration = FullIterationGraph(
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
@@ -289,7 +289,7 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
 
 
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
-    """None without --log-straggler."""
+    """Straggler detection; None without `--log-straggler`."""
     if not plan.logging.log_straggler:
         return None
     num_samples = plan.batch.global_batch_size / plan.parallel.world_size
@@ -320,12 +320,12 @@ def build_data(plan: RunPlan, context: ParallelContext) -> Datasets:
 
 
 def build_train_loader(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> TrainLoader | None:
-    """None with --skip-train."""
+    """Loader of the training data; None with `--skip-train`."""
     return None if datasets.train is None else train_loader(datasets, plan.data, plan.batch, context)
 
 
 def build_eval_loaders(plan: RunPlan, context: ParallelContext, datasets: Datasets) -> dict[str, EvalLoader]:
-    """One loader per validation set, by name, and "test" if there is a test set."""
+    """Evaluation loaders by name: one per validation set, and "test" if there is a test set."""
     eval_iters = None if plan.data.full_validation else plan.loop.eval_iters
     named = {name: (samples, eval_iters) for name, samples in datasets.valid.items()}
     if datasets.test is not None:
@@ -345,7 +345,7 @@ def build_evaluation(plan: RunPlan, pipeline: Pipeline, datasets: Datasets, repo
 def introduce(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, model: GPT, datasets: Datasets, reporter: Reporter
 ) -> None:
-    """Reports the set-up of a run before its first step."""
+    """Logs the set-up of a run before its first step."""
     for line in introduction(plan, context, model, datasets):
         reporter.note(line)
     where = "see log.txt" if plan.logging.run_dir else "--run-dir D lists them in D/log.txt"
@@ -353,7 +353,7 @@ def introduce(
 
 
 def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: Datasets) -> Iterator[str]:
-    """Lines about ranks, packages, notes, parameters and data."""
+    """Yields log lines about ranks, packages, notes of the plan, parameters and data."""
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_moe.checkpoint.directory import list_checkpoints
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments, losses, make_data
+from tests.helpers.checkpoint_files import verify
 from tests.helpers.forked_ranks import Ranks
 from tests.helpers.reports import store
 from tests.helpers.soak_faults import FAULTS, Fault, damage

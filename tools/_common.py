@@ -9,17 +9,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.errors import Finished
 from arguments.flags import Registry
 from arguments.parser import start_settings
+from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, RunError
 
 ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER_TYPES = (*get_args(get_type_hints(TokenizerConfig)["tokenizer_type"]), *OTHER_TOKENIZER_NAMES)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -35,6 +38,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
+
+
+def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
+    """Configuration of the tokenizer that the tool's options of the same names as the fields describe."""
+    given = {field.name: getattr(options, field.name) for field in fields(TokenizerConfig) if field.name in options}
+    kind = OTHER_TOKENIZER_NAMES.get(options.tokenizer_type, options.tokenizer_type)
+    return TokenizerConfig(**given | {"tokenizer_type": kind})
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *aliases: str) -> None:

@@ -6,17 +6,20 @@ prints statistics of documents, lengths and ids. Exit code 0: valid; 4: invalid.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem, ExitCode
-from megatron_moe.data.examine import DataReport, examine
+from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.tokenizer import load_tokenizer
-from tools._common import reports_errors, run_main, tool_parser
+from tools._common import TOKENIZER_TYPES, reports_errors, run_main, tokenizer_config, tool_parser
+
+_BLOCK_TOKENS = 1 << 24
+_MAX_PROBLEMS = 20
 
 
 @reports_errors
@@ -24,42 +27,81 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     vocab_size, eod, valid = options.vocab_size, options.eod, True
     if options.tokenizer_type or options.tokenizer_model:
-        name = options.tokenizer_type or "HuggingFaceTokenizer"
-        kind: Any = OTHER_TOKENIZER_NAMES.get(name, name)
-        tokenizer = load_tokenizer(
-            TokenizerConfig(tokenizer_type=kind, tokenizer_model=options.tokenizer_model, vocab_size=vocab_size)
-        )
+        options.tokenizer_type = options.tokenizer_type or "HuggingFaceTokenizer"
+        tokenizer = load_tokenizer(tokenizer_config(options))
         vocab_size, eod = vocab_size or tokenizer.vocab_size, tokenizer.eod if eod is None else eod
-    for prefix in options.prefixes:
+    for given in options.prefixes:
+        prefix = given.removesuffix(".bin").removesuffix(".idx")
         try:
-            found = examine(Path(prefix.removesuffix(".bin").removesuffix(".idx")), vocab_size=vocab_size, eod=eod)
+            rows, problems = examine(Path(prefix), vocab_size, eod)
         except DataProblem as problem:
-            print(f"{prefix}: DAMAGED\n    {problem}")
+            print(f"{given}: DAMAGED\n    {problem}")
             valid = False
             continue
-        print(f"{found.prefix}: {'valid' if not found.problems else 'INVALID'}")
-        for name, value in _rows(found, vocab_size, eod):
+        print(f"{prefix}: {'INVALID' if problems else 'valid'}")
+        for name, value in rows:
             print(f"  {name:<22} {value}")
-        for line in found.problems:
+        for line in problems:
             print(f"    {line}")
-        valid = valid and not found.problems
+        valid = valid and not problems
     return ExitCode.OK if valid else DataProblem.code
 
 
-def _rows(found: DataReport, vocab_size: int | None, eod: int | None) -> Iterator[tuple[str, str]]:
-    """(name, value) of the statistics."""
-    yield "tokens", f"{found.num_tokens:,} of {found.dtype}"
-    yield "sequences", f"{found.num_sequences:,}"
-    yield "documents", f"{found.num_documents:,}, {found.num_empty:,} of them empty"
-    if found.lengths is not None:
-        each = found.lengths
-        spread = f"{each.shortest:,} min, {each.median:,.1f} median, {each.mean:,.1f} mean, {each.longest:,} max"
-        yield "tokens per document", spread
-    if found.largest_id is not None:
-        yield "ids", f"{found.smallest_id:,} to {found.largest_id:,}, {found.num_distinct:,} distinct"
-        yield "vocabulary", "not given, not checked" if vocab_size is None else f"{vocab_size:,}"
-    if eod is not None:
-        yield "documents with end", f"{found.num_ended:,} end with id {eod}"
+def examine(prefix: Path, vocab_size: int | None, eod: int | None) -> tuple[list[tuple[str, str]], list[str]]:
+    """Reads every token of `<prefix>.bin`. Returns the statistics as (name, value), and the problems.
+
+    Raises DataProblem if a file is missing or the index is invalid.
+    """
+    with IndexedTokens(prefix) as tokens:
+        ends = np.concatenate(([0], np.cumsum(tokens.sequence_lengths, dtype=np.int64)))[tokens.document_bounds]
+        lengths = np.diff(ends)
+        distinct, problems = _check_ids(tokens, ends, vocab_size)
+        rows = [
+            ("tokens", f"{tokens.num_tokens:,} of {tokens.dtype.name}"),
+            ("sequences", f"{len(tokens):,}"),
+            ("documents", f"{len(lengths):,}, {(lengths == 0).sum():,} of them empty"),
+        ]
+        if len(lengths):
+            spread = f"{np.median(lengths):,.1f} median, {lengths.mean():,.1f} mean"
+            rows.append(("tokens per document", f"{lengths.min():,} min, {spread}, {lengths.max():,} max"))
+        if len(distinct):
+            rows.append(("ids", f"{distinct[0]:,} to {distinct[-1]:,}, {len(distinct):,} distinct"))
+            rows.append(("vocabulary", "not given, not checked" if vocab_size is None else f"{vocab_size:,}"))
+        if eod is not None:
+            num_ended = sum(_last(tokens, document) == eod for document in np.flatnonzero(lengths))
+            rows.append(("documents with end", f"{num_ended:,} end with id {eod}"))
+    return rows, problems
+
+
+def _check_ids(tokens: IndexedTokens, ends: np.ndarray, vocab_size: int | None) -> tuple[np.ndarray, list[str]]:
+    """Returns the distinct ids of a file, sorted, and the problems of its invalid ids; `ends`: of the documents."""
+    distinct = np.empty(0, dtype=np.int64)
+    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+    expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+    problems: list[str] = []
+    num_invalid = 0
+    stored = np.memmap(tokens.bin_path, dtype=tokens.dtype, mode="r") if tokens.num_tokens else distinct
+    for start in range(0, len(stored), _BLOCK_TOKENS):
+        block = stored[start : start + _BLOCK_TOKENS]
+        distinct = np.union1d(distinct, block)
+        if distinct[0] >= 0 and distinct[-1] < limit:
+            continue
+        places = np.flatnonzero((block < 0) | (block >= limit))
+        num_invalid += len(places)
+        for place in places[: _MAX_PROBLEMS - len(problems)]:
+            document = int(np.searchsorted(ends, start + place, side="right")) - 1
+            token = start + int(place) - int(ends[document])
+            problems.append(f"document {document}, token {token}: id {block[place]}, expected {expected}")
+    if num_invalid > len(problems):
+        problems.append(f"and {num_invalid - len(problems)} more ids outside the vocabulary")
+    return distinct, problems
+
+
+def _last(tokens: IndexedTokens, document: int) -> int:
+    """Last token of a non-empty document."""
+    first, end = tokens.document_bounds[document : document + 2]
+    sequence = int(first + np.flatnonzero(tokens.sequence_lengths[first:end])[-1])
+    return int(tokens.get(sequence)[-1])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,12 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
     parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
     parser.add_argument("--eod", type=int, help="end-of-document id; the tokenizer's when one is given")
-    kinds = get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])
-    parser.add_argument(
-        "--tokenizer-type",
-        choices=[kind for kind in (*kinds, *OTHER_TOKENIZER_NAMES) if kind != "GPT2BPETokenizer"],
-        help="as for pretrain_moe.py (with a model: HuggingFaceTokenizer)",
-    )
+    kinds = [kind for kind in TOKENIZER_TYPES if kind != "GPT2BPETokenizer"]
+    default = "as for pretrain_moe.py (with a model: HuggingFaceTokenizer)"
+    parser.add_argument("--tokenizer-type", choices=kinds, help=default)
     parser.add_argument("--tokenizer-model", type=Path, help="as for pretrain_moe.py")
     return parser
 

@@ -21,7 +21,7 @@ ROWS = 12
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LossComparison:
     """Values of two curves at their common iterations."""
 
     iterations: list[int]
@@ -55,14 +55,7 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
     return curve
 
 
-def compare(first: dict[int, float], second: dict[int, float]) -> Comparison:
-    common = sorted(first.keys() & second.keys())
-    if not common:
-        raise DataProblem("the two runs have no iteration in common; they were logged at different intervals")
-    return Comparison(common, [first[i] for i in common], [second[i] for i in common])
-
-
-def table(comparison: Comparison, names: tuple[str, str]) -> str:
+def table(comparison: LossComparison, names: tuple[str, str]) -> str:
     """Up to `ROWS` evenly spaced steps as text."""
     last = len(comparison.iterations) - 1
     lines = [f"{'iteration':>10}  {names[0][-24:]:>24}  {names[1][-24:]:>24}  {'relative':>10}"]
@@ -73,7 +66,7 @@ def table(comparison: Comparison, names: tuple[str, str]) -> str:
     return "\n".join(lines)
 
 
-def plot(comparison: Comparison, names: tuple[str, str], key: str, path: Path) -> None:
+def plot(comparison: LossComparison, names: tuple[str, str], key: str, path: Path) -> None:
     """Plots both curves, and their relative difference below."""
     import matplotlib
 
@@ -110,7 +103,11 @@ def main(argv: Sequence[str]) -> int:
     if not options.rtol >= 0:
         parser.error(f"--rtol {options.rtol:g} must be at least 0")
     names = tuple(options.names) if options.names else (str(options.first), str(options.second))
-    comparison = compare(read_curve(options.first, options.key), read_curve(options.second, options.key))
+    first, second = read_curve(options.first, options.key), read_curve(options.second, options.key)
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        raise DataProblem("the two runs have no iteration in common; they were logged at different intervals")
+    comparison = LossComparison(common, [first[i] for i in common], [second[i] for i in common])
     print(table(comparison, names))
     if options.plot:
         with writing(options.plot):

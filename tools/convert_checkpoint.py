@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from arguments.errors import FlagErrors, Problem
@@ -21,28 +24,30 @@ from arguments.flags import Registry
 from arguments.huggingface import published_flags
 from arguments.read import read_plan
 from megatron_moe.build import build_train_state_config  # noqa: E402
-from megatron_moe.checkpoint.directory import as_checkpoint
-from megatron_moe.checkpoint.huggingface.compare_logits import compare_logits
+from megatron_moe.checkpoint.directory import as_checkpoint, find_checkpoints
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES
 from megatron_moe.checkpoint.huggingface.folder import CONFIG, has_mtp_layers, read_config, weights_dtype
 from megatron_moe.checkpoint.load import HUGGING_FACE
-from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
+from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem, ExitCode
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.cost_model.parameters import count_parameters
+from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from megatron_moe.data.tokenizer import local_copy, vocab_size_of
 from megatron_moe.kernels.reference import bundle
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.train.train_state import TrainState
 from tools._common import positive, reports_errors, run_main, tool_parser
-from tools.generate import load_model, newest, plan_of
+from tools.generate import load_model, plan_of
 
 REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _MAX_SEQ_LENGTH = 4096
 _MAX_PARAMETERS_PER_BYTE = 16
 """Above what any dtype, padding or tied weights can explain."""
+_RELATIVE_TOLERANCE = 1e-4
+"""Relative to the largest logit: above fp32 rounding of dozens of layers, below the effect of a wrong weight."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def _flags_of_folder(folder: Path) -> list[str]:
 
 def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outcome:
     output = Path(options.save.removeprefix(HUGGING_FACE))
-    candidate = newest(Path(options.load))
+    candidate = find_checkpoints(Path(options.load))[0]
     plan = plan_of(candidate, "cpu", flags)
     dtype = None if options.dtype == "keep" else torch_dtype(options.dtype)
     template, shard_bytes = options.hf_config or _template(plan), _parse_size(options.shard_size)
@@ -150,12 +155,45 @@ def _template(plan: RunPlan) -> Path:
     return found
 
 
+@torch.no_grad()
 def _compare_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
+    """Runs the transformers model and ours on the same random tokens, one after the other, both in fp32.
+
+    Returns a sentence with the largest difference, and whether it is within tolerance. Raises EnvironmentProblem if
+    transformers is not installed or cannot load the folder.
+    """
+    vocab_size = int(read_config(outcome.huggingface)["vocab_size"])
+    tokens_BS = torch.randint(0, vocab_size, (1, num_positions), generator=torch.Generator().manual_seed(1))
+    expected_SV = _transformers_logits(outcome.huggingface, tokens_BS)
     candidate = as_checkpoint(outcome.checkpoint)
     assert candidate is not None, f"{outcome.checkpoint} is not a checkpoint"
     precision = replace(outcome.plan.precision, params="fp32")
     plan = replace(outcome.plan, precision=precision, device="cpu", kernels=KernelConfig())
-    return compare_logits(outcome.huggingface, lambda: load_model(candidate, plan), num_positions)
+    mb = MicrobatchContext(tokens=TokenMeta(positions_BS=torch.arange(num_positions)[None]), training=False)
+    logits_SV = load_model(candidate, plan).logits(tokens_BS, mb)[:, 0, :vocab_size]
+    error, largest = float((logits_SV - expected_SV).abs().max()), float(expected_SV.abs().max())
+    num_equal = int((logits_SV.argmax(-1) == expected_SV.argmax(-1)).sum())
+    line = (
+        f"logits on {num_positions} positions, fp32: largest difference {error:.3g} of {largest:.3g}, "
+        f"the most likely token is the same at {num_equal}"
+    )
+    return line, error <= _RELATIVE_TOLERANCE * largest
+
+
+def _transformers_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise EnvironmentProblem("--compare-logits needs the package transformers: pip install transformers") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    except (ValueError, OSError, ImportError, RuntimeError, LookupError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise EnvironmentProblem(
+            f"--compare-logits: transformers cannot read {folder}: {reason}; the conversion itself is complete"
+        ) from error
+    logits_SV: Tensor = model(tokens_BS).logits[0]
+    return logits_SV
 
 
 def _parse_size(text: str) -> int:

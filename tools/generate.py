@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from arguments.read import fewest_ranks, read_plan
 from megatron_moe import build
-from megatron_moe.checkpoint.directory import Candidate, as_checkpoint, list_checkpoints
+from megatron_moe.checkpoint.directory import Candidate, find_checkpoints
 from megatron_moe.checkpoint.load import CheckpointSource, load
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
@@ -32,14 +32,6 @@ from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from megatron_moe.model.gpt import GPT
 from megatron_moe.parallel import rng
 from tools._common import rank_0_of, reports_errors, run_main, tool_parser
-
-
-def newest(folder: Path) -> Candidate:
-    """The checkpoint `folder`, or the newest one in it."""
-    found = as_checkpoint(folder) or next(iter(list_checkpoints(folder)), None)
-    if found is None or not found.path.is_dir():
-        raise CheckpointProblem(f"{folder} holds no checkpoint iter_NNNNNNN; give the run's checkpoints folder")
-    return found
 
 
 def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
@@ -67,7 +59,7 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
     """Model with the verified weights of the checkpoint."""
     context = build.build_context(plan)
     model = GPT(plan.model, context, build.build_kernels(plan, context))
-    tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
+    tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in model.state_dict().items()}
     source = CheckpointSource("--load", str(candidate.path.parent), (candidate,), optimizer=False)
     load(source, tensors, context)
     return model.eval()
@@ -118,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--temperature {options.temperature:g} must be at least 0")
     if options.top_k < 1 or options.max_new_tokens < 0:
         parser.error("--top-k must be at least 1, --max-new-tokens at least 0")
-    candidate = newest(options.load)
+    candidate = find_checkpoints(options.load)[0]
     plan = plan_of(candidate, options.device)
     tokenizer = load_tokenizer(plan.data.tokenizer)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
 from megatron_moe.checkpoint.directory import find_checkpoints
-from megatron_moe.checkpoint.statistics import Difference, OpenCheckpoint
+from megatron_moe.checkpoint.statistics import OpenCheckpoint, TensorDifference
 from megatron_moe.checkpoint.verify import sizes_by_kind
 from megatron_moe.config.exit_codes import ExitCode
 from tools._common import reports_errors, run_main, tool_parser
@@ -82,7 +82,7 @@ def _compare(a: OpenCheckpoint, b: OpenCheckpoint, only: str) -> ExitCode:
     return ExitCode.DRIFT if differing else ExitCode.OK
 
 
-def _difference_row(found: Difference) -> tuple[str, ...]:
+def _difference_row(found: TensorDifference) -> tuple[str, ...]:
     numbers = (f"{found.largest:.4g}", f"{found.relative:.4g}") if found.kind == "values" else ("-", "-")
     return (found.key, found.kind, *numbers)
 

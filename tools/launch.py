@@ -72,13 +72,6 @@ def plan_of(
     return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of, waiting=waiting)
 
 
-def name_of(flags: Sequence[str]) -> str:
-    """Name of the recipe or of the first file."""
-    given = {each.option: each.words for each in split(flags)[0]}
-    source = given.get("--recipe") or given.get("--config")
-    return Path(source[0]).stem if source else "megatron-moe"
-
-
 def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
     """(nodes, ranks per node) of the options, else of the recipe or file, else one node of a cluster or one local rank.
 
@@ -92,8 +85,10 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
-    """Job of a checked plan; --run-dir defaults to runs/NAME."""
-    name = options.name or name_of(flags)
+    """Job of a checked plan, named after the recipe or the first file; --run-dir defaults to runs/NAME."""
+    given = {each.option: each.words for each in split(flags)[0]}
+    source = given.get("--recipe") or given.get("--config")
+    name = options.name or (Path(source[0]).stem if source else "megatron-moe")
     nodes, ranks_per_node = size_of(options, flags, environ)
     plan = plan_of(flags, nodes, ranks_per_node, environ, waiting=options.dry_run)
     if plan.logging.run_dir is None:
@@ -118,13 +113,6 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
         container=options.container,
         mounts=tuple(options.mounts),
     )
-
-
-def script_of(job: Job, launcher: str) -> str:
-    """Launch script of the job."""
-    if launcher == "torchrun":
-        return torchrun_script(job)
-    return slurm_script(job, (ROOT / "scripts" / "slurm" / "body.sh").read_text(encoding="utf-8"))
 
 
 def write(job: Job, script: str, launcher: str) -> Path:
@@ -156,7 +144,9 @@ def submit(path: Path, job: Job, launcher: str) -> int:
 def main(argv: Sequence[str]) -> int:
     options, flags = parser().parse_known_args(argv)
     job = job_of(options, flags, os.environ)
-    script = script_of(job, options.launcher)
+    body = ROOT / "scripts" / "slurm" / "body.sh"
+    is_local = options.launcher == "torchrun"
+    script = torchrun_script(job) if is_local else slurm_script(job, body.read_text(encoding="utf-8"))
     if options.dry_run:
         print(script, end="")
         return ExitCode.NOT_READY if job.waits else ExitCode.OK

@@ -18,18 +18,25 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.data import OTHER_TOKENIZER_NAMES, TokenizerConfig
+from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.data.indexed import IndexedWriter, token_dtype, unfinished_files
-from megatron_moe.data.textfiles import BadLine, Chunk, format_of, parse_record, read_chunks
+from megatron_moe.data.textfiles import BadLine, TextChunk, format_of, parse_record, read_chunks
 from megatron_moe.data.tokenizer import Tokenizer, load_tokenizer
-from tools._common import map_in_order, reports_errors, run_main, start_workers, tool_parser
+from tools._common import (
+    TOKENIZER_TYPES,
+    map_in_order,
+    reports_errors,
+    run_main,
+    start_workers,
+    tokenizer_config,
+    tool_parser,
+)
 
 _CHUNKS_AHEAD = 4
 """Maximum number of chunks in flight per worker."""
@@ -57,7 +64,7 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     return load_tokenizer(config)
 
 
-def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chunk: Chunk) -> Encoded:
+def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chunk: TextChunk) -> Encoded:
     """Parses and tokenizes the records of a chunk, in order; runs in a worker."""
     tokenizer = tokenizer_of(config)
     end = [tokenizer.eod] if append_eod else []
@@ -132,16 +139,7 @@ def write_documents(
 
 
 def preprocess(args: argparse.Namespace) -> Progress:
-    kind: Any = OTHER_TOKENIZER_NAMES.get(args.tokenizer_type, args.tokenizer_type)
-    config = TokenizerConfig(
-        tokenizer_type=kind,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-        tiktoken_pattern=args.tiktoken_pattern,
-        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-    )
+    config = tokenizer_config(args)
     encode_chunk = functools.partial(encode, config, tuple(args.json_keys), args.append_eod)
     dtype = token_dtype(tokenizer_of(config).vocab_size)
     chunks = (chunk for path in args.input for chunk in read_chunks(path))
@@ -165,11 +163,10 @@ def preprocess(args: argparse.Namespace) -> Progress:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add = parser.add_argument
-    kinds = get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])
     add("--input", type=Path, nargs="+", required=True, help="files to read, in this order")
     add("--output-prefix", required=True, help="path of the output without _<key>_document.bin")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSONL, one pair of files per key")
-    add("--tokenizer-type", choices=(*kinds, *OTHER_TOKENIZER_NAMES), required=True)
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
     add("--tokenizer-model", type=Path, help="file, or for HuggingFaceTokenizer the folder, of the tokenizer")
     add("--vocab-file", type=Path, help="GPT2BPETokenizer: JSON file with the vocabulary")
     add("--merge-file", type=Path, help="GPT2BPETokenizer: text file with the merges")

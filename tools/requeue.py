@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.resilience.requeue import judge
+from megatron_moe.resilience.requeue import decide_and_record
 from tools._common import run_main, tool_parser
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--patience", type=int, default=3, help="ends in a row without a new checkpoint (default: 3)")
     options = parser.parse_args(argv)
     try:
-        decision = judge(
+        decision = decide_and_record(
             options.run_dir, options.exit_code, since=options.since, now=time.time(), patience=options.patience
         )
     except OSError as error:  # without a history, restarts without progress would never end

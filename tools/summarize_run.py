@@ -3,15 +3,135 @@
 Takes run folders or folders that contain runs. Speeds are medians over a run's reports after the first.
 """
 
+import csv
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.resilience.run_summary import as_csv, as_markdown, as_text, find_runs, names_of, summarize
+from megatron_moe.config.exit_codes import DataProblem, ExitCode
+from megatron_moe.logs.metrics_file import Record, read_metrics
+from megatron_moe.resilience.requeue import read_report
 from tools._common import reports_errors, run_main, tool_parser, writing
+
+METRICS = "metrics.jsonl"
+Row = dict[str, Any]
+"""Values of one run by column, None where unknown."""
+_COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "run": ("run", ""),
+        "state": ("state", ""),
+        "iterations": ("iterations", "d"),
+        "ranks": ("ranks", "d"),
+        "seconds_per_step": ("s/step", ".3f"),
+        "tflops_per_gpu": ("TFLOP/s/GPU", ".1f"),
+        "tokens_per_second_per_gpu": ("tokens/s/GPU", ".0f"),
+        "mfu": ("MFU", ".1%"),
+        "peak_memory_gib": ("peak GiB", ".1f"),
+        "loss": ("loss", ".4f"),
+        "validation_loss": ("validation", ".4f"),
+    }
+)
+"""Heading and format of every column."""
+_SPEEDS: Mapping[str, str] = MappingProxyType(
+    {
+        "seconds_per_step": "iteration-time",
+        "tflops_per_gpu": "throughput",
+        "tokens_per_second_per_gpu": "tokens-per-second-per-gpu",
+        "mfu": "mfu",
+    }
+)
+"""Column -> key of metrics.jsonl."""
+
+
+def find_runs(places: Iterable[Path]) -> list[Path]:
+    """Run folders at and below the given folders, without duplicates, sorted per folder.
+
+    Raises DataProblem for a folder without runs.
+    """
+    found: list[Path] = []
+    for place in places:
+        here = sorted(path.parent for path in place.rglob(METRICS)) if place.is_dir() else []
+        if not here:
+            raise DataProblem(f"{place} holds no run: no {METRICS} in it or below it")
+        found += [run for run in here if run not in found]
+    return found
+
+
+def summarize(run: Path, name: str, skip: int = 1) -> Row:
+    """Row of a run folder: speeds are medians over the reports after the first `skip` (if there are later ones), memory
+    is the largest allocation on the reporting rank's device, losses are the last ones."""
+    records = read_metrics(run / METRICS)
+    steps = [record for record in records if "iteration-time" in record]
+    report = read_report(run)
+    speeds = {key: median(values) for key in _SPEEDS.values() if (values := _values(steps[skip:] or steps, key))}
+    peak = max(_values(steps, "mem-max-allocated-bytes"), default=None)
+    return {
+        "run": name,
+        "state": "unknown" if report is None else report.state,
+        "iterations": max((record["iteration"] for record in steps), default=0),
+        "ranks": _last(steps, "world-size"),
+        **{column: speeds.get(key) for column, key in _SPEEDS.items()},
+        "peak_memory_gib": None if peak is None else peak / 2**30,
+        "loss": _last(steps, "lm loss"),
+        "validation_loss": _last(records, "lm loss validation"),
+    }
+
+
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """Short names: the paths without their common prefix; of a single run the folder name."""
+    if len(runs) == 1:
+        return [runs[0].resolve().name]
+    parts = [run.resolve().parts for run in runs]
+    common = 0
+    while all(len(each) > common + 1 and each[common] == parts[0][common] for each in parts):
+        common += 1
+    return ["/".join(each[common:]) for each in parts]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Aligned columns for a terminal, without empty columns: text to the left, numbers to the right."""
+    table = _cells(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    forms = [f"{'<' if column < 2 else '>'}{width}" for column, width in enumerate(widths)]
+    return "\n".join("  ".join(map(format, line, forms)) for line in table)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Markdown table, without empty columns."""
+    head, *body = _cells(rows)
+    rule = ["---" if column < 2 else "---:" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """CSV with all columns, unrounded."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def _cells(rows: Sequence[Row]) -> list[list[str]]:
+    shown = {name: column for name, column in _COLUMNS.items() if any(row[name] is not None for row in rows)}
+    body = [
+        ["-" if row[name] is None else format(row[name], form) for name, (_, form) in shown.items()] for row in rows
+    ]
+    return [[heading for heading, _ in shown.values()], *body]
+
+
+def _values(records: Iterable[Record], key: str) -> list[float]:
+    return [record[key] for record in records if record.get(key) is not None]
+
+
+def _last(records: Iterable[Record], key: str) -> float | None:
+    return next(reversed(_values(records, key)), None)
 
 
 @reports_errors

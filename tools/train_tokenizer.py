@@ -7,7 +7,6 @@ id 1 is <eod> (end of document). The result is deterministic.
 """
 
 import argparse
-import importlib
 import io
 import itertools
 import sys
@@ -18,9 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
-from megatron_moe.data.textfiles import read_documents, write_whole
-from megatron_moe.data.tokenizer import SentencePieceTokenizer
+from megatron_moe.config.data import TokenizerConfig
+from megatron_moe.config.exit_codes import DataProblem
+from megatron_moe.data.textfiles import optional_package, read_documents, write_whole
+from megatron_moe.data.tokenizer import load_tokenizer
 from tools._common import reports_errors, run_main, tool_parser
 
 _NUM_THREADS = 2
@@ -50,10 +50,7 @@ def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
 
 def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
     """Serialised model. Raises `DataProblem` if the text is too small for that many pieces."""
-    try:
-        sentencepiece = importlib.import_module("sentencepiece")
-    except ImportError as error:
-        raise EnvironmentProblem(f"this tool needs sentencepiece ({error}); run pip install sentencepiece") from error
+    sentencepiece = optional_package("sentencepiece", "this tool")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -86,7 +83,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
 
 def report(path: Path, texts: Iterator[str]) -> str:
     """Line about the tokenizer and its compression of the first texts."""
-    tokenizer = SentencePieceTokenizer(path)
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path))
     sample = list(itertools.islice(texts, _REPORT_DOCUMENTS))
     num_bytes = sum(len(text.encode()) for text in sample)
     num_tokens = sum(len(tokenizer.encode(text)) for text in sample)

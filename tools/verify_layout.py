@@ -45,8 +45,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     plan, rewrites = _folded(options, flags, environ)
     print("\n".join(rewrites))
     started = time.monotonic()
-    plant = FaultSeed.parse(options.inject) if options.inject else None
-    found = verify_layout(plan, num_steps=options.steps, timeout=options.timeout, plant=plant)
+    fault_seed = FaultSeed.parse(options.inject) if options.inject else None
+    found = verify_layout(plan, num_steps=options.steps, timeout=options.timeout, fault_seed=fault_seed)
     print(summary(found))
     if options.every:
         print(found.text(every=True))

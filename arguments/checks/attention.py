@@ -1,69 +1,63 @@
 """Rules about attention heads, multi-latent attention and sliding windows."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, divisors, functions_returning, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, divisors, unfit_pattern
 from megatron_moe.config.exit_codes import counted
 
 _ROTARY = ("rope", "yarn")
 
 
-def heads_divide_hidden_size(flags: RuleFlags) -> Violation:
+def heads_divide_hidden_size(flags: RuleFlags) -> Violations:
     """The head dim defaults to the hidden size divided by the number of heads."""
-    if (
-        flags.kv_channels is not None
-        or flags.multi_latent_attention
-        or flags.hidden_size % flags.num_attention_heads == 0
-    ):
-        return None
-    return (
-        f"{flags.num_attention_heads} heads do not divide the hidden size {flags.hidden_size}",
-        f"set --kv-channels, or use --num-attention-heads {divisors(flags.hidden_size)}",
-    )
+    if flags.kv_channels is None and not flags.multi_latent_attention and flags.hidden_size % flags.num_attention_heads:
+        yield (
+            f"{flags.num_attention_heads} heads do not divide the hidden size {flags.hidden_size}",
+            f"set --kv-channels, or use --num-attention-heads {divisors(flags.hidden_size)}",
+        )
 
 
-def query_groups_divide_heads(flags: RuleFlags) -> Violation:
+def query_groups_divide_heads(flags: RuleFlags) -> Violations:
     """Every key/value head serves the same number of query heads."""
-    if not flags.group_query_attention or flags.num_attention_heads % flags.num_query_groups == 0:
-        return None
-    return (
-        f"{flags.num_query_groups} query groups do not divide {counted(flags.num_attention_heads, 'head')}",
-        f"use --num-query-groups {divisors(flags.num_attention_heads)}",
-    )
+    if flags.group_query_attention and flags.num_attention_heads % flags.num_query_groups:
+        yield (
+            f"{flags.num_query_groups} query groups do not divide {counted(flags.num_attention_heads, 'head')}",
+            f"use --num-query-groups {divisors(flags.num_attention_heads)}",
+        )
 
 
-def rotary_dim_is_even(flags: RuleFlags) -> Violation:
+def rotary_dim_is_even(flags: RuleFlags) -> Violations:
     """RoPE rotates pairs of dims within a head."""
     if flags.multi_latent_attention or flags.position_embedding_type not in _ROTARY:
-        return None
+        return
     head_dim = derive.head_dim(flags)
     rotated = int(head_dim * flags.rotary_percent)
-    if 0 < rotated <= head_dim and rotated % 2 == 0:
-        return None
-    return (
-        f"--rotary-percent {flags.rotary_percent:g} rotates {rotated} of {counted(head_dim, 'dim')} of a head, "
-        "but dims rotate in pairs",
-        "choose --rotary-percent so that it selects an even number of dims, at most the head dim",
-    )
+    if not 0 < rotated <= head_dim or rotated % 2:
+        yield (
+            f"--rotary-percent {flags.rotary_percent:g} rotates {rotated} of {counted(head_dim, 'dim')} of a head, "
+            "but dims rotate in pairs",
+            "choose --rotary-percent so that it selects an even number of dims, at most the head dim",
+        )
 
 
-def mla_rope_dim_is_even(flags: RuleFlags) -> Violation:
+def mla_rope_dim_is_even(flags: RuleFlags) -> Violations:
     """RoPE rotates pairs of dims."""
-    if not flags.multi_latent_attention or flags.qk_pos_emb_head_dim % 2 == 0:
-        return None
-    return (f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but dims rotate in pairs", "use an even number")
+    if flags.multi_latent_attention and flags.qk_pos_emb_head_dim % 2:
+        yield (
+            f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but dims rotate in pairs",
+            "use an even number",
+        )
 
 
-def mla_has_no_query_groups(flags: RuleFlags) -> Violation:
+def mla_has_no_query_groups(flags: RuleFlags) -> Violations:
     """In multi-latent attention every query head has its own key and value head."""
     if flags.multi_latent_attention and flags.group_query_attention:
-        return "multi-latent attention has no query groups", "leave out --group-query-attention"
-    return None
+        yield "multi-latent attention has no query groups", "leave out --group-query-attention"
 
 
-def mla_supports_rope_options(flags: RuleFlags) -> Violation:
+def mla_supports_rope_options(flags: RuleFlags) -> Violations:
     """Multi-latent attention rotates a separate part of each head, in all layers, with RoPE or YaRN."""
     if not flags.multi_latent_attention:
-        return None
+        return
     evenly = flags.rotary_seq_len_interpolation_factor not in (None, 1)
     if (
         flags.rotary_interleaved
@@ -72,62 +66,55 @@ def mla_supports_rope_options(flags: RuleFlags) -> Violation:
         or evenly
         or flags.no_rope_freq is not None
     ):
-        return (
+        yield (
             "these RoPE options are not supported by multi-latent attention",
             "remove them; --qk-pos-emb-head-dim sets the rotated dims of a head and --rope-type the kind of rotation",
         )
-    return None
 
 
-def rope_type_matches_position_embedding(flags: RuleFlags) -> Violation:
+def rope_type_matches_position_embedding(flags: RuleFlags) -> Violations:
     """--rope-type selects the rotation of multi-latent attention; other attention uses --position-embedding-type."""
     if (
         flags.multi_latent_attention
         or flags.rope_type is None
         or "yarn" not in (flags.rope_type, flags.position_embedding_type)
     ):
-        return None
-    if flags.rope_type == flags.position_embedding_type:
-        return None
-    return (
-        f"--rope-type {flags.rope_type} contradicts --position-embedding-type {flags.position_embedding_type}",
-        f"remove --rope-type, or use --position-embedding-type {flags.rope_type}",
-    )
+        return
+    if flags.rope_type != flags.position_embedding_type:
+        yield (
+            f"--rope-type {flags.rope_type} contradicts --position-embedding-type {flags.position_embedding_type}",
+            f"remove --rope-type, or use --position-embedding-type {flags.rope_type}",
+        )
 
 
-def yarn_original_length_matches_attention(flags: RuleFlags) -> Violation:
+def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
     """The length that YaRN extends has different flags in multi-latent and other attention."""
     latent, other = flags.original_max_position_embeddings, flags.yarn_original_max_position_embeddings
     if flags.multi_latent_attention:
         if flags.rope_type == "rope" or other in (None, latent):
-            return None
-        return (
+            return
+        yield (
             f"--yarn-original-max-position-embeddings {other} does not apply to multi-latent attention",
             f"--original-max-position-embeddings {other}",
         )
-    if flags.position_embedding_type != "yarn" or latent in (derive.YARN_LENGTH, other):
-        return None
-    return (
-        f"--original-max-position-embeddings {latent} applies only to multi-latent attention",
-        f"--yarn-original-max-position-embeddings {latent}",
-    )
+    elif flags.position_embedding_type == "yarn" and latent not in (derive.YARN_LENGTH, other):
+        yield (
+            f"--original-max-position-embeddings {latent} applies only to multi-latent attention",
+            f"--yarn-original-max-position-embeddings {latent}",
+        )
 
 
-def mla_supports_attention_options(flags: RuleFlags) -> Violation:
+def mla_supports_attention_options(flags: RuleFlags) -> Violations:
     """Multi-latent attention has no output gate, no biases, and normalizes latents rather than heads."""
     unlike = flags.attention_output_gate or flags.add_qkv_bias or flags.qk_l2_norm or flags.qk_layernorm_over != "head"
     if flags.multi_latent_attention and unlike:
-        return "these attention options are not supported by multi-latent attention", "remove them"
-    return None
+        yield "these attention options are not supported by multi-latent attention", "remove them"
 
 
-def window_pattern_matches_layers(flags: RuleFlags) -> Violation:
+def window_pattern_matches_layers(flags: RuleFlags) -> Violations:
     """The pattern has one entry per layer and selects the layers with a sliding window."""
     if flags.window_attn_skip_freq is None:
-        return None
+        return
     if flags.window_size is None:
-        return "--window-attn-skip-freq selects layers with a window, but no window is set", "set --window-size"
-    return unfit_pattern("--window-attn-skip-freq", flags.window_attn_skip_freq, flags.num_layers)
-
-
-RULES = functions_returning(Violation, globals())
+        yield "--window-attn-skip-freq selects layers with a window, but no window is set", "set --window-size"
+    yield from unfit_pattern("--window-attn-skip-freq", flags.window_attn_skip_freq, flags.num_layers)

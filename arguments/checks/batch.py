@@ -3,68 +3,45 @@
 from math import isqrt
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violations
 from megatron_moe.config.exit_codes import counted
 
 
-def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violation:
+def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
     """The remaining ranks are data parallel: the model-parallel sizes must divide the number of ranks."""
-    product = flags.tensor_model_parallel_size * flags.context_parallel_size * flags.pipeline_model_parallel_size
-    if flags.num_ranks % product == 0:
-        return None
-    return (
-        f"the model cannot be split: {flags.tensor_model_parallel_size} x {flags.context_parallel_size} x "
-        f"{flags.pipeline_model_parallel_size} = {product} "
-        f"does not divide {counted(flags.num_ranks, 'rank')}",
-        _nearest(
-            flags.num_ranks,
-            product,
-            {
-                "--pipeline-model-parallel-size": flags.pipeline_model_parallel_size,
-                "--context-parallel-size": flags.context_parallel_size,
-                "--tensor-model-parallel-size": flags.tensor_model_parallel_size,
-            },
-        ),
-    )
+    tp, cp, pp = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.pipeline_model_parallel_size
+    sizes = {"--pipeline-model-parallel-size": pp, "--context-parallel-size": cp, "--tensor-model-parallel-size": tp}
+    product, ranks = tp * cp * pp, counted(flags.num_ranks, "rank")
+    if flags.num_ranks % product:
+        remedy = _nearest(flags.num_ranks, product, sizes)
+        yield f"the model cannot be split: {tp} x {cp} x {pp} = {product} does not divide {ranks}", remedy
 
 
-def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violation:
+def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
     """The remaining ranks hold replicas of the experts: the expert-parallel sizes must divide the number of ranks."""
     etp = derive.expert_tensor_parallel_size(flags)
-    product = etp * flags.expert_model_parallel_size * flags.pipeline_model_parallel_size
-    if flags.num_ranks % product == 0:
-        return None
-    return (
-        f"experts cannot be folded: {etp} x {flags.expert_model_parallel_size} x "
-        f"{flags.pipeline_model_parallel_size} = {product} does not divide {counted(flags.num_ranks, 'rank')}",
-        _nearest(
-            flags.num_ranks,
-            product,
-            {
-                "--expert-model-parallel-size": flags.expert_model_parallel_size,
-                "--pipeline-model-parallel-size": flags.pipeline_model_parallel_size,
-                "--expert-tensor-parallel-size": etp,
-            },
-        ),
-    )
+    ep, pp = flags.expert_model_parallel_size, flags.pipeline_model_parallel_size
+    sizes = {"--expert-model-parallel-size": ep, "--pipeline-model-parallel-size": pp}
+    sizes["--expert-tensor-parallel-size"] = etp
+    product, ranks = etp * ep * pp, counted(flags.num_ranks, "rank")
+    if flags.num_ranks % product:
+        remedy = _nearest(flags.num_ranks, product, sizes)
+        yield f"experts cannot be folded: {etp} x {ep} x {pp} = {product} does not divide {ranks}", remedy
 
 
-def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violation:
+def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
     """Attention and experts of a layer run on the same stage. If stages are nested inside data parallelism, a stage
     needs the same number of ranks in the attention grid and in the expert grid."""
     if not flags.use_tp_pp_dp_mapping or flags.pipeline_model_parallel_size == 1:
-        return None
-    etp = derive.expert_tensor_parallel_size(flags)
-    attention, experts = (
-        flags.tensor_model_parallel_size * flags.context_parallel_size,
-        etp * flags.expert_model_parallel_size,
-    )
+        return
+    etp, experts = derive.expert_tensor_parallel_size(flags), derive.expert_ranks(flags)
+    attention = flags.tensor_model_parallel_size * flags.context_parallel_size
     if attention == experts:
-        return None
+        return
     remedy = "remove --use-tp-pp-dp-mapping"
     if attention % etp == 0:
         remedy += f", or --expert-model-parallel-size {attention // etp}"
-    return (
+    yield (
         f"--use-tp-pp-dp-mapping: attention stages of {flags.tensor_model_parallel_size} x "
         f"{flags.context_parallel_size} = {counted(attention, 'rank')} (tensor x context) differ from expert stages of "
         f"{etp} x {flags.expert_model_parallel_size} = {counted(experts, 'rank')} (expert-tensor x expert)",
@@ -87,98 +64,93 @@ def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
     return f"nearest: {', or '.join([*nearest, f'{more} ranks'])}"
 
 
-def ep_divides_experts(flags: RuleFlags) -> Violation:
+def ep_divides_experts(flags: RuleFlags) -> Violations:
     """Every expert-parallel rank holds the same number of experts."""
     if not flags.num_experts and flags.expert_model_parallel_size > 1:
-        return f"--expert-model-parallel-size {flags.expert_model_parallel_size} without experts", "set --num-experts"
-    if not flags.num_experts or flags.num_experts % flags.expert_model_parallel_size == 0:
-        return None
-    return (
-        f"{flags.expert_model_parallel_size} ranks do not divide {counted(flags.num_experts, 'expert')}",
-        "use a divisor of --num-experts for --expert-model-parallel-size",
-    )
+        yield f"--expert-model-parallel-size {flags.expert_model_parallel_size} without experts", "set --num-experts"
+    elif flags.num_experts and flags.num_experts % flags.expert_model_parallel_size:
+        yield (
+            f"{flags.expert_model_parallel_size} ranks do not divide {counted(flags.num_experts, 'expert')}",
+            "use a divisor of --num-experts for --expert-model-parallel-size",
+        )
 
 
-def global_batch_is_whole_microbatches(flags: RuleFlags) -> Violation:
+def global_batch_is_whole_microbatches(flags: RuleFlags) -> Violations:
     """Every data-parallel rank runs the same whole number of microbatches per step."""
     unit = flags.micro_batch_size * flags.data_parallel_size
     if flags.global_batch_size is None or flags.global_batch_size % unit == 0:
-        return None
+        return
     nearest = max(unit, round(flags.global_batch_size / unit) * unit)
-    return (
-        f"a global batch of {flags.global_batch_size} is not a multiple of {unit} = "
-        f"{counted(flags.micro_batch_size, 'sequence')} x {counted(flags.data_parallel_size, 'data-parallel rank')}",
-        f"--global-batch-size {nearest}, or another --micro-batch-size",
-    )
+    remedy = f"--global-batch-size {nearest}, or another --micro-batch-size"
+    yield f"a global batch of {flags.global_batch_size} is not a multiple of {unit} = {_microbatch(flags)}", remedy
 
 
-def rampup_steps_are_whole(flags: RuleFlags) -> Violation:
+def _microbatch(flags: RuleFlags) -> str:
+    ranks = counted(flags.data_parallel_size, "data-parallel rank")
+    return f"{counted(flags.micro_batch_size, 'sequence')} x {ranks}"
+
+
+def rampup_steps_are_whole(flags: RuleFlags) -> Violations:
     """The batch size grows from the start size to the full size in equal increments, each a whole number of
     microbatches."""
     if flags.rampup_batch_size is None:
-        return None
+        return
     start, increment, _ = flags.rampup_batch_size
     full = derive.global_batch_size(flags, flags.data_parallel_size)
     unit = flags.micro_batch_size * flags.data_parallel_size
     if start > full:
-        return (
+        yield (
             f"the batch ramp-up starts with {start} sequences, more than the full batch of {full}",
             "use a smaller start",
         )
-    if (full - start) % increment:
-        return (
+    elif (full - start) % increment:
+        yield (
             f"the batch size cannot grow from {start} to {full} in steps of {increment}",
             f"use an increment that divides {full - start}",
         )
-    if start % unit or (full > start and increment % unit):
-        return (
-            f"batches of {start}, {start + increment}, ... sequences are not multiples of {unit} = "
-            f"{counted(flags.micro_batch_size, 'sequence')} x "
-            f"{counted(flags.data_parallel_size, 'data-parallel rank')}",
-            f"use multiples of {unit} for start and increment",
-        )
-    return None
+    elif start % unit or (full > start and increment % unit):
+        remedy = f"use multiples of {unit} for start and increment"
+        sizes = f"batches of {start}, {start + increment}, ... sequences"
+        yield f"{sizes} are not multiples of {unit} = {_microbatch(flags)}", remedy
 
 
-def train_length_given_once(flags: RuleFlags) -> Violation:
+def train_length_given_once(flags: RuleFlags) -> Violations:
     """The length of a run is given in iterations or in samples."""
     if flags.train_iters is None and flags.train_samples is None:
-        return "the length of the run is not given", "set --train-iters or --train-samples"
-    if flags.train_iters is not None and flags.train_samples is not None:
-        return "the length of the run is given twice", "keep --train-iters or --train-samples"
-    return None
+        yield "the length of the run is not given", "set --train-iters or --train-samples"
+    elif flags.train_iters is not None and flags.train_samples is not None:
+        yield "the length of the run is given twice", "keep --train-iters or --train-samples"
 
 
-def train_samples_fill_one_batch(flags: RuleFlags) -> Violation:
+def train_samples_fill_one_batch(flags: RuleFlags) -> Violations:
     """A step consumes a whole batch."""
     first = flags.rampup_batch_size[0] if flags.rampup_batch_size else flags.global_batch_size
-    if flags.train_samples is None or first is None or flags.train_samples >= first:
-        return None
-    return (
-        f"--train-samples {flags.train_samples} does not fill one batch of {first}",
-        "train on more samples, or use a smaller batch",
-    )
+    if flags.train_samples is not None and first is not None and flags.train_samples < first:
+        yield (
+            f"--train-samples {flags.train_samples} does not fill one batch of {first}",
+            "train on more samples, or use a smaller batch",
+        )
 
 
-def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violation:
+def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
     """The learning-rate schedule uses the unit in which the length of the run is given."""
     if flags.train_iters is not None and (
         flags.lr_decay_samples or flags.lr_warmup_samples or flags.lr_wsd_decay_samples
     ):
-        return "the run is counted in iterations, but its learning rate in samples", "use the --lr-*-iters flags"
-    if flags.train_samples is not None and (flags.lr_decay_iters or flags.lr_warmup_iters or flags.lr_wsd_decay_iters):
-        return "the run is counted in samples, but its learning rate in iterations", "use the --lr-*-samples flags"
-    return None
+        yield "the run is counted in iterations, but its learning rate in samples", "use the --lr-*-iters flags"
+    elif flags.train_samples is not None and (
+        flags.lr_decay_iters or flags.lr_warmup_iters or flags.lr_wsd_decay_iters
+    ):
+        yield "the run is counted in samples, but its learning rate in iterations", "use the --lr-*-samples flags"
 
 
-def warmup_given_once(flags: RuleFlags) -> Violation:
+def warmup_given_once(flags: RuleFlags) -> Violations:
     """Warm-up is a fraction of the decay length or an explicit length."""
     if flags.lr_warmup_fraction is not None and (flags.lr_warmup_iters or flags.lr_warmup_samples):
-        return "the length of warm-up is given twice", "keep --lr-warmup-fraction or the number"
-    return None
+        yield "the length of warm-up is given twice", "keep --lr-warmup-fraction or the number"
 
 
-def warmup_ends_before_decay(flags: RuleFlags) -> Violation:
+def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
     """The learning rate rises during warm-up, then decays."""
     for unit, length, decay, warmup in (
         ("iterations", flags.train_iters, flags.lr_decay_iters, flags.lr_warmup_iters),
@@ -186,51 +158,46 @@ def warmup_ends_before_decay(flags: RuleFlags) -> Violation:
     ):
         end = length if decay is None else decay
         if length is not None and end is not None and warmup >= end:
-            return (
+            yield (
                 f"warm-up of {warmup} {unit} does not end before decay does at {end}",
                 "warm up for less, or decay later",
             )
-    return None
 
 
-def learning_rates_are_ordered(flags: RuleFlags) -> Violation:
+def learning_rates_are_ordered(flags: RuleFlags) -> Violations:
     """--min-lr and --lr-warmup-init are at most --lr."""
     if flags.min_lr > flags.lr:
-        return (
+        yield (
             f"the smallest learning rate {flags.min_lr:g} is above the largest {flags.lr:g}",
             "lower --min-lr or raise --lr",
         )
-    if flags.lr_warmup_init > flags.lr:
-        return (
+    elif flags.lr_warmup_init > flags.lr:
+        yield (
             f"warm-up starts at {flags.lr_warmup_init:g}, above the largest learning rate {flags.lr:g}",
             "lower --lr-warmup-init",
         )
-    return None
 
 
-def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violation:
+def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
     """Embedding and output head can have a separate learning-rate range; its default minimum is --min-lr."""
-    if flags.decoupled_lr is None:
-        if flags.decoupled_min_lr is None:
-            return None
-        return "--decoupled-min-lr without --decoupled-lr", "set --decoupled-lr"
     smallest = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
-    if smallest > flags.decoupled_lr:
-        return (
+    if flags.decoupled_lr is None:
+        if flags.decoupled_min_lr is not None:
+            yield "--decoupled-min-lr without --decoupled-lr", "set --decoupled-lr"
+    elif smallest > flags.decoupled_lr:
+        yield (
             f"the smallest decoupled learning rate {smallest:g} is above the largest {flags.decoupled_lr:g}",
             f"--decoupled-min-lr {flags.decoupled_lr:g} or less",
         )
-    return None
 
 
-def wsd_decay_has_length(flags: RuleFlags) -> Violation:
+def wsd_decay_has_length(flags: RuleFlags) -> Violations:
     """WSD keeps the learning rate constant and anneals it in a final phase of given length."""
     if flags.lr_decay_style == "WSD" and flags.lr_wsd_decay_iters is None and flags.lr_wsd_decay_samples is None:
-        return "WSD without the length of its annealing", "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-    return None
+        yield "WSD without the length of its annealing", "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
 
 
-def wsd_phases_fit_in_run(flags: RuleFlags) -> Violation:
+def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:
     """WSD has consecutive warm-up, stable and annealing phases."""
     for unit, length, decay, warmup, annealing in (
         ("iterations", flags.train_iters, flags.lr_decay_iters, flags.lr_warmup_iters, flags.lr_wsd_decay_iters),
@@ -240,44 +207,36 @@ def wsd_phases_fit_in_run(flags: RuleFlags) -> Violation:
         if flags.lr_decay_style != "WSD" or length is None or end is None or annealing is None:
             continue
         if warmup + annealing > end:
-            return (
+            yield (
                 f"{annealing} {unit} of annealing and {warmup} of warm-up are more than the {end} until decay ends",
                 "shorten one of the two phases",
             )
-    return None
 
 
-def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violation:
+def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violations:
     """A changing weight decay needs a start and an end; a constant one is set by --weight-decay."""
     if flags.weight_decay_incr_style == "constant":
         if flags.start_weight_decay is not None or flags.end_weight_decay is not None:
-            return (
+            yield (
                 "a constant weight decay takes no start and end",
                 "use --weight-decay, or --weight-decay-incr-style linear",
             )
-        return None
-    if flags.start_weight_decay is None or flags.end_weight_decay is None:
-        return "a changing weight decay needs a start and an end", "set --start-weight-decay and --end-weight-decay"
-    if flags.end_weight_decay < flags.start_weight_decay:
-        return (
+    elif flags.start_weight_decay is None or flags.end_weight_decay is None:
+        yield "a changing weight decay needs a start and an end", "set --start-weight-decay and --end-weight-decay"
+    elif flags.end_weight_decay < flags.start_weight_decay:
+        yield (
             f"weight decay cannot grow from {flags.start_weight_decay:g} to {flags.end_weight_decay:g}",
             "use a larger end value",
         )
-    return None
 
 
-def one_lr_schedule_source(flags: RuleFlags) -> Violation:
+def one_lr_schedule_source(flags: RuleFlags) -> Violations:
     """On resume the schedule comes either from the command line or from the checkpoint."""
     if flags.override_opt_param_scheduler and flags.use_checkpoint_opt_param_scheduler:
-        return "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler", "use one of them"
-    return None
+        yield "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler", "use one of them"
 
 
-def one_parameter_dtype(flags: RuleFlags) -> Violation:
+def one_parameter_dtype(flags: RuleFlags) -> Violations:
     """All parameters have one dtype."""
     if flags.bf16 + flags.fp16 + flags.fp64 > 1:
-        return "several parameter dtypes are requested", "use one; the default is fp32"
-    return None
-
-
-RULES = functions_returning(Violation, globals())
+        yield "several parameter dtypes are requested", "use one; the default is fp32"

@@ -2,50 +2,48 @@
 
 from math import lcm
 
-from arguments.checks.violation import RuleFlags, Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violations
 from megatron_moe.config.exit_codes import counted
 
 
-def cp_divides_sequence(flags: RuleFlags) -> Violation:
+def cp_divides_sequence(flags: RuleFlags) -> Violations:
     """A rank holds two equal chunks of the sequence, an early and a late one, so that causal attention is balanced;
     sequence parallelism splits its part again."""
     cp, tp = flags.context_parallel_size, flags.tensor_model_parallel_size if flags.sequence_parallel else 1
     unit = lcm(2 * cp, cp * tp)
-    if cp == 1 or flags.seq_length % unit == 0:
-        return None
-    return (
-        f"--seq-length {flags.seq_length} is not a multiple of {unit}, which {cp} context-parallel ranks need",
-        f"--seq-length {max(unit, flags.seq_length // unit * unit)}, or fewer context-parallel ranks",
-    )
+    if cp != 1 and flags.seq_length % unit:
+        yield (
+            f"--seq-length {flags.seq_length} is not a multiple of {unit}, which {cp} context-parallel ranks need",
+            f"--seq-length {max(unit, flags.seq_length // unit * unit)}, or fewer context-parallel ranks",
+        )
 
 
-def cp_comm_type_matches_layers(flags: RuleFlags) -> Violation:
+def cp_comm_type_matches_layers(flags: RuleFlags) -> Violations:
     """--cp-comm-type has one value for all layers or one per layer."""
-    if len(flags.cp_comm_type) in (1, flags.num_layers):
-        return None
-    return (
-        f"--cp-comm-type has {len(flags.cp_comm_type)} values for {counted(flags.num_layers, 'layer')}",
-        "give one value, or one per layer",
-    )
+    if len(flags.cp_comm_type) not in (1, flags.num_layers):
+        yield (
+            f"--cp-comm-type has {len(flags.cp_comm_type)} values for {counted(flags.num_layers, 'layer')}",
+            "give one value, or one per layer",
+        )
 
 
-def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violation:
+def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
     """a2a+p2p exchanges heads inside groups of neighbours and key/value blocks between groups; the two sizes multiply
     to the context-parallel size."""
     if flags.context_parallel_size == 1 or "a2a+p2p" not in flags.cp_comm_type:
-        return None
+        return
     sizes = flags.hierarchical_context_parallel_sizes
     if sizes is not None and len(sizes) == 2 and sizes[0] * sizes[1] == flags.context_parallel_size:
-        return None
+        return
     given = "not given" if sizes is None else " x ".join(map(str, sizes))
-    return (
+    yield (
         f"the two levels of {flags.context_parallel_size} context-parallel ranks are {given}",
         "give --hierarchical-context-parallel-sizes two numbers, for a2a and for p2p, whose product is "
         f"{flags.context_parallel_size}",
     )
 
 
-def a2a_ranks_divide_heads(flags: RuleFlags) -> Violation:
+def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
     """a2a gives every rank an equal share of the query heads and the key/value heads that they read."""
     sizes = flags.hierarchical_context_parallel_sizes or (1,)
     ranks = max(
@@ -53,56 +51,48 @@ def a2a_ranks_divide_heads(flags: RuleFlags) -> Violation:
         sizes[0] if "a2a+p2p" in flags.cp_comm_type else 1,
     )
     if flags.context_parallel_size == 1 or ranks == 1:
-        return None
+        return
     tp = flags.tensor_model_parallel_size
     heads = flags.num_attention_heads // tp
     groups = max(flags.num_query_groups // tp, 1) if flags.group_query_attention else heads
     if heads % ranks:
         of_tp = f" of a tensor-parallel rank ({flags.num_attention_heads} / {tp})" if tp > 1 else ""
-        return (
+        yield (
             f"{counted(heads, 'head')}{of_tp} cannot be divided among {ranks} ranks",
             f"use a2a over a number of ranks that divides {heads}, or use p2p",
         )
-    if groups and groups % ranks and ranks % groups:
-        return (
+    elif groups and groups % ranks and ranks % groups:
+        yield (
             f"{groups} query groups and {ranks} ranks that exchange heads: neither divides the other",
             f"use a2a over a number of ranks that divides {groups}, or use p2p",
         )
-    return None
 
 
-def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violation:
+def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violations:
     """The number of ranks for a microbatch follows from the number of tokens that one rank may hold."""
-    if not flags.hybrid_context_parallel or flags.max_seqlen_per_dp_cp_rank is not None:
-        return None
-    return "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
+    if flags.hybrid_context_parallel and flags.max_seqlen_per_dp_cp_rank is None:
+        yield "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
 
 
-def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violation:
+def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violations:
     """Process groups of 1, 2, 4, ... ranks are created at start, up to the context-parallel size."""
-    if not flags.hybrid_context_parallel or flags.context_parallel_size.bit_count() == 1:
-        return None
-    return f"{flags.context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
+    if flags.hybrid_context_parallel and flags.context_parallel_size.bit_count() != 1:
+        yield f"{flags.context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
 
 
-def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violation:
+def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
     """Hierarchical groups are created for one context-parallel size only."""
     if flags.hybrid_context_parallel and "a2a+p2p" in flags.cp_comm_type:
-        return (
+        yield (
             "a2a+p2p needs a fixed number of context-parallel ranks, but --hybrid-context-parallel varies it",
             "use p2p or a2a",
         )
-    return None
 
 
-def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violation:
+def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
     """Ranks that hold different sequences cannot sum token counts per sequence."""
     if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
-        return (
+        yield (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",
             "use aux_loss or global_aux_loss",
         )
-    return None
-
-
-RULES = functions_returning(Violation, globals())

@@ -1,10 +1,9 @@
 """Rules about CUDA graphs: captured modules and full iterations."""
 
-from collections.abc import Sequence
 from types import MappingProxyType
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, functions_returning, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 
 _IMPL = "--cuda-graph-impl"
 _FULL_ITERATION = f"{_IMPL} full_iteration"
@@ -20,51 +19,47 @@ _RECOMPUTED_IN = MappingProxyType(
 """Captured module -> modules of selective recompute inside it."""
 
 
-def full_iteration_has_no_modules(flags: RuleFlags) -> Violation:
+def full_iteration_has_no_modules(flags: RuleFlags) -> Violations:
     """A full iteration is captured as one graph."""
-    if flags.cuda_graph_impl != "full_iteration" or not flags.cuda_graph_modules:
-        return None
     names = " ".join(flags.cuda_graph_modules)
-    return f"{_FULL_ITERATION} with --cuda-graph-modules {names}", "leave out --cuda-graph-modules"
+    if flags.cuda_graph_impl == "full_iteration" and names:
+        yield f"{_FULL_ITERATION} with --cuda-graph-modules {names}", "leave out --cuda-graph-modules"
 
 
-def captured_modules_do_not_overlap(flags: RuleFlags) -> Violation:
+def captured_modules_do_not_overlap(flags: RuleFlags) -> Violations:
     """Module moe includes its router and preprocessing."""
     inner = [name for name in ("moe_router", "moe_preprocess") if name in flags.cuda_graph_modules]
-    if "moe" not in flags.cuda_graph_modules or not inner:
-        return None
-    return f"--cuda-graph-modules moe contains {' and '.join(inner)}", "keep moe, or its parts"
+    if "moe" in flags.cuda_graph_modules and inner:
+        yield f"--cuda-graph-modules moe contains {' and '.join(inner)}", "keep moe, or its parts"
 
 
-def preprocess_capture_needs_router(flags: RuleFlags) -> Violation:
+def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
     """Megatron requires moe_router for moe_preprocess."""
-    if "moe_preprocess" not in flags.cuda_graph_modules or "moe_router" in flags.cuda_graph_modules:
-        return None
-    return "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
+    if "moe_preprocess" in flags.cuda_graph_modules and "moe_router" not in flags.cuda_graph_modules:
+        yield "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
 
 
-def captured_modules_exist(flags: RuleFlags) -> Violation:
+def captured_modules_exist(flags: RuleFlags) -> Violations:
     """Captured modules must exist in at least one layer."""
     if "mamba" in flags.cuda_graph_modules:
-        return "--cuda-graph-modules mamba has nothing to capture: Mamba layers are not available", "leave out mamba"
-    if flags.cuda_graph_impl == "none" or (
+        yield "--cuda-graph-modules mamba has nothing to capture: Mamba layers are not available", "leave out mamba"
+    elif flags.cuda_graph_impl == "none" or (
         not isinstance(flags.moe_layer_freq, int) and len(flags.moe_layer_freq) != flags.num_layers
     ):
-        return None
+        return
     moe = derive.moe_layers(flags.num_layers, flags.num_experts, flags.moe_layer_freq)
     if "mlp" in flags.cuda_graph_modules and all(moe):
-        return "--cuda-graph-modules mlp has nothing to capture: every layer has experts", "leave out mlp"
+        yield "--cuda-graph-modules mlp has nothing to capture: every layer has experts", "leave out mlp"
     moe_modules = [name for name in flags.cuda_graph_modules if name.startswith("moe")]
     if moe_modules and not any(moe):
-        return (
+        yield (
             f"--cuda-graph-modules {' '.join(moe_modules)} has nothing to capture: no layer has experts",
             "leave it out",
         )
-    return None
 
 
 @missing_feature
-def captured_modules_are_deterministic(flags: RuleFlags) -> Violation:
+def captured_modules_are_deterministic(flags: RuleFlags) -> Violations:
     """A replayed graph would reuse the random numbers of its capture."""
     random_ops = {
         "--attention-dropout": flags.attention_dropout,
@@ -72,110 +67,101 @@ def captured_modules_are_deterministic(flags: RuleFlags) -> Violation:
         "--moe-input-jitter-eps": flags.moe_input_jitter_eps or 0.0,
     }
     given = [f"{name} {value:g}" for name, value in random_ops.items() if value]
-    if flags.cuda_graph_impl == "none" or not given:
-        return None
-    return f"{_IMPL} {flags.cuda_graph_impl} with {', '.join(given)}: a replay draws no random numbers", "set them to 0"
+    if flags.cuda_graph_impl != "none" and given:
+        given_text = ", ".join(given)
+        yield f"{_IMPL} {flags.cuda_graph_impl} with {given_text}: a replay draws no random numbers", "set them to 0"
 
 
 @missing_feature
-def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violation:
+def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     """Captured modules keep their activations in a graph memory pool, so recomputing them saves nothing."""
     if flags.cuda_graph_impl == "none" or flags.recompute_granularity is None:
-        return None
+        return
     if flags.cuda_graph_impl == "full_iteration" or flags.recompute_granularity == "full":
-        return (
+        yield (
             f"{_IMPL} {flags.cuda_graph_impl} with --recompute-granularity {flags.recompute_granularity}",
             "leave one of them out",
         )
     captured: tuple[str, ...] = flags.cuda_graph_modules or tuple(_RECOMPUTED_IN)
-    recomputed = sorted(set(flags.recompute_modules or ("core_attn",)) & _modules_inside(captured))
-    if not recomputed:
-        return None
-    return (
-        f"--recompute-modules {' '.join(recomputed)} is inside captured modules ({' '.join(captured)})",
-        "remove it from --recompute-modules, or capture other --cuda-graph-modules",
-    )
-
-
-def _modules_inside(captured: Sequence[str]) -> set[str]:
-    return {module for name in captured for module in _RECOMPUTED_IN.get(name, ())}
+    inside = {module for name in captured for module in _RECOMPUTED_IN.get(name, ())}
+    recomputed = sorted(set(flags.recompute_modules or ("core_attn",)) & inside)
+    if recomputed:
+        yield (
+            f"--recompute-modules {' '.join(recomputed)} is inside captured modules ({' '.join(captured)})",
+            "remove it from --recompute-modules, or capture other --cuda-graph-modules",
+        )
 
 
 @missing_feature
-def captured_experts_use_grouped_gemm(flags: RuleFlags) -> Violation:
+def captured_experts_use_grouped_gemm(flags: RuleFlags) -> Violations:
     """Experts that run one by one need a host read of the number of rows of each."""
-    experts_captured = flags.cuda_graph_impl == "full_iteration" or "moe" in flags.cuda_graph_modules
-    if flags.cuda_graph_impl == "none" or not experts_captured or not flags.num_experts or flags.moe_grouped_gemm:
-        return None
-    what = _FULL_ITERATION if flags.cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
-    return (
-        f"{what} without --moe-grouped-gemm: experts run one by one, and the host reads the number of rows of each",
-        "set --moe-grouped-gemm, or capture attn and moe_router",
-    )
+    capture = _expert_capture(flags)
+    if capture and flags.num_experts and not flags.moe_grouped_gemm:
+        reads = "experts run one by one, and the host reads the number of rows of each"
+        yield f"{capture} without --moe-grouped-gemm: {reads}", "set --moe-grouped-gemm, or capture attn and moe_router"
+
+
+def _expert_capture(flags: RuleFlags) -> str:
+    """Option that captures the experts; empty if they are not captured."""
+    if flags.cuda_graph_impl == "full_iteration":
+        return _FULL_ITERATION
+    captured = flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules
+    return "--cuda-graph-modules moe" if captured else ""
 
 
 @missing_feature
-def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violation:
+def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
     """The next replay overwrites captured rows that a deferred weight gradient still needs."""
     if flags.moe_expert_wgrad_interval == 1 or flags.cuda_graph_impl in ("none", "full_iteration"):
-        return None
+        return
     captured = flags.cuda_graph_modules or (("moe",) if derive.experts_are_captured(flags) else ())
     rows = [name for name in captured if name in ("moe", "moe_preprocess")]
-    if not rows:
-        return None
-    return (
-        f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval} with captured {' '.join(rows)} ({_IMPL} "
-        f"{flags.cuda_graph_impl}): the next replay overwrites the expert rows",
-        "use --moe-expert-wgrad-interval 1, or capture other modules: --cuda-graph-modules attn moe_router",
-    )
+    if rows:
+        yield (
+            f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval} with captured {' '.join(rows)} ({_IMPL} "
+            f"{flags.cuda_graph_impl}): the next replay overwrites the expert rows",
+            "use --moe-expert-wgrad-interval 1, or capture other modules: --cuda-graph-modules attn moe_router",
+        )
 
 
 @missing_feature
-def captured_modules_have_no_collectives(flags: RuleFlags) -> Violation:
+def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
     """Collectives are not captured, and NCCL's all-to-all reads its split sizes on the host."""
     if flags.cuda_graph_impl == "none":
-        return None
+        return
     sizes = {
         "--tensor-model-parallel-size": flags.tensor_model_parallel_size,
         "--context-parallel-size": flags.context_parallel_size,
     }
     inside = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     if inside:
-        return (
+        yield (
             f"{_IMPL} {flags.cuda_graph_impl} with {' and '.join(inside)}: layers communicate inside captured modules",
             "remove one of them",
         )
-    etp = derive.expert_tensor_parallel_size(flags)
-    experts_captured = flags.cuda_graph_impl == "full_iteration" or "moe" in flags.cuda_graph_modules
-    if not experts_captured or flags.expert_model_parallel_size * etp == 1:
-        return None
-    what = _FULL_ITERATION if flags.cuda_graph_impl == "full_iteration" else "--cuda-graph-modules moe"
-    return (
-        f"{what} with experts over {flags.expert_model_parallel_size * etp} ranks: rows are exchanged inside, and the "
-        f"host reads how many",
-        "capture attn and moe_router",
-    )
+    capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
+    if capture and ranks > 1:
+        exchange = "rows are exchanged inside, and the host reads how many"
+        yield f"{capture} with experts over {ranks} ranks: {exchange}", "capture attn and moe_router"
 
 
 @missing_feature
-def full_iteration_supports_schedule(flags: RuleFlags) -> Violation:
+def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
     """Pipeline and gradient-bucket communication within the step cannot be captured, and multi-token prediction is not
     supported."""
     if flags.cuda_graph_impl != "full_iteration":
-        return None
+        return
     others = {
         f"--pipeline-model-parallel-size {flags.pipeline_model_parallel_size}": flags.pipeline_model_parallel_size > 1,
         "--overlap-grad-reduce": flags.overlap_grad_reduce and flags.data_parallel_size > 1,
-        f"--mtp-num-layers {flags.mtp_num_layers}": bool(flags.mtp_num_layers),
+        f"--mtp-num-layers {flags.mtp_num_layers}": flags.mtp_num_layers,
     }
-    given = [name for name, enabled in others.items() if enabled]
-    if not given:
-        return None
-    return f"{_FULL_ITERATION} with {' and '.join(given)}", "capture modules: --cuda-graph-impl local"
+    if any(others.values()):
+        yield f"{_FULL_ITERATION} with {enabled(others)}", "capture modules: --cuda-graph-impl local"
 
 
 @missing_feature
-def captured_work_has_no_overlap(flags: RuleFlags) -> Violation:
+def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
     """A captured graph cannot wait for other work, and no other work can run between its kernels. Captured modules wait
     for weights before their replay, and expert exchanges run between them; both are inside a captured iteration."""
     full_iteration = flags.cuda_graph_impl == "full_iteration"
@@ -186,24 +172,17 @@ def captured_work_has_no_overlap(flags: RuleFlags) -> Violation:
         "--delay-wgrad-compute": flags.delay_wgrad_compute,
         "--moe-shared-expert-overlap": full_iteration and flags.moe_shared_expert_overlap,
     }
-    given = [name for name, enabled in others.items() if enabled]
-    if flags.cuda_graph_impl == "none" or not given:
-        return None
-    return f"{_IMPL} {flags.cuda_graph_impl} with {' and '.join(given)}", "leave one of them out"
+    if flags.cuda_graph_impl != "none" and any(others.values()):
+        yield f"{_IMPL} {flags.cuda_graph_impl} with {enabled(others)}", "leave one of them out"
 
 
 @missing_feature
-def straggler_log_needs_uncaptured_attention(flags: RuleFlags) -> Violation:
+def straggler_log_needs_uncaptured_attention(flags: RuleFlags) -> Violations:
     """Timing events inside a captured graph cannot be queried."""
-    captured = (
-        flags.cuda_graph_impl == "full_iteration" or not flags.cuda_graph_modules or "attn" in flags.cuda_graph_modules
-    )
-    if flags.cuda_graph_impl == "none" or not captured or not flags.log_straggler:
-        return None
-    return (
-        f"--log-straggler with {_IMPL} {flags.cuda_graph_impl}: it times attention, which is captured",
-        "remove --log-straggler, or capture other modules: --cuda-graph-modules moe_router",
-    )
-
-
-RULES = functions_returning(Violation, globals())
+    modules = flags.cuda_graph_modules
+    captured = flags.cuda_graph_impl == "full_iteration" or not modules or "attn" in modules
+    if flags.cuda_graph_impl != "none" and captured and flags.log_straggler:
+        yield (
+            f"--log-straggler with {_IMPL} {flags.cuda_graph_impl}: it times attention, which is captured",
+            "remove --log-straggler, or capture other modules: --cuda-graph-modules moe_router",
+        )

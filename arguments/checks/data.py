@@ -3,7 +3,7 @@
 import re
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violations
 from megatron_moe.config.exit_codes import counted
 
 _NEEDS_A_MODEL = (
@@ -15,90 +15,81 @@ _NEEDS_A_MODEL = (
 )
 
 
-def data_is_given(flags: RuleFlags) -> Violation:
+def data_is_given(flags: RuleFlags) -> Violations:
     """A run needs training data."""
-    if flags.data_path or flags.train_data_path or flags.mock_data or flags.skip_train:
-        return None
-    return "there is no training data", "give --data-path, --train-data-path or --mock-data"
+    if not flags.data_path and not flags.train_data_path and not flags.mock_data and not flags.skip_train:
+        yield "there is no training data", "give --data-path, --train-data-path or --mock-data"
 
 
-def data_is_split_one_way(flags: RuleFlags) -> Violation:
+def data_is_split_one_way(flags: RuleFlags) -> Violations:
     """Either one blend is split by --split, or every split has its own paths."""
     if flags.data_path and (flags.train_data_path or flags.valid_data_path or flags.test_data_path):
-        return "--data-path and paths per split are both given", "use --data-path alone, or a path for every split"
-    return None
+        yield "--data-path and paths per split are both given", "use --data-path alone, or a path for every split"
 
 
-def split_applies_to_data_path(flags: RuleFlags) -> Violation:
+def split_applies_to_data_path(flags: RuleFlags) -> Violations:
     """--split divides --data-path; the paths of a split are used whole."""
     if flags.split is not None and (flags.train_data_path or flags.valid_data_path or flags.test_data_path):
-        return f"--split {flags.split} does not apply to paths per split", "remove --split, or use --data-path"
-    return None
+        yield f"--split {flags.split} does not apply to paths per split", "remove --split, or use --data-path"
 
 
-def split_is_valid(flags: RuleFlags) -> Violation:
+def split_is_valid(flags: RuleFlags) -> Violations:
     """--split has up to three weights: training, validation, test."""
     if flags.split is None:
-        return None
+        return
     parts = [part.strip() for part in flags.split.split(",")]
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts):
-        return f"--split {flags.split} is not a list of up to three weights", "write it like 99,1,0"
-    if sum(map(float, parts)) == 0:
-        return f"--split {flags.split} leaves every split empty", "write it like 99,1,0"
-    return None
+        yield f"--split {flags.split} is not a list of up to three weights", "write it like 99,1,0"
+    elif sum(map(float, parts)) == 0:
+        yield f"--split {flags.split} leaves every split empty", "write it like 99,1,0"
 
 
-def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violation:
+def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violations:
     """A blend is a list of prefixes, or of alternating weights and prefixes."""
     for words in (flags.data_path, flags.train_data_path, flags.valid_data_path, flags.test_data_path):
         numbers = [_is_number(word) for word in words]
         in_turn = numbers == [place % 2 == 0 for place in range(len(words))] and len(words) % 2 == 0
         if any(numbers) and not in_turn:
-            return (
+            yield (
                 f"{' '.join(words)} mixes weights and prefixes",
                 "alternate weights and prefixes, or give prefixes only",
             )
-    return None
 
 
-def tokenizer_is_complete(flags: RuleFlags) -> Violation:
+def tokenizer_is_complete(flags: RuleFlags) -> Violations:
     """A tokenizer has a type and a file (GPT2BPETokenizer has two); NullTokenizer has a vocabulary size instead."""
     kind = derive.tokenizer_type(flags)
     if kind is None:
-        return "the tokenizer is not given", "set --tokenizer-type, and --tokenizer-model for most types"
-    if kind in _NEEDS_A_MODEL and not flags.tokenizer_model:
-        return f"{kind} without a file", "set --tokenizer-model"
-    if kind == "GPT2BPETokenizer" and not (flags.vocab_file and flags.merge_file):
-        return "GPT2BPETokenizer without its vocabulary or merges file", "set --vocab-file and --merge-file"
-    if kind == "NullTokenizer" and flags.vocab_size is None:
-        return "NullTokenizer without a vocabulary size", "set --vocab-size"
-    return None
+        yield "the tokenizer is not given", "set --tokenizer-type, and --tokenizer-model for most types"
+    elif kind in _NEEDS_A_MODEL and not flags.tokenizer_model:
+        yield f"{kind} without a file", "set --tokenizer-model"
+    elif kind == "GPT2BPETokenizer" and not (flags.vocab_file and flags.merge_file):
+        yield "GPT2BPETokenizer without its vocabulary or merges file", "set --vocab-file and --merge-file"
+    elif kind == "NullTokenizer" and flags.vocab_size is None:
+        yield "NullTokenizer without a vocabulary size", "set --vocab-size"
 
 
-def null_token_ids_are_in_vocabulary(flags: RuleFlags) -> Violation:
+def null_token_ids_are_in_vocabulary(flags: RuleFlags) -> Violations:
     """Every token id needs a row of the embedding."""
     largest = max(flags.null_tokenizer_eod_id or 0, flags.null_tokenizer_pad_id)
-    if flags.tokenizer_type != "NullTokenizer" or flags.vocab_size is None or largest < flags.vocab_size:
-        return None
-    return (
-        f"id {largest} is not below the {counted(flags.vocab_size, 'id')} of NullTokenizer",
-        f"--vocab-size {largest + 1}, or less",
-    )
+    if flags.tokenizer_type == "NullTokenizer" and flags.vocab_size is not None and largest >= flags.vocab_size:
+        yield (
+            f"id {largest} is not below the {counted(flags.vocab_size, 'id')} of NullTokenizer",
+            f"--vocab-size {largest + 1}, or less",
+        )
 
 
-def full_validation_has_no_weights(flags: RuleFlags) -> Violation:
+def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
     """Blend weights set how often each data set is sampled; full validation reads every data set exactly once."""
     words = flags.valid_data_path or flags.data_path
     if flags.full_validation and not flags.multiple_validation_sets and any(map(_is_number, words)):
-        return "--full-validation with weighted validation data", "list prefixes without weights in --valid-data-path"
-    return None
+        yield "--full-validation with weighted validation data", "list prefixes without weights in --valid-data-path"
 
 
-def multiple_validation_sets_are_given(flags: RuleFlags) -> Violation:
+def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:
     """Losses per validation set need separate validation sets."""
     if flags.multiple_validation_sets and not flags.valid_data_path:
-        return "--multiple-validation-sets without --valid-data-path", "set --valid-data-path"
-    return None
+        yield "--multiple-validation-sets without --valid-data-path", "set --valid-data-path"
 
 
 def _is_number(word: str) -> bool:
@@ -107,6 +98,3 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-RULES = functions_returning(Violation, globals())

@@ -1,50 +1,47 @@
 """Hints: notes on legal settings that are likely unintended."""
 
+from collections.abc import Iterator
+
 from arguments import derive
 from arguments.checks.memory import given_recompute_layer_flags
-from arguments.checks.violation import functions_returning
 from arguments.flags import Flags
 
 
-def query_groups_without_gqa(flags: Flags) -> str | None:
+def query_groups_without_gqa(flags: Flags) -> Iterator[str]:
     """Megatron ignores --num-query-groups without --group-query-attention."""
-    if flags.group_query_attention or flags.num_query_groups == 1:
-        return None
-    return f"--num-query-groups {flags.num_query_groups} has no effect without --group-query-attention"
+    if not flags.group_query_attention and flags.num_query_groups != 1:
+        yield f"--num-query-groups {flags.num_query_groups} has no effect without --group-query-attention"
 
 
-def experts_as_wide_as_dense(flags: Flags) -> str | None:
+def experts_as_wide_as_dense(flags: Flags) -> Iterator[str]:
     """Experts usually are narrower than dense feed-forward blocks."""
-    if not flags.num_experts or flags.moe_ffn_hidden_size is not None:
-        return None
-    return "experts are as wide as dense feed-forward blocks, since --moe-ffn-hidden-size is not set"
+    if flags.num_experts and flags.moe_ffn_hidden_size is None:
+        yield "experts are as wide as dense feed-forward blocks, since --moe-ffn-hidden-size is not set"
 
 
-def bf16_router_with_many_experts(flags: Flags) -> str | None:
+def bf16_router_with_many_experts(flags: Flags) -> Iterator[str]:
     """Close scores of many experts round to the same bf16 value."""
-    if not flags.bf16 or flags.moe_router_dtype is not None or (flags.num_experts or 0) < 32:
-        return None
-    return f"--moe-router-dtype fp32 is better for {flags.num_experts} experts: in bf16 many of their scores are equal"
+    experts = flags.num_experts or 0
+    if flags.bf16 and flags.moe_router_dtype is None and experts >= 32:
+        yield f"--moe-router-dtype fp32 is better for {experts} experts: in bf16 many of their scores are equal"
 
 
-def no_load_balancing(flags: Flags) -> str | None:
+def no_load_balancing(flags: Flags) -> Iterator[str]:
     """An auxiliary loss with coefficient 0 has no effect."""
     kinds = flags.moe_router_load_balancing_type
     losses = all(kind == "none" or kind.endswith("aux_loss") for kind in kinds)
     weighted = any(coeff for kind, coeff in zip(kinds, flags.moe_aux_loss_coeff, strict=False) if kind != "none")
-    if not flags.num_experts or not losses or weighted or flags.moe_router_enable_expert_bias:
-        return None
-    return "the experts are not balanced: no balancing loss has a coefficient, and there is no expert bias"
+    if flags.num_experts and losses and not weighted and not flags.moe_router_enable_expert_bias:
+        yield "the experts are not balanced: no balancing loss has a coefficient, and there is no expert bias"
 
 
-def router_groups_without_limit(flags: Flags) -> str | None:
+def router_groups_without_limit(flags: Flags) -> Iterator[str]:
     """Expert groups matter only with a limit on the groups per token."""
-    if not flags.moe_router_num_groups or flags.moe_router_group_topk:
-        return None
-    return f"--moe-router-num-groups {flags.moe_router_num_groups} has no effect without --moe-router-group-topk"
+    if flags.moe_router_num_groups and not flags.moe_router_group_topk:
+        yield f"--moe-router-num-groups {flags.moe_router_num_groups} has no effect without --moe-router-group-topk"
 
 
-def unused_rope_scaling(flags: Flags) -> str | None:
+def unused_rope_scaling(flags: Flags) -> Iterator[str]:
     """A scaling factor applies to one kind of RoPE scaling only, and to none without RoPE."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     unused = []
@@ -54,54 +51,45 @@ def unused_rope_scaling(flags: Flags) -> str | None:
         unused += ["--use-rope-scaling"] if flags.use_rope_scaling else []
         if flags.rotary_seq_len_interpolation_factor not in (None, 1):
             unused.append(f"--rotary-seq-len-interpolation-factor {flags.rotary_seq_len_interpolation_factor}")
-    if not unused:
-        return None
-    return f"{' and '.join(unused)} without effect: this model does not use that RoPE scaling"
+    if unused:
+        yield f"{' and '.join(unused)} without effect: this model does not use that RoPE scaling"
 
 
-def paged_stash_without_unused_rows(flags: Flags) -> str | None:
+def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
     """With all experts on one rank, every row of the buffers is used."""
     ranks = derive.expert_ranks(flags)
-    if not flags.moe_paged_stash or ranks > 1 or (flags.moe_expert_capacity_factor or 0) > 0:
-        return None
-    return "--moe-paged-stash saves no memory if all experts are on one rank: every row is used"
+    if flags.moe_paged_stash and ranks <= 1 and (flags.moe_expert_capacity_factor or 0) <= 0:
+        yield "--moe-paged-stash saves no memory if all experts are on one rank: every row is used"
 
 
-def preprocess_capture_without_effect(flags: Flags) -> str | None:
+def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:
     """Rows that are exchanged between ranks are sorted by the dispatcher, outside captured modules."""
     ranks = derive.expert_ranks(flags)
-    if flags.cuda_graph_impl == "none" or "moe_preprocess" not in flags.cuda_graph_modules or ranks == 1:
-        return None
-    return f"--cuda-graph-modules moe_preprocess captures nothing: experts are on {ranks} ranks, and rows are exchanged"
+    if flags.cuda_graph_impl != "none" and "moe_preprocess" in flags.cuda_graph_modules and ranks != 1:
+        exchanged = f"experts are on {ranks} ranks, and rows are exchanged"
+        yield f"--cuda-graph-modules moe_preprocess captures nothing: {exchanged}"
 
 
-def recompute_layers_without_granularity(flags: Flags) -> str | None:
+def recompute_layers_without_granularity(flags: Flags) -> Iterator[str]:
     """Megatron ignores the recompute layers without a granularity."""
     names = given_recompute_layer_flags(flags)
-    if flags.recompute_granularity is not None or not names:
-        return None
-    return f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity full"
+    if flags.recompute_granularity is None and names:
+        yield f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity full"
 
 
-def save_interval_without_folder(flags: Flags) -> str | None:
+def save_interval_without_folder(flags: Flags) -> Iterator[str]:
     """Checkpoints need a directory."""
-    if flags.save or flags.run_dir or flags.save_interval is None:
-        return None
-    return "no checkpoint is saved: neither --save nor --run-dir is given"
+    if not flags.save and not flags.run_dir and flags.save_interval is not None:
+        yield "no checkpoint is saved: neither --save nor --run-dir is given"
 
 
-def mock_run_without_checkpoint(flags: Flags) -> str | None:
+def mock_run_without_checkpoint(flags: Flags) -> Iterator[str]:
     """A run on mock data writes a final checkpoint only on request."""
-    if not flags.run_dir or derive.save_folder(flags):
-        return None
-    return "mock data: no checkpoint is saved without --save or --save-interval"
+    if flags.run_dir and not derive.save_folder(flags):
+        yield "mock data: no checkpoint is saved without --save or --save-interval"
 
 
-def mock_data_overrides_files(flags: Flags) -> str | None:
+def mock_data_overrides_files(flags: Flags) -> Iterator[str]:
     """Mock data replaces all data files."""
     if flags.mock_data and (flags.data_path or flags.train_data_path):
-        return "--mock-data is given, so the data files are not read"
-    return None
-
-
-HINTS = functions_returning(str | None, globals())
+        yield "--mock-data is given, so the data files are not read"

@@ -1,7 +1,7 @@
 """Rules about saved activations: recompute, offloading and the paged stash."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, functions_returning, missing_feature
+from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
 from arguments.flags import Flags
 
 _OFFLOAD = "--fine-grained-activation-offloading"
@@ -10,11 +10,11 @@ _FULL = "--recompute-granularity full"
 _SELECTIVE = "--recompute-granularity selective"
 
 
-def full_recompute_selects_layers(flags: RuleFlags) -> Violation:
+def full_recompute_selects_layers(flags: RuleFlags) -> Violations:
     """Full recompute needs a method and a number of layers."""
-    if flags.recompute_granularity != "full" or (flags.recompute_method and flags.recompute_num_layers):
-        return None
-    return (f"{_FULL} does not select layers", "give --recompute-method uniform or block, and --recompute-num-layers")
+    if flags.recompute_granularity == "full" and (not flags.recompute_method or not flags.recompute_num_layers):
+        remedy = "give --recompute-method uniform or block, and --recompute-num-layers"
+        yield f"{_FULL} does not select layers", remedy
 
 
 def given_recompute_layer_flags(flags: Flags) -> list[str]:
@@ -23,127 +23,119 @@ def given_recompute_layer_flags(flags: Flags) -> list[str]:
     return [name for name, value in given.items() if value is not None]
 
 
-def recompute_method_needs_full(flags: RuleFlags) -> Violation:
+def recompute_method_needs_full(flags: RuleFlags) -> Violations:
     """Selective recompute applies to every layer."""
     names = " and ".join(given_recompute_layer_flags(flags))
-    if flags.recompute_granularity != "selective" or not names:
-        return None
-    return f"{names} with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
+    if flags.recompute_granularity == "selective" and names:
+        yield f"{names} with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
 
 
-def recompute_modules_need_selective(flags: RuleFlags) -> Violation:
+def recompute_modules_need_selective(flags: RuleFlags) -> Violations:
     """Only selective recompute has a list of modules."""
-    if flags.recompute_modules is None or flags.recompute_granularity == "selective":
-        return None
-    return f"--recompute-modules without {_SELECTIVE}", f"give {_SELECTIVE}, or leave out --recompute-modules"
+    if flags.recompute_modules is not None and flags.recompute_granularity != "selective":
+        yield f"--recompute-modules without {_SELECTIVE}", f"give {_SELECTIVE}, or leave out --recompute-modules"
 
 
-def recompute_modules_exist(flags: RuleFlags) -> Violation:
+def recompute_modules_exist(flags: RuleFlags) -> Violations:
     """The module of a feature exists only if the feature is enabled."""
     if "mhc" in (flags.recompute_modules or ()) and not flags.enable_hyper_connections:
-        return "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
-    if "mla_up_proj" in (flags.recompute_modules or ()) and not flags.multi_latent_attention:
-        return (
+        yield "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
+    elif "mla_up_proj" in (flags.recompute_modules or ()) and not flags.multi_latent_attention:
+        yield (
             "--recompute-modules mla_up_proj has nothing to recompute: attention is not multi-latent",
             "leave out mla_up_proj, or give --multi-latent-attention",
         )
-    return None
 
 
-def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violation:
+def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations:
     """Overlapped shared experts run in two halves at different nodes of the layer."""
-    if "shared_experts" not in (flags.recompute_modules or ()) or not flags.moe_shared_expert_overlap:
-        return None
-    return (
-        "--recompute-modules shared_experts with --moe-shared-expert-overlap",
-        "leave out --moe-shared-expert-overlap, or do not recompute shared_experts",
-    )
+    if "shared_experts" in (flags.recompute_modules or ()) and flags.moe_shared_expert_overlap:
+        yield (
+            "--recompute-modules shared_experts with --moe-shared-expert-overlap",
+            "leave out --moe-shared-expert-overlap, or do not recompute shared_experts",
+        )
 
 
-def saved_activations_can_be_distributed(flags: RuleFlags) -> Violation:
+def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
     """Tensor-parallel ranks each keep a part of the inputs that they would otherwise all save."""
     if not flags.distribute_saved_activations:
-        return None
+        return
     if flags.recompute_granularity != "full":
-        return f"--distribute-saved-activations without {_FULL}", f"give {_FULL}, or leave it out"
-    if flags.tensor_model_parallel_size == 1:
-        return "--distribute-saved-activations needs several tensor-parallel ranks", "remove it"
-    if flags.sequence_parallel:
-        return (
+        yield f"--distribute-saved-activations without {_FULL}", f"give {_FULL}, or leave it out"
+    elif flags.tensor_model_parallel_size == 1:
+        yield "--distribute-saved-activations needs several tensor-parallel ranks", "remove it"
+    elif flags.sequence_parallel:
+        yield (
             "--distribute-saved-activations with --sequence-parallel, which already distributes them",
             "leave out --distribute-saved-activations",
         )
-    return None
 
 
-def offload_modules_match_switch(flags: RuleFlags) -> Violation:
+def offload_modules_match_switch(flags: RuleFlags) -> Violations:
     """--offload-modules selects the modules of fine-grained activation offloading."""
     if flags.fine_grained_activation_offloading == bool(flags.offload_modules):
-        return None
+        return
     if flags.offload_modules:
-        return f"--offload-modules without {_OFFLOAD}", f"give {_OFFLOAD}, or leave out --offload-modules"
-    return f"{_OFFLOAD} without modules", "give --offload-modules, such as expert_fc1 moe_act"
+        yield f"--offload-modules without {_OFFLOAD}", f"give {_OFFLOAD}, or leave out --offload-modules"
+    else:
+        yield f"{_OFFLOAD} without modules", "give --offload-modules, such as expert_fc1 moe_act"
 
 
-def offloaded_modules_free_memory(flags: RuleFlags) -> Violation:
+def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
     """The output projection of attention saves the tensor that core attention saves too."""
     if "attn_proj" in flags.offload_modules and "core_attn" not in flags.offload_modules:
-        return (
+        yield (
             "--offload-modules attn_proj frees no memory: core_attn saves the same tensor",
             "add core_attn, or remove attn_proj",
         )
-    return None
 
 
-def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violation:
+def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
     """A recomputed module saves no inner activations that could be offloaded."""
     if not flags.fine_grained_activation_offloading:
-        return None
+        return
     if flags.recompute_granularity == "full":
-        return f"{_OFFLOAD} with {_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}"
+        yield f"{_OFFLOAD} with {_FULL}, which saves layer inputs only", f"leave out {_OFFLOAD}"
     inside = [name for name in flags.offload_modules if name in ("expert_fc1", "moe_act")]
     if flags.recompute_granularity == "selective" and "moe" in (flags.recompute_modules or ()) and inside:
-        return (
+        yield (
             f"--offload-modules {' '.join(inside)} with --recompute-modules moe, which saves no inner activations",
             f"leave out {' '.join(inside)}, or recompute moe_act instead of moe",
         )
-    return None
 
 
 @missing_feature
-def offloading_excludes_cuda_graphs(flags: RuleFlags) -> Violation:
+def offloading_excludes_cuda_graphs(flags: RuleFlags) -> Violations:
     """Activations of a captured graph have fixed device addresses."""
-    if not flags.fine_grained_activation_offloading or flags.cuda_graph_impl == "none":
-        return None
-    return f"{_OFFLOAD} with --cuda-graph-impl {flags.cuda_graph_impl}", "leave out one of them"
+    if flags.fine_grained_activation_offloading and flags.cuda_graph_impl != "none":
+        yield f"{_OFFLOAD} with --cuda-graph-impl {flags.cuda_graph_impl}", "leave out one of them"
 
 
 @missing_feature
-def paged_stash_has_unused_rows(flags: RuleFlags) -> Violation:
+def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
     """A paged stash saves memory if expert buffers have more rows than are used."""
     if not flags.moe_paged_stash:
-        return None
+        return
     if not flags.num_experts:
-        return f"{_PAGED} without effect: no layer has experts", f"leave out {_PAGED}"
-    if flags.moe_pad_expert_input_to_capacity:
-        return (
+        yield f"{_PAGED} without effect: no layer has experts", f"leave out {_PAGED}"
+    elif flags.moe_pad_expert_input_to_capacity:
+        yield (
             f"{_PAGED} with --moe-pad-expert-input-to-capacity: all rows of every expert count as used",
             "leave out one of them",
         )
     ranks = derive.expert_ranks(flags)
     if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall":
-        return (
+        yield (
             f"{_PAGED} with --moe-token-dispatcher-type alltoall, whose buffers have exactly the received rows",
             f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",
         )
-    return None
 
 
 @missing_feature
-def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violation:
+def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
     """Pages hold the expert inputs, the output of the first GEMM and the activation, in the activation dtype."""
     if not flags.moe_paged_stash:
-        return None
+        return
     others = {
         "--add-bias-linear": flags.add_bias_linear,
         "--moe-apply-probs-on-input": flags.moe_apply_probs_on_input,
@@ -151,50 +143,43 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violation:
         f"--fp8-format {flags.fp8_format}": flags.fp8_format,
         f"--fp4-format {flags.fp4_format}": flags.fp4_format,
     }
-    names = [name for name, given in others.items() if given]
-    if not names:
-        return None
-    return f"{_PAGED} with {' and '.join(names)}, which saves other rows too", "leave out one of them"
+    if any(others.values()):
+        yield f"{_PAGED} with {enabled(others)}, which saves other rows too", "leave out one of them"
 
 
 @missing_feature
-def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violation:
+def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
     """An activation is offloaded, recomputed, captured or kept in pages."""
     if not flags.moe_paged_stash:
-        return None
+        return
     offloaded = [name for name in flags.offload_modules if name in ("expert_fc1", "moe_act")]
     selective = flags.recompute_granularity == "selective" and "moe" in (flags.recompute_modules or ())
     others = {
-        f"--offload-modules {' '.join(offloaded)}": bool(offloaded),
+        f"--offload-modules {' '.join(offloaded)}": offloaded,
         _FULL: flags.recompute_granularity == "full",
         "--recompute-modules moe": selective,
         f"--cuda-graph-impl {flags.cuda_graph_impl}": flags.cuda_graph_impl != "none",
     }
-    names = [name for name, given in others.items() if given]
-    return (f"{_PAGED} with {' and '.join(names)}", "leave out one of them") if names else None
+    if any(others.values()):
+        yield f"{_PAGED} with {enabled(others)}", "leave out one of them"
 
 
-def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violation:
+def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
     """Deferred weight gradients keep the expert rows of several microbatches at full buffer size."""
     option = f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval}"
     if flags.moe_expert_wgrad_interval == 1:
-        return None
+        return
     if not flags.num_experts:
-        return f"{option} without effect: no layer has experts", "--moe-expert-wgrad-interval 1"
-    if flags.moe_paged_stash:
+        yield f"{option} without effect: no layer has experts", "--moe-expert-wgrad-interval 1"
+    elif flags.moe_paged_stash:
         problem = f"{option} with {_PAGED}: deferred rows are saved outside the pages, at full size"
-        return problem, f"--moe-expert-wgrad-interval 1, or leave out {_PAGED}"
-    return None
+        yield problem, f"--moe-expert-wgrad-interval 1, or leave out {_PAGED}"
 
 
-def paged_stash_needs_nan_check(flags: RuleFlags) -> Violation:
+def paged_stash_needs_nan_check(flags: RuleFlags) -> Violations:
     """Rows that overflow the pages are restored as NaN."""
-    if not flags.moe_paged_stash or flags.check_for_nan_in_loss_and_grad:
-        return None
-    return (
-        f"{_PAGED} without --check-for-nan-in-loss-and-grad would train on rows that overflowed the pages",
-        "leave out --no-check-for-nan-in-loss-and-grad",
-    )
-
-
-RULES = functions_returning(Violation, globals())
+    if flags.moe_paged_stash and not flags.check_for_nan_in_loss_and_grad:
+        yield (
+            f"{_PAGED} without --check-for-nan-in-loss-and-grad would train on rows that overflowed the pages",
+            "leave out --no-check-for-nan-in-loss-and-grad",
+        )

@@ -1,127 +1,117 @@
 """Rules about positions, activations, multi-token prediction and the vocabulary."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, functions_returning, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, unfit_pattern
 from megatron_moe.config.exit_codes import counted
 
 _ROTARY = ("rope", "yarn")
 
 
-def sequence_fits_positions(flags: RuleFlags) -> Violation:
+def sequence_fits_positions(flags: RuleFlags) -> Violations:
     """Every token of a sequence needs a position."""
-    if flags.seq_length <= flags.max_position_embeddings:
-        return None
-    return (
-        f"--seq-length {flags.seq_length} exceeds --max-position-embeddings {flags.max_position_embeddings}",
-        f"--max-position-embeddings {flags.seq_length}, or a shorter --seq-length",
-    )
+    if flags.seq_length > flags.max_position_embeddings:
+        yield (
+            f"--seq-length {flags.seq_length} exceeds --max-position-embeddings {flags.max_position_embeddings}",
+            f"--max-position-embeddings {flags.seq_length}, or a shorter --seq-length",
+        )
 
 
-def one_activation(flags: RuleFlags) -> Violation:
+def one_activation(flags: RuleFlags) -> Violations:
     """A feed-forward block has one activation."""
-    if flags.swiglu + flags.quick_geglu + flags.geglu + flags.squared_relu + flags.openai_gelu <= 1:
-        return None
-    return "several activations are requested", "use one of them; the default is GELU"
+    if flags.swiglu + flags.quick_geglu + flags.geglu + flags.squared_relu + flags.openai_gelu > 1:
+        yield "several activations are requested", "use one of them; the default is GELU"
 
 
-def glu_offset_needs_gate(flags: RuleFlags) -> Violation:
+def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
     """The offset is added to the linear half of a gated block."""
-    if not flags.glu_linear_offset or flags.swiglu or flags.quick_geglu or flags.geglu:
-        return None
-    return (
-        f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation",
-        "add --swiglu or --quick-geglu",
-    )
+    if flags.glu_linear_offset and not flags.swiglu and not flags.quick_geglu and not flags.geglu:
+        yield (
+            f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation",
+            "add --swiglu or --quick-geglu",
+        )
 
 
-def clamp_needs_gate(flags: RuleFlags) -> Violation:
+def clamp_needs_gate(flags: RuleFlags) -> Violations:
     """Only gated activations clamp their inputs."""
-    if flags.activation_func_clamp_value is None or flags.swiglu or flags.quick_geglu or flags.geglu:
-        return None
-    return (
-        f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation",
-        "add --swiglu or --quick-geglu",
-    )
+    if flags.activation_func_clamp_value is not None and not flags.swiglu and not flags.quick_geglu and not flags.geglu:
+        yield (
+            f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation",
+            "add --swiglu or --quick-geglu",
+        )
 
 
-def position_embedding_flags_agree(flags: RuleFlags) -> Violation:
+def position_embedding_flags_agree(flags: RuleFlags) -> Violations:
     """The deprecated --no-position-embedding cannot disable an explicitly requested position embedding."""
-    if flags.add_position_embedding or flags.position_embedding_type != "learned_absolute":
-        return None
-    return (
-        "--no-position-embedding contradicts --position-embedding-type learned_absolute",
-        "--position-embedding-type none, or rope",
-    )
+    if not flags.add_position_embedding and flags.position_embedding_type == "learned_absolute":
+        yield (
+            "--no-position-embedding contradicts --position-embedding-type learned_absolute",
+            "--position-embedding-type none, or rope",
+        )
 
 
-def one_rope_scaling(flags: RuleFlags) -> Violation:
+def one_rope_scaling(flags: RuleFlags) -> Violations:
     """RoPE is scaled in one way: YaRN, Llama 3 scaling, or linear interpolation."""
     evenly = flags.rotary_seq_len_interpolation_factor not in (None, 1)
-    if (flags.position_embedding_type == "yarn") + flags.use_rope_scaling + evenly <= 1:
-        return None
-    return "several kinds of RoPE scaling are requested", "use one of them"
+    if (flags.position_embedding_type == "yarn") + flags.use_rope_scaling + evenly > 1:
+        yield "several kinds of RoPE scaling are requested", "use one of them"
 
 
-def yarn_ramp_is_valid(flags: RuleFlags) -> Violation:
+def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
     """YaRN interpolates dims with few rotations, keeps dims with many, and ramps linearly between the two limits."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     fast, slow = derive.yarn_betas(flags)
-    if not yarn or (flags.rotary_base > 1 and 0 < slow <= fast):
-        return None
-    return (
-        f"YaRN cannot ramp from {fast:g} to {slow:g} rotations with --rotary-base {flags.rotary_base:g}",
-        "use --rotary-base above 1, --yarn-beta-slow above 0 and --yarn-beta-fast at least as large",
-    )
+    if yarn and (flags.rotary_base <= 1 or not 0 < slow <= fast):
+        yield (
+            f"YaRN cannot ramp from {fast:g} to {slow:g} rotations with --rotary-base {flags.rotary_base:g}",
+            "use --rotary-base above 1, --yarn-beta-slow above 0 and --yarn-beta-fast at least as large",
+        )
 
 
-def no_rope_pattern_matches_layers(flags: RuleFlags) -> Violation:
+def no_rope_pattern_matches_layers(flags: RuleFlags) -> Violations:
     """The pattern selects the layers without RoPE."""
     if flags.no_rope_freq is None:
-        return None
+        return
     if flags.position_embedding_type not in _ROTARY:
-        return "--no-rope-freq needs a model with RoPE", "use --position-embedding-type rope"
-    if isinstance(flags.no_rope_freq, int) and flags.no_rope_freq > 0 and flags.num_layers % flags.no_rope_freq:
-        return (
+        yield "--no-rope-freq needs a model with RoPE", "use --position-embedding-type rope"
+    elif isinstance(flags.no_rope_freq, int) and flags.no_rope_freq > 0 and flags.num_layers % flags.no_rope_freq:
+        yield (
             f"--no-rope-freq {flags.no_rope_freq} does not divide {counted(flags.num_layers, 'layer')}",
             "use a divisor of --num-layers, or a list",
         )
-    return unfit_pattern("--no-rope-freq", flags.no_rope_freq, flags.num_layers)
+    yield from unfit_pattern("--no-rope-freq", flags.no_rope_freq, flags.num_layers)
 
 
-def mtp_has_no_learned_positions(flags: RuleFlags) -> Violation:
+def mtp_has_no_learned_positions(flags: RuleFlags) -> Violations:
     """Multi-token prediction shifts the tokens, but not the rows of a learned position table."""
-    if not flags.mtp_num_layers or flags.position_embedding_type in (*_ROTARY, "none"):
-        return None
-    return (
-        f"--mtp-num-layers does not support --position-embedding-type {flags.position_embedding_type}",
-        "--position-embedding-type rope or none",
-    )
+    if flags.mtp_num_layers and flags.position_embedding_type not in (*_ROTARY, "none"):
+        yield (
+            f"--mtp-num-layers does not support --position-embedding-type {flags.position_embedding_type}",
+            "--position-embedding-type rope or none",
+        )
 
 
-def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violation:
+def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violations:
     """Every token needs a row of the embedding, and every tensor-parallel rank the same number of rows."""
     if flags.padded_vocab_size is None:
-        return None
+        return
     if flags.vocab_size is not None and flags.padded_vocab_size < flags.vocab_size:
-        return (
+        yield (
             f"--padded-vocab-size {flags.padded_vocab_size} is smaller than the vocabulary of "
             f"{flags.vocab_size} tokens",
             f"--padded-vocab-size {flags.vocab_size} or more",
         )
-    if flags.padded_vocab_size % flags.tensor_model_parallel_size:
-        return (
+    elif flags.padded_vocab_size % flags.tensor_model_parallel_size:
+        yield (
             f"--padded-vocab-size {flags.padded_vocab_size} is not a multiple of "
             f"{flags.tensor_model_parallel_size} ranks",
             "use a multiple of --tensor-model-parallel-size",
         )
-    return None
 
 
-def dense_width_is_positive(flags: RuleFlags) -> Violation:
+def dense_width_is_positive(flags: RuleFlags) -> Violations:
     """The default width of a gated block is rounded down to a multiple of 64."""
-    if derive.ffn_hidden_size(flags) > 0:
-        return None
-    return f"--hidden-size {flags.hidden_size} is too small for a default feed-forward width", "set --ffn-hidden-size"
-
-
-RULES = functions_returning(Violation, globals())
+    if derive.ffn_hidden_size(flags) <= 0:
+        yield (
+            f"--hidden-size {flags.hidden_size} is too small for a default feed-forward width",
+            "set --ffn-hidden-size",
+        )

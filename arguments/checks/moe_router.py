@@ -1,135 +1,125 @@
 """Rules about routing and load balancing."""
 
-from arguments.checks.violation import RuleFlags, Violation, divisors, functions_returning
+from arguments.checks.violation import RuleFlags, Violations, divisors
 from megatron_moe.config.exit_codes import counted
 
 _EXCLUSIVE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 
 
-def topk_is_at_most_experts(flags: RuleFlags) -> Violation:
+def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
     """The experts of a token are distinct."""
-    if not flags.num_experts or flags.moe_router_topk <= flags.num_experts:
-        return None
-    return (
-        f"--moe-router-topk {flags.moe_router_topk} exceeds {counted(flags.num_experts, 'expert')}",
-        f"--moe-router-topk {flags.num_experts} or less",
-    )
+    if flags.num_experts and flags.moe_router_topk > flags.num_experts:
+        yield (
+            f"--moe-router-topk {flags.moe_router_topk} exceeds {counted(flags.num_experts, 'expert')}",
+            f"--moe-router-topk {flags.num_experts} or less",
+        )
 
 
-def router_groups_divide_experts(flags: RuleFlags) -> Violation:
+def router_groups_divide_experts(flags: RuleFlags) -> Violations:
     """All groups of experts have the same size."""
-    if not flags.num_experts or not flags.moe_router_num_groups or flags.num_experts % flags.moe_router_num_groups == 0:
-        return None
-    return (
-        f"{flags.moe_router_num_groups} groups do not divide {flags.num_experts} experts",
-        f"use --moe-router-num-groups {divisors(flags.num_experts)}",
-    )
+    if flags.num_experts and flags.moe_router_num_groups and flags.num_experts % flags.moe_router_num_groups:
+        yield (
+            f"{flags.moe_router_num_groups} groups do not divide {flags.num_experts} experts",
+            f"use --moe-router-num-groups {divisors(flags.num_experts)}",
+        )
 
 
-def group_limit_is_complete(flags: RuleFlags) -> Violation:
+def group_limit_is_complete(flags: RuleFlags) -> Violations:
     """Group-limited routing needs the number of groups and the number of groups per token."""
     if flags.moe_router_group_topk and not flags.moe_router_num_groups:
-        return "--moe-router-group-topk without groups", "set --moe-router-num-groups"
-    if (
+        yield "--moe-router-group-topk without groups", "set --moe-router-num-groups"
+    elif (
         flags.moe_router_group_topk
         and flags.moe_router_num_groups
         and flags.moe_router_group_topk > flags.moe_router_num_groups
     ):
-        return (
+        yield (
             f"--moe-router-group-topk {flags.moe_router_group_topk} exceeds "
             f"{counted(flags.moe_router_num_groups, 'group')}",
             f"--moe-router-group-topk {flags.moe_router_num_groups} or less",
         )
-    return None
 
 
-def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violation:
+def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
     """The selected groups hold at least top-k experts, and each group is scored by at least one of them."""
     if not flags.num_experts or not flags.moe_router_num_groups or not flags.moe_router_group_topk:
-        return None
+        return
     if flags.moe_router_topk < flags.moe_router_group_topk:
-        return (
+        yield (
             f"top-{flags.moe_router_topk} cannot be spread over {flags.moe_router_group_topk} groups",
             f"--moe-router-group-topk {flags.moe_router_topk} or less",
         )
     reachable = flags.moe_router_group_topk * (flags.num_experts // flags.moe_router_num_groups)
     if reachable < flags.moe_router_topk:
-        return (
+        yield (
             f"{flags.moe_router_group_topk} of {flags.moe_router_num_groups} groups: {counted(reachable, 'expert')}, "
             f"fewer than top-{flags.moe_router_topk} needs",
             "use larger groups, or more of them",
         )
-    return None
 
 
-def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violation:
+def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
     """An expert bias requires scores that are independent of the other experts."""
-    if not flags.num_experts or not flags.moe_router_enable_expert_bias or flags.moe_router_score_function != "softmax":
-        return None
-    return "--moe-router-enable-expert-bias does not support softmax scores", "use --moe-router-score-function sigmoid"
+    if flags.num_experts and flags.moe_router_enable_expert_bias and flags.moe_router_score_function == "softmax":
+        yield (
+            "--moe-router-enable-expert-bias does not support softmax scores",
+            "use --moe-router-score-function sigmoid",
+        )
 
 
-def top1_needs_pre_softmax(flags: RuleFlags) -> Violation:
+def top1_needs_pre_softmax(flags: RuleFlags) -> Violations:
     """The softmax over a single selected expert is always 1, so the router would have no gradient."""
     if flags.skip_train or not flags.num_experts or flags.moe_router_topk != 1 or flags.moe_router_pre_softmax:
-        return None
-    if flags.moe_router_score_function != "softmax" or {"sinkhorn", "expert_choice"} & set(
-        flags.moe_router_load_balancing_type
+        return
+    if flags.moe_router_score_function == "softmax" and (
+        not {"sinkhorn", "expert_choice"} & set(flags.moe_router_load_balancing_type)
     ):
-        return None
-    return "top-1 with softmax after the selection gives the router no gradient", "use --moe-router-pre-softmax"
+        yield "top-1 with softmax after the selection gives the router no gradient", "use --moe-router-pre-softmax"
 
 
-def one_coefficient_per_balancing_type(flags: RuleFlags) -> Violation:
+def one_coefficient_per_balancing_type(flags: RuleFlags) -> Violations:
     """Every balancing type has a coefficient, in the same order."""
-    if len(flags.moe_router_load_balancing_type) == len(flags.moe_aux_loss_coeff):
-        return None
-    return (
-        f"{counted(len(flags.moe_router_load_balancing_type), 'balancing type')}, but "
-        f"{counted(len(flags.moe_aux_loss_coeff), 'coefficient')}",
-        "give as many values to --moe-aux-loss-coeff as to --moe-router-load-balancing-type",
-    )
+    if len(flags.moe_router_load_balancing_type) != len(flags.moe_aux_loss_coeff):
+        yield (
+            f"{counted(len(flags.moe_router_load_balancing_type), 'balancing type')}, but "
+            f"{counted(len(flags.moe_aux_loss_coeff), 'coefficient')}",
+            "give as many values to --moe-aux-loss-coeff as to --moe-router-load-balancing-type",
+        )
 
 
-def balancing_types_combine(flags: RuleFlags) -> Violation:
+def balancing_types_combine(flags: RuleFlags) -> Violations:
     """Only auxiliary losses can be combined; other balancing types replace the expert selection."""
     kinds = flags.moe_router_load_balancing_type
     if not kinds:
-        return "no balancing type is given", "use --moe-router-load-balancing-type none"
-    if len(set(kinds)) < len(kinds):
-        return f"a balancing type is given twice: {' '.join(kinds)}", "give each type once"
+        yield "no balancing type is given", "use --moe-router-load-balancing-type none"
+    elif len(set(kinds)) < len(kinds):
+        yield f"a balancing type is given twice: {' '.join(kinds)}", "give each type once"
     exclusive = [kind for kind in kinds if kind in _EXCLUSIVE]
     if exclusive and len(kinds) > 1:
-        return (
+        yield (
             f"{exclusive[0]} cannot be combined with other balancing types: {' '.join(kinds)}",
             f"use the losses, or {exclusive[0]} alone",
         )
-    return None
 
 
-def balanced_selection_has_no_loss(flags: RuleFlags) -> Violation:
+def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
     """Balanced selection methods support no auxiliary loss, expert bias or groups."""
     kinds = [kind for kind in flags.moe_router_load_balancing_type if kind in _EXCLUSIVE and kind != "none"]
     if not flags.num_experts or not kinds:
-        return None
+        return
     if any(flags.moe_aux_loss_coeff) or flags.moe_router_enable_expert_bias or flags.moe_router_group_topk:
-        return (
+        yield (
             f"{kinds[0]} does not support a balancing loss, expert bias or groups",
             "use --moe-aux-loss-coeff 0 without bias or groups",
         )
-    if kinds[0] == "sinkhorn" and flags.moe_router_topk_scaling_factor:
-        return "sinkhorn does not support a scaling factor", "remove --moe-router-topk-scaling-factor"
-    return None
+    elif kinds[0] == "sinkhorn" and flags.moe_router_topk_scaling_factor:
+        yield "sinkhorn does not support a scaling factor", "remove --moe-router-topk-scaling-factor"
 
 
-def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violation:
+def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violations:
     """The threshold separates selected from unselected experts."""
-    if "quantile_balancing" not in flags.moe_router_load_balancing_type or flags.num_experts != flags.moe_router_topk:
-        return None
-    return (
-        f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",
-        "use a smaller --moe-router-topk",
-    )
-
-
-RULES = functions_returning(Violation, globals())
+    if "quantile_balancing" in flags.moe_router_load_balancing_type and flags.num_experts == flags.moe_router_topk:
+        yield (
+            f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",
+            "use a smaller --moe-router-topk",
+        )

@@ -1,11 +1,11 @@
 """Rules about optimizer state, its dtypes and offloading, and about gradient and weight communication."""
 
-from arguments.checks.violation import RuleFlags, Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violations
 
 _AWARE = "--use-precision-aware-optimizer"
 
 
-def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violation:
+def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violations:
     """Megatron keeps all optimizer state in fp32 unless the precision-aware optimizer is enabled."""
     named = {
         "--main-grads-dtype": flags.main_grads_dtype,
@@ -14,62 +14,56 @@ def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violation:
         "--exp-avg-sq-dtype": flags.exp_avg_sq_dtype,
     }
     narrow = ", ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
-    if flags.use_precision_aware_optimizer or not narrow:
-        return None
-    return f"{narrow} without {_AWARE}", f"give {_AWARE}"
+    if not flags.use_precision_aware_optimizer and narrow:
+        yield f"{narrow} without {_AWARE}", f"give {_AWARE}"
 
 
-def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violation:
+def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violations:
     """Main parameters and gradients are not narrower than the parameters."""
     named = {"--main-grads-dtype": flags.main_grads_dtype, "--main-params-dtype": flags.main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
-    if flags.bf16 or not narrow:
-        return None
-    return f"{narrow} with wider parameters", "set --bf16, or remove it"
+    if not flags.bf16 and narrow:
+        yield f"{narrow} with wider parameters", "set --bf16, or remove it"
 
 
-def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violation:
+def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
     """With --fp64, all optimizer state is fp64."""
     if flags.fp64 and (flags.exp_avg_dtype, flags.exp_avg_sq_dtype) != ("fp32", "fp32"):
-        return (
+        yield (
             f"--fp64 with moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}",
             "leave out --fp64, or the formats",
         )
-    return None
 
 
-def main_grads_have_one_dtype(flags: RuleFlags) -> Violation:
+def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
     """The optimizer reads the buffer in which gradients are accumulated."""
     if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
-        return (
+        yield (
             "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",
             "remove one of them: the optimizer reads the accumulation buffer",
         )
-    return None
 
 
-def scaled_state_needs_nan_check(flags: RuleFlags) -> Violation:
+def scaled_state_needs_nan_check(flags: RuleFlags) -> Violations:
     """A single non-finite value would corrupt the scale of its whole block."""
     scaled = sorted({flags.main_params_dtype, flags.exp_avg_dtype, flags.exp_avg_sq_dtype} & {"fp16", "fp8"})
-    if flags.check_for_nan_in_loss_and_grad or not scaled:
-        return None
-    return (
-        f"optimizer state in {' and '.join(scaled)}, with a scale per block of 128, without a check for NaN",
-        "leave out --no-check-for-nan-in-loss-and-grad",
-    )
+    if not flags.check_for_nan_in_loss_and_grad and scaled:
+        yield (
+            f"optimizer state in {' and '.join(scaled)}, with a scale per block of 128, without a check for NaN",
+            "leave out --no-check-for-nan-in-loss-and-grad",
+        )
 
 
-def one_optimizer_offload(flags: RuleFlags) -> Violation:
+def one_optimizer_offload(flags: RuleFlags) -> Violations:
     """Offloaded optimizer state is updated either on the CPU or on the GPU."""
     if flags.optimizer_cpu_offload and flags.chunked_optimizer_state_offload:
-        return (
+        yield (
             "--optimizer-cpu-offload updates the state on the CPU, --chunked-optimizer-state-offload on the GPU",
             "keep one of them",
         )
-    return None
 
 
-def fractions_are_at_most_one(flags: RuleFlags) -> Violation:
+def fractions_are_at_most_one(flags: RuleFlags) -> Violations:
     """A fraction is at most 1."""
     given = {
         "--activation-offload-fraction": flags.activation_offload_fraction,
@@ -77,84 +71,79 @@ def fractions_are_at_most_one(flags: RuleFlags) -> Violation:
         "--optimizer-state-offload-fraction": flags.optimizer_state_offload_fraction,
     }
     wrong = ", ".join(f"{name} {value:g}" for name, value in given.items() if value > 1)
-    return (f"{wrong} is above 1", "use a number from 0 to 1") if wrong else None
+    if wrong:
+        yield f"{wrong} is above 1", "use a number from 0 to 1"
 
 
-def torch_cpu_optimizer_excludes_fp64(flags: RuleFlags) -> Violation:
+def torch_cpu_optimizer_excludes_fp64(flags: RuleFlags) -> Violations:
     """torch's CPU optimizer updates fp32 state only."""
     if flags.fp64 and flags.optimizer_cpu_offload and flags.use_torch_optimizer_for_cpu_offload:
-        return "--fp64 with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
-    return None
+        yield "--fp64 with torch's CPU optimizer", "leave out --use-torch-optimizer-for-cpu-offload"
 
 
-def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violation:
+def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violations:
     """A captured iteration has no host work, and all its memory has fixed device addresses."""
-    name = "--optimizer-cpu-offload" if flags.optimizer_cpu_offload else "--chunked-optimizer-state-offload"
-    if flags.cuda_graph_impl != "full_iteration" or not (
-        flags.optimizer_cpu_offload or flags.chunked_optimizer_state_offload
-    ):
-        return None
-    return f"--cuda-graph-impl full_iteration with {name}", "remove one of them, or capture modules of layers"
+    offload = _state_offload(flags)
+    if flags.cuda_graph_impl == "full_iteration" and offload:
+        yield f"--cuda-graph-impl full_iteration with {offload}", "remove one of them, or capture modules of layers"
 
 
-def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violation:
+def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations:
     """Only a distributed optimizer gathers weights, in the buckets in which gradients are reduced."""
     if not flags.overlap_param_gather or (flags.use_distributed_optimizer and flags.overlap_grad_reduce):
-        return None
+        return
     missing = "--overlap-grad-reduce" if flags.use_distributed_optimizer else "--use-distributed-optimizer"
-    return f"--overlap-param-gather without {missing}", f"give {missing}"
+    yield f"--overlap-param-gather without {missing}", f"give {missing}"
 
 
-def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violation:
+def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violations:
     """Offloaded optimizer state is copied on separate streams."""
-    name = "--optimizer-cpu-offload" if flags.optimizer_cpu_offload else "--chunked-optimizer-state-offload"
-    if flags.overlap_optimizer_step and (flags.optimizer_cpu_offload or flags.chunked_optimizer_state_offload):
-        return f"--overlap-optimizer-step with {name}", "leave one of them out"
-    return None
+    offload = _state_offload(flags)
+    if flags.overlap_optimizer_step and offload:
+        yield f"--overlap-optimizer-step with {offload}", "leave one of them out"
 
 
-def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violation:
+def _state_offload(flags: RuleFlags) -> str:
+    """Option that offloads optimizer state; empty if none does."""
+    if flags.optimizer_cpu_offload:
+        return "--optimizer-cpu-offload"
+    return "--chunked-optimizer-state-offload" if flags.chunked_optimizer_state_offload else ""
+
+
+def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations:
     """A forward that waits for all gathered weights leaves no work to overlap with the optimizer step."""
     if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not flags.overlap_param_gather:
-        return (
+        yield (
             "--overlap-optimizer-step with --use-distributed-optimizer, but without --overlap-param-gather",
             "add --overlap-param-gather",
         )
-    return None
 
 
-def bucket_size_given_once(flags: RuleFlags) -> Violation:
+def bucket_size_given_once(flags: RuleFlags) -> Violations:
     """The bucket size follows from the number of buckets."""
     if flags.ddp_bucket_size is not None and flags.ddp_num_buckets is not None:
-        return (
+        yield (
             f"--ddp-bucket-size {flags.ddp_bucket_size} and --ddp-num-buckets {flags.ddp_num_buckets} are both given",
             "use one of them",
         )
-    return None
 
 
-def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violation:
+def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
     """A per-token loss sums gradients over ranks and divides them by the global number of tokens."""
     if flags.ddp_average_in_collective and flags.calculate_per_token_loss:
-        return "--ddp-average-in-collective with --calculate-per-token-loss", "remove --ddp-average-in-collective"
-    return None
+        yield "--ddp-average-in-collective with --calculate-per-token-loss", "remove --ddp-average-in-collective"
 
 
-def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violation:
+def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
     """fp32 accumulation sums each gradient shard on the rank that owns it."""
     if flags.ddp_reduce_scatter_with_fp32_accumulation and not flags.use_distributed_optimizer:
-        return (
+        yield (
             "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",
             "set --use-distributed-optimizer",
         )
-    return None
 
 
-def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violation:
+def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violations:
     """Gradients are not narrower than the parameters."""
     if flags.grad_reduce_in_bf16 and not flags.bf16:
-        return "--grad-reduce-in-bf16 with wider parameters", "set --bf16, or remove --grad-reduce-in-bf16"
-    return None
-
-
-RULES = functions_returning(Violation, globals())
+        yield "--grad-reduce-in-bf16 with wider parameters", "set --bf16, or remove --grad-reduce-in-bf16"

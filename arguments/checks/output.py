@@ -1,106 +1,93 @@
 """Rules about checkpoints, logging, kernels, fault injection and profiles."""
 
-from arguments.checks.violation import RuleFlags, Violation, functions_returning
+from arguments.checks.violation import RuleFlags, Violations, enabled
 from megatron_moe.config.faults import parse_fault
 
 
-def save_needs_interval(flags: RuleFlags) -> Violation:
+def save_needs_interval(flags: RuleFlags) -> Violations:
     """--save requests checkpoints during training."""
     if flags.save and flags.save_interval is None:
-        return "--save without --save-interval", "set --save-interval"
-    return None
+        yield "--save without --save-interval", "set --save-interval"
 
 
-def retain_interval_is_multiple_of_save_interval(flags: RuleFlags) -> Violation:
+def retain_interval_is_multiple_of_save_interval(flags: RuleFlags) -> Violations:
     """Only saved checkpoints can be retained."""
     if (
-        flags.save_retain_interval is None
-        or flags.save_interval is None
-        or flags.save_retain_interval % flags.save_interval == 0
+        flags.save_retain_interval is not None
+        and flags.save_interval is not None
+        and flags.save_retain_interval % flags.save_interval
     ):
-        return None
-    return (
-        f"--save-retain-interval {flags.save_retain_interval} is not a multiple of "
-        f"--save-interval {flags.save_interval}",
-        f"--save-retain-interval {-(-flags.save_retain_interval // flags.save_interval) * flags.save_interval}",
-    )
+        yield (
+            f"--save-retain-interval {flags.save_retain_interval} is not a multiple of "
+            f"--save-interval {flags.save_interval}",
+            f"--save-retain-interval {-(-flags.save_retain_interval // flags.save_interval) * flags.save_interval}",
+        )
 
 
-def ckpt_step_needs_folder(flags: RuleFlags) -> Violation:
+def ckpt_step_needs_folder(flags: RuleFlags) -> Violations:
     """The iteration is loaded from a checkpoint directory."""
     if flags.ckpt_step is not None and not (flags.load or flags.save or flags.run_dir):
-        return f"--ckpt-step {flags.ckpt_step} without a checkpoint directory", "set --load"
-    return None
+        yield f"--ckpt-step {flags.ckpt_step} without a checkpoint directory", "set --load"
 
 
-def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violation:
+def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
     """The exit depends on a checkpoint that is expected to exist."""
     if flags.exit_on_missing_checkpoint and not flags.load and not flags.pretrained_checkpoint:
-        return "--exit-on-missing-checkpoint without a checkpoint directory", "set --load"
-    return None
+        yield "--exit-on-missing-checkpoint without a checkpoint directory", "set --load"
 
 
-def hf_export_has_folder_and_config(flags: RuleFlags) -> Violation:
+def hf_export_has_folder_and_config(flags: RuleFlags) -> Violations:
     """Exports are written next to the checkpoints and include the model's config.json."""
     if flags.save_hf_interval is None:
-        return None
+        return
     if not flags.save and not flags.run_dir:
-        return f"--save-hf-interval {flags.save_hf_interval} without a directory to write to", "set --save or --run-dir"
-    if not flags.save_hf_config and not any(
+        yield f"--save-hf-interval {flags.save_hf_interval} without a directory to write to", "set --save or --run-dir"
+    elif not flags.save_hf_config and not any(
         (place or "").startswith("hf:") for place in (flags.load, flags.pretrained_checkpoint)
     ):
         remedy = "set --save-hf-config, a directory with the config.json of the model"
-        return f"--save-hf-interval {flags.save_hf_interval} without a config.json", remedy
-    return None
+        yield f"--save-hf-interval {flags.save_hf_interval} without a config.json", remedy
 
 
-def wandb_run_has_name(flags: RuleFlags) -> Violation:
+def wandb_run_has_name(flags: RuleFlags) -> Violations:
     """Runs of a W&B project are identified by name."""
     if flags.wandb_project and not flags.wandb_exp_name:
-        return f"--wandb-project {flags.wandb_project} without a run name", "set --wandb-exp-name"
-    return None
+        yield f"--wandb-project {flags.wandb_project} without a run name", "set --wandb-exp-name"
 
 
-def kernel_requests_are_pairs(flags: RuleFlags) -> Violation:
+def kernel_requests_are_pairs(flags: RuleFlags) -> Violations:
     """A request maps an op to a backend."""
     malformed = [request for request in flags.kernel_per_op if not all(request.partition("="))]
     if malformed:
-        return f"--kernel-per-op {malformed[0]} is not a pair", "write it like rms_norm=reference"
-    return None
+        yield f"--kernel-per-op {malformed[0]} is not a pair", "write it like rms_norm=reference"
 
 
-def injected_faults_are_valid(flags: RuleFlags) -> Violation:
+def injected_faults_are_valid(flags: RuleFlags) -> Violations:
     """A fault has a kind, an existing rank and an iteration."""
     for text in flags.inject:
         try:
             fault = parse_fault(text)
         except ValueError as problem:
-            return f"--inject {problem}", "write it like kill@1:7 or disk-full@0:20:save"
+            yield f"--inject {problem}", "write it like kill@1:7 or disk-full@0:20:save"
+            continue
         if fault.rank >= flags.num_ranks:
-            return f"--inject {text} is for rank {fault.rank} of {flags.num_ranks}", "count ranks from 0"
-    return None
+            yield f"--inject {text} is for rank {fault.rank} of {flags.num_ranks}", "count ranks from 0"
 
 
-def profiled_range_is_not_empty(flags: RuleFlags) -> Violation:
+def profiled_range_is_not_empty(flags: RuleFlags) -> Violations:
     """Profiling starts after --profile-step-start and ends with --profile-step-end."""
-    if not flags.profile or flags.profile_step_end > flags.profile_step_start:
-        return None
-    return (
-        f"--profile-step-end {flags.profile_step_end} is not after --profile-step-start {flags.profile_step_start}",
-        f"use --profile-step-end {flags.profile_step_start + 1} or more",
-    )
+    if flags.profile and flags.profile_step_end <= flags.profile_step_start:
+        yield (
+            f"--profile-step-end {flags.profile_step_end} is not after --profile-step-start {flags.profile_step_start}",
+            f"use --profile-step-end {flags.profile_step_start + 1} or more",
+        )
 
 
-def profile_needs_run_dir(flags: RuleFlags) -> Violation:
+def profile_needs_run_dir(flags: RuleFlags) -> Violations:
     """Traces and memory snapshots are written to the run directory."""
-    writes = {
+    writers = {
         "--profile --use-pytorch-profiler": flags.profile and flags.use_pytorch_profiler,
         "--record-memory-history": flags.record_memory_history,
     }
-    given = [name for name, enabled in writes.items() if enabled]
-    if flags.run_dir is not None or not given:
-        return None
-    return f"{' and '.join(given)} without --run-dir", "set --run-dir"
-
-
-RULES = functions_returning(Violation, globals())
+    if flags.run_dir is None and any(writers.values()):
+        yield f"{enabled(writers)} without --run-dir", "set --run-dir"

@@ -1,12 +1,12 @@
 """Rules about pipeline stages, the schedule, and overlap of expert communication."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violation, functions_returning, lists_given_flags
+from arguments.checks.violation import RuleFlags, Violations, lists_given_flags
 from megatron_moe.pipeline.layout import LayoutError
 from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_schedule
 
 
-def layer_placement_given_once(flags: RuleFlags) -> Violation:
+def layer_placement_given_once(flags: RuleFlags) -> Violations:
     """A layout places all layers; otherwise either the first and last stage are given, or embedding and loss count as
     layers."""
     ends = flags.decoder_first_pipeline_num_layers is not None or flags.decoder_last_pipeline_num_layers is not None
@@ -16,44 +16,42 @@ def layer_placement_given_once(flags: RuleFlags) -> Violation:
         flags.num_virtual_stages_per_pipeline_rank is not None,
     )
     if all(virtual):
-        return "both the number of virtual stages and their number of layers are given", "remove one of the two"
-    if flags.pipeline_model_parallel_layout is not None:
+        yield "both the number of virtual stages and their number of layers are given", "remove one of the two"
+    elif flags.pipeline_model_parallel_layout is not None:
         written = flags.pipeline_model_parallel_layout != derive.AUTO and virtual[1]
         if ends or counted or virtual[0] or written:
-            return (
+            yield (
                 f"--pipeline-model-parallel-layout {flags.pipeline_model_parallel_layout} with other flags that "
                 f"place layers",
                 "remove the other flags, or the layout",
             )
     elif ends and (counted or virtual[0]):
-        return (
+        yield (
             "the layers of the first or last stage are given, and other flags place them too",
             "combine them only with --num-virtual-stages-per-pipeline-rank, or use a layout",
         )
-    return None
 
 
 @lists_given_flags
-def layers_fit_stages(flags: RuleFlags) -> Violation:
+def layers_fit_stages(flags: RuleFlags) -> Violations:
     """Every layer belongs to one stage. Without a layout, all stages except the first and the last have the same number
     of layers."""
     try:
         derive.pipeline_layout(flags)
     except LayoutError as error:
         if flags.pipeline_model_parallel_layout not in (None, derive.AUTO):
-            return str(error), "fix the layout (docs/schedule.md has the syntax), or use `auto`"
-        return str(error), "--pipeline-model-parallel-layout auto places any number of layers"
-    return None
+            yield str(error), "fix the layout (docs/schedule.md has the syntax), or use `auto`"
+        yield str(error), "--pipeline-model-parallel-layout auto places any number of layers"
 
 
-def microbatches_fill_stages(flags: RuleFlags) -> Violation:
+def microbatches_fill_stages(flags: RuleFlags) -> Violations:
     """A rank with virtual stages runs microbatches in groups; a group smaller than the pipeline would deadlock."""
     last = derive.global_batch_size(flags, flags.data_parallel_size)
     start, increment, _ = flags.rampup_batch_size or (last, 1, 0)
     unit = flags.micro_batch_size * flags.data_parallel_size
     growing = range(start, last, max(increment, 1))
     if any(size % unit for size in (*growing[:2], last)):
-        return None  # checked by global_batch_is_whole_microbatches and rampup_steps_are_whole
+        return  # checked by global_batch_is_whole_microbatches and rampup_steps_are_whole
     group = flags.microbatch_group_size_per_virtual_pipeline_stage or flags.pipeline_model_parallel_size
     for size in (*growing[: group if flags.virtual_stages > 1 else 1], last):  # later sizes repeat the remainders
         config = ScheduleConfig(
@@ -65,35 +63,33 @@ def microbatches_fill_stages(flags: RuleFlags) -> Violation:
         try:
             check_schedule(config)
         except ScheduleError as error:
-            return str(error), _fitting_batch(config, unit)
-    return None
+            yield str(error), _fitting_batch(config, unit)
 
 
-def ep_overlap_has_exchange(flags: RuleFlags) -> Violation:
+def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
     """Two microbatches overlap to hide the all-to-all of the experts; with pipeline parallelism this needs virtual
     stages."""
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
-        return None  # no exchange to overlap: the plain schedule runs
+        return  # no exchange to overlap: the plain schedule runs
     if not flags.num_experts:
-        return None  # checked by ep_divides_experts
+        return  # checked by ep_divides_experts
     if flags.moe_token_dispatcher_type == "allgather":
-        return (
+        yield (
             "--overlap-moe-expert-parallel-comm with --moe-token-dispatcher-type allgather",
             "use --moe-token-dispatcher-type alltoall",
         )
-    if flags.pipeline_model_parallel_size > 1 and flags.virtual_stages == 1:
-        return (
+    elif flags.pipeline_model_parallel_size > 1 and flags.virtual_stages == 1:
+        yield (
             f"--overlap-moe-expert-parallel-comm over {flags.pipeline_model_parallel_size} pipeline ranks needs "
             f"virtual stages",
             "give --num-virtual-stages-per-pipeline-rank 2 or a layout with more stages",
         )
-    return None
 
 
-def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violation:
+def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violations:
     """Overlapped layers run node by node and cannot be recomputed as a whole."""
     if not flags.overlap_moe_expert_parallel_comm:
-        return None
+        return
     whole = (
         flags.recompute_granularity == "full"
         or flags.recompute_method is not None
@@ -101,26 +97,24 @@ def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violation:
     )
     if whole or "moe" in (flags.recompute_modules or ()):
         what = "whole layers" if whole else "whole MoE blocks"
-        return (
+        yield (
             f"--overlap-moe-expert-parallel-comm with recompute of {what}",
             "recompute smaller modules: --recompute-granularity selective --recompute-modules core_attn moe_act",
         )
-    if flags.mtp_num_layers is not None and flags.mtp_num_layers > 1:
-        return (
+    elif flags.mtp_num_layers is not None and flags.mtp_num_layers > 1:
+        yield (
             f"--overlap-moe-expert-parallel-comm with {flags.mtp_num_layers} layers of multi-token prediction",
             "use --mtp-num-layers 1",
         )
-    return None
 
 
-def early_release_needs_ep_overlap(flags: RuleFlags) -> Violation:
+def early_release_needs_ep_overlap(flags: RuleFlags) -> Violations:
     """Early release reorders the nodes of overlapped microbatches."""
     if flags.ep_overlap_early_attn_memory_release and not flags.overlap_moe_expert_parallel_comm:
-        return (
+        yield (
             "--ep-overlap-early-attn-memory-release without --overlap-moe-expert-parallel-comm",
             "add --overlap-moe-expert-parallel-comm, or leave it out",
         )
-    return None
 
 
 def _fitting_batch(config: ScheduleConfig, unit: int) -> str:
@@ -128,6 +122,3 @@ def _fitting_batch(config: ScheduleConfig, unit: int) -> str:
         return "leave out virtual stages, or raise --pipeline-model-parallel-size"
     more = -(-config.num_microbatches // config.pp) * config.pp
     return f"{more} microbatches fit groups of {config.pp}: --global-batch-size {more * unit}"
-
-
-RULES = functions_returning(Violation, globals())

@@ -1,14 +1,15 @@
 """Runs all rules on the settings and collects the problems.
 
-A rule is a function of the flags and facts of the launch. It returns None, or the problem (with the numbers) and its
-remedy; its docstring is the reason shown to the user, with the flags that it has read. A rule is skipped if it reads a
-flag without a valid value, because that is already reported.
+A rule is a function of the flags and facts of the launch. It yields violations as (problem with the numbers, remedy).
+Its docstring is the reason shown to the user, with the flags that it has read. A rule is skipped if it reads a flag
+without a valid value, because that is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from arguments import derive
@@ -28,42 +29,46 @@ from arguments.checks import (
     pipeline,
     tensor_parallel,
 )
+from arguments.checks.violation import Violations
 from arguments.errors import Problem, Waits
 from arguments.flag import Flag
 from arguments.flags import GROUPS, Flags
 from arguments.parser import Settings
-from arguments.values import words_of
 from megatron_moe.config.parallel import Launch
 from megatron_moe.pipeline.layout import LayoutError
 
-Rule = Callable[..., tuple[str, str] | None]
+Rule = Callable[..., Violations]
 
+
+def _functions_of(annotation: object, *modules: ModuleType) -> tuple[Callable[..., Any], ...]:
+    """Returns the public functions defined in the modules with this return annotation, in source order."""
+    return tuple(
+        function
+        for module in modules
+        for name, function in vars(module).items()
+        if isinstance(function, FunctionType)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and function.__annotations__["return"] == annotation
+    )
+
+
+MODEL_RULES: tuple[Rule, ...] = _functions_of(Violations, model, attention, moe, moe_router)
+INPUT_RULES: tuple[Rule, ...] = _functions_of(Violations, data)
 RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *attention.RULES,
-    *moe.RULES,
-    *moe_router.RULES,
-    *tensor_parallel.RULES,
-    *batch.RULES,
-    *context_parallel.RULES,
-    *pipeline.RULES,
-    *memory.RULES,
-    *cuda_graphs.RULES,
-    *optimizer.RULES,
-    *data.RULES,
-    *output.RULES,
+    *MODEL_RULES,
+    *_functions_of(Violations, tensor_parallel, batch, context_parallel, pipeline, memory, cuda_graphs, optimizer),
+    *INPUT_RULES,
+    *_functions_of(Violations, output),
 )
 FULL_SIZE_RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *attention.RULES,
-    *moe.RULES,
-    *moe_router.RULES,
-    *tensor_parallel.RULES,
+    *MODEL_RULES,
     batch.ep_divides_experts,
-    *context_parallel.RULES,
-    *pipeline.RULES,
+    *_functions_of(Violations, tensor_parallel, context_parallel, pipeline),
 )
 """Rules about the full-size model, which `--proxy` checks before it rewrites the settings."""
+
+HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str], hints)
 
 _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 
@@ -113,7 +118,7 @@ def broken_rules(
     for rule in rules:
         flags = _ReadFlags(settings, facts, groups)
         try:
-            violation = rule(flags)
+            violation = next(rule(flags), None)
         except _UnknownFlag:
             continue
         if violation:
@@ -121,11 +126,12 @@ def broken_rules(
             only_given = hasattr(rule, "lists_given_flags")
             listed = [name for name in flags.names if name in facts or _is_listed(name, settings, only_given)]
             given = tuple(_row(name, settings, facts) for name in listed)
-            yield Problem(what=what, remedy=remedy, reason=_reason(rule), given=given, waits=_waits(rule))
+            reason = " ".join((rule.__doc__ or "").split())
+            yield Problem(what=what, remedy=remedy, reason=reason, given=given, waits=_waits(rule))
 
 
 def _waits(rule: Rule) -> Waits:
-    if rule in data.RULES:
+    if rule in INPUT_RULES:
         return "for an input"
     return "for a feature" if hasattr(rule, "missing_feature") else ""
 
@@ -146,10 +152,8 @@ def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
 def given_hints(settings: Settings) -> Iterator[str]:
     """Yields a note on every legal setting that is likely unintended."""
     flags = settings.flags
-    for hint in hints.HINTS:
-        text = hint(flags)
-        if text:
-            yield text
+    for hint in HINTS:
+        yield from hint(flags)
 
 
 def missing_flags(settings: Settings, groups: Sequence[str] | None = None) -> Iterator[Problem]:
@@ -203,14 +207,7 @@ def option_and_value(settings: Settings, flag: Flag) -> str:
     value = settings.setting(flag.name).value
     if flag.is_switch:
         return flag.option if value else flag.off_options[0]
-    return f"{flag.option} {shown(flag, value)}"
-
-
-def shown(flag: Flag, value: object) -> str:
-    """Formats a value for messages."""
-    if flag.is_switch:
-        return "on" if value else "off"
-    return "not set" if value is None else " ".join(words_of(flag.type, value))
+    return f"{flag.option} {flag.text(value)}"
 
 
 def _unavailable(settings: Settings) -> Iterator[Flag]:
@@ -234,14 +231,10 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
     if name in facts:
         return facts[name].label, str(facts[name].value), facts[name].origin
     flag, setting = settings.registry.flags[name], settings.setting(name)
-    return flag.option, shown(flag, setting.value), setting.origin
+    return flag.option, flag.text(setting.value), setting.origin
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
     """Returns whether a problem lists a flag: a given one, or one with a default other than off or unset."""
-    default = settings.registry.flags[name].default
-    return name in settings.values or not (only_given or default is None or default is False)
-
-
-def _reason(rule: Rule) -> str:
-    return " ".join((rule.__doc__ or "").split())
+    flag = settings.registry.flags[name]
+    return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))

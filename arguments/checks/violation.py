@@ -1,9 +1,7 @@
 """Result type and helpers of the rules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
-from types import FunctionType
-from typing import Any
 
 from arguments.flags import Flags
 from arguments.values import LayerPattern
@@ -12,8 +10,8 @@ from megatron_moe.config.exit_codes import counted
 _LARGEST_TRIED = 10_000
 """Bounds the search: numbers above its square are typing errors."""
 _MOST_SHOWN = 12
-Violation = tuple[str, str] | None
-"""(problem with the numbers, remedy), or None if the rule holds."""
+Violations = Iterator[tuple[str, str]]
+"""(problem with the numbers, remedy); only the first one is reported."""
 
 
 def divisors(number: int) -> str:
@@ -24,19 +22,23 @@ def divisors(number: int) -> str:
     return ("..., " if len(found) > len(shown) else "") + ", ".join(map(str, shown))
 
 
-def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violation:
+def enabled(options: Mapping[str, object]) -> str:
+    """Joins the options whose value is true: `--a and --b`."""
+    return " and ".join(option for option, value in options.items() if value)
+
+
+def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violations:
     """Checks a layer pattern against the number of layers."""
     if isinstance(pattern, int):
-        return (f"{option} {pattern} is not a distance between layers", "use 1 or more") if pattern < 1 else None
+        if pattern < 1:
+            yield f"{option} {pattern} is not a distance between layers", "use 1 or more"
+        return
     if len(pattern) != num_layers:
-        return (
-            f"{option} describes {counted(len(pattern), 'layer')}, but the model has {num_layers}",
-            "make the list as long as --num-layers",
-        )
+        described = counted(len(pattern), "layer")
+        yield f"{option} describes {described}, but the model has {num_layers}", "make the list as long as --num-layers"
     invalid = sorted(set(pattern) - {0, 1})
     if invalid:
-        return f"{option} holds {', '.join(map(str, invalid))}, but a layer is 0 or 1", "use only 0 and 1"
-    return None
+        yield f"{option} holds {', '.join(map(str, invalid))}, but a layer is 0 or 1", "use only 0 and 1"
 
 
 class RuleFlags(Flags):
@@ -49,25 +51,13 @@ class RuleFlags(Flags):
     """Virtual stages per pipeline rank; unknown if the layers do not fit the stages."""
 
 
-def lists_given_flags(rule: Callable[..., Violation]) -> Callable[..., Violation]:
+def lists_given_flags(rule: Callable[..., Violations]) -> Callable[..., Violations]:
     """Marks a rule whose problems list only the flags that were given."""
     rule.lists_given_flags = True  # type: ignore[attr-defined]
     return rule
 
 
-def missing_feature(rule: Callable[..., Violation]) -> Callable[..., Violation]:
+def missing_feature(rule: Callable[..., Violations]) -> Callable[..., Violations]:
     """Marks a rule about a missing feature: --dry-run still reports a plan that violates it."""
     rule.missing_feature = True  # type: ignore[attr-defined]
     return rule
-
-
-def functions_returning(annotation: object, module_globals: Mapping[str, Any]) -> tuple[Callable[..., Any], ...]:
-    """Returns the public functions of a module with this return annotation, in source order."""
-    return tuple(
-        function
-        for name, function in module_globals.items()
-        if isinstance(function, FunctionType)
-        and function.__module__ == module_globals["__name__"]
-        and not name.startswith("_")
-        and function.__annotations__["return"] == annotation
-    )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from arguments.errors import FlagErrors, Problem
+from arguments.errors import FlagErrors
 from arguments.parser import Settings
 from arguments.recipes import about_of
 from megatron_moe.cost_model.hardware import GPU, GPUS
@@ -85,4 +85,4 @@ def _contradiction(flags: ClusterFlags) -> FlagErrors:
     given = [f"--gpus {flags.gpus}", f"--nodes {flags.nodes}"]
     given += [f"--gpus-per-node {flags.gpus_per_node}"] if flags.gpus_per_node else []
     remedy = "leave out one of them: gpus = nodes x gpus-per-node"
-    return FlagErrors([Problem(what=f"{' and '.join(given)} contradict each other", remedy=remedy)])
+    return FlagErrors.of(f"{' and '.join(given)} contradict each other", remedy)

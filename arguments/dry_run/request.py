@@ -1,18 +1,17 @@
 """`--dry-run`: cluster of the run and report of its plan."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments import derive
-from arguments.checks.run import shown
 from arguments.dry_run.cluster import Cluster, ClusterFlags, cluster_of
 from arguments.dry_run.report import report
-from arguments.errors import Finished, FlagErrors, Problem
+from arguments.errors import Finished, FlagErrors
 from arguments.files import read_files
-from arguments.flags import Flags, Registry
-from arguments.launch import LaunchProblem, launch_of
+from arguments.flags import Flags
+from arguments.launch import launch_of
 from arguments.parser import Settings, settle
 from arguments.recipes import find_recipe
 from megatron_moe.config.data import TokenizerConfig
@@ -46,18 +45,11 @@ def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunReques
 def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
     """GPU type, and environment of the first rank."""
     flags = ClusterFlags.of(start)
-    launched = 1 if flags.has_size else _launched(environ)
+    launched = 1 if flags.has_size else launch_of(environ).world_size
     if start.setting("proxy").value and not flags.has_size:
         flags = replace(flags, gpus=launched)
     cluster = cluster_of(flags, start, environ, launched=launched)
     return cluster.gpu, _first_rank(environ, cluster)
-
-
-def _launched(environ: Mapping[str, str]) -> int:
-    try:
-        return launch_of(environ).world_size
-    except LaunchProblem as trouble:
-        raise FlagErrors([trouble.problem]) from None
 
 
 def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
@@ -85,7 +77,7 @@ def or_known_size(
             known = given or (_GPT2_VOCABULARY if config.tokenizer_type == "GPT2BPETokenizer" else None)
             if known is None:
                 remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
-                raise FlagErrors([Problem(what=str(trouble), remedy=remedy)]) from None
+                raise FlagErrors.of(str(trouble), remedy) from None
             unavailable.append(
                 str(trouble) if given else f"{trouble}; the figures assume GPT-2's vocabulary of {known:,} tokens"
             )
@@ -103,7 +95,7 @@ def with_tokenizer(flags: Flags) -> Flags:
     kind = derive.tokenizer_type(flags)
     if flags.vocab_size is None and kind in (None, "NullTokenizer"):
         remedy = "give --vocab-size; a dry run needs no other part of the tokenizer"
-        raise FlagErrors([Problem(what="the vocabulary size is not known", remedy=remedy)])
+        raise FlagErrors.of("the vocabulary size is not known", remedy)
     return flags if kind else replace(flags, tokenizer_type="NullTokenizer")
 
 
@@ -115,7 +107,7 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
     too_long = too_long_to_simulate(plan)
     if too_long:
         remedy = "use fewer pipeline ranks, smaller groups or a smaller --moe-expert-wgrad-interval"
-        raise FlagErrors([Problem(what=too_long, remedy=remedy)])
+        raise FlagErrors.of(too_long, remedy)
     facts = all_facts(plan, request.gpu, settings)
     text = json.dumps(facts, indent=2) if request.form == "json" else report(facts)
     return Finished(text, ExitCode.OK if facts["would_start"] else ExitCode.NOT_READY)
@@ -140,22 +132,14 @@ def _differences(settings: Settings) -> list[str]:
     """Flags whose value differs from the recipe."""
     path = find_recipe(str(settings.setting("recipe").value))
     assert path is not None, "the recipe was read before"
-    registry: Registry = settings.registry
+    registry = settings.registry
     own = settle(registry, [file.flags for file in read_files(path, registry, {})])
-    return list(_changes(own, settings, [name for name, flag in registry.flags.items() if flag.group != "start"]))
-
-
-def _changes(own: Settings, settings: Settings, names: Sequence[str]) -> list[str]:
     lines = []
-    for name in names:
-        if not (own.known(name) and settings.known(name)):
-            continue
+    for name, flag in registry.flags.items():
         before, after = own.setting(name), settings.setting(name)
-        if before.value != after.value:
-            flag = settings.registry.flags[name]
-            lines.append(
-                f"{flag.option} {shown(flag, after.value)} ({after.origin}); recipe: {shown(flag, before.value)}"
-            )
+        both_known = flag.group != "start" and own.known(name) and settings.known(name)
+        if both_known and before.value != after.value:
+            lines.append(f"{flag.option} {flag.text(after.value)} ({after.origin}); recipe: {flag.text(before.value)}")
     return lines
 
 

@@ -1,14 +1,15 @@
 """Attention flags."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag, not_yet
+from arguments.flag import REQUIRED, flag, not_yet, ours
 from arguments.values import LayerPattern
 
-_qk_clip = not_yet("attention logits are not clipped")
-_linear_attention = not_yet("only softmax attention is implemented")
-_sparse_attention = not_yet("only dense softmax attention is implemented")
+_qk_clip = partial(not_yet, note="attention logits are not clipped")
+_linear_attention = partial(not_yet, note="only softmax attention is implemented")
+_sparse_attention = partial(not_yet, note="only dense softmax attention is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class AttentionFlags:
     """Head dimension. Not set: hidden size / heads."""
     qk_layernorm: bool = flag(False)
     """Normalize queries and keys; with multi-latent attention the compressed queries, keys and values."""
-    qk_layernorm_over: Literal["head", "all-heads"] = flag("head", status="ours")
+    qk_layernorm_over: Literal["head", "all-heads"] = ours("head")
     """Apply `--qk-layernorm` to each head separately (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
     qk_l2_norm: bool = flag(False)
     """L2-normalize queries and keys per head without a weight (Llama 4); overrides `--qk-layernorm`."""
@@ -104,7 +105,7 @@ class AttentionFlags:
     """Rotary base for compressed keys."""
     csa_window_size: int = _sparse_attention(128)
     """Sliding window used alongside compressed attention."""
-    o_groups: int = flag(8, status="not yet", note="only a full-rank output projection is implemented")
+    o_groups: int = not_yet(8, "only a full-rank output projection is implemented")
     """Number of groups of the low-rank output projection."""
-    o_lora_rank: int = flag(1024, status="not yet", note="only a full-rank output projection is implemented")
+    o_lora_rank: int = not_yet(1024, "only a full-rank output projection is implemented")
     """Rank of the low-rank output projection."""

@@ -1,11 +1,14 @@
 """Checkpoint flags."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from arguments.flag import flag, not_yet
+from arguments.flag import close, flag, not_yet, ours, refused
 
-_non_persistent = not_yet("only persistent checkpoints every --save-interval iterations are implemented", harmless=True)
+_non_persistent = partial(
+    not_yet, note="only persistent checkpoints every --save-interval iterations are implemented", harmless=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,23 +21,23 @@ class CheckpointFlags:
     """Iterations between checkpoints. Not set: save only when the run ends."""
     save_retain_interval: int | None = flag(None, least=1)
     """Keep only the last checkpoint and those whose iteration is a multiple of this."""
-    keep_best_checkpoint: bool = flag(False, status="ours")
+    keep_best_checkpoint: bool = ours(False)
     """Never delete the checkpoint with the lowest validation loss, among those evaluated at the iteration of the
     checkpoint."""
-    on_save_failure: Literal["continue", "stop"] = flag("continue", status="ours")
+    on_save_failure: Literal["continue", "stop"] = ours("continue")
     """Action when a checkpoint cannot be written: continue (at most three failures in a row) or end the run."""
-    save_hf_interval: int | None = flag(None, least=1, status="ours")
+    save_hf_interval: int | None = ours(None, least=1)
     """Iterations between exports to Hugging Face format, into hf/ of the checkpoint folder; the end of the run exports
     too. Not set: no exports."""
-    save_hf_config: str | None = flag(None, status="ours")
+    save_hf_config: str | None = ours(None)
     """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder of `--load` or
     `--pretrained-checkpoint`."""
-    keep_last_checkpoints: int | None = flag(None, least=1, status="ours")
+    keep_last_checkpoints: int | None = ours(None, least=1)
     """Number of most recent checkpoints to keep. Not set: all."""
     load: str | None = flag(None, essential=True)
     """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Checkpoints in the run's own checkpoint
     folder take precedence."""
-    fresh: bool = flag(False, status="ours")
+    fresh: bool = ours(False)
     """Start at iteration 0 even if the run folder contains checkpoints."""
     finetune: bool = flag(False)
     """Load weights only and start at iteration 0."""
@@ -48,22 +51,22 @@ class CheckpointFlags:
     """Load optimizer state."""
     save_optim: bool = flag(True)
     """Save optimizer state."""
-    load_main_params_from_ckpt: bool = flag(
-        False, status="not yet", note="master weights are loaded with the optimizer state, else copied from the weights"
+    load_main_params_from_ckpt: bool = not_yet(
+        False, "master weights are loaded with the optimizer state, else copied from the weights"
     )
     """Initialize master weights from the model weights of the checkpoint."""
-    use_checkpoint_args: bool = flag(False, status="not yet", note="use --config with the run.yaml of that run")
+    use_checkpoint_args: bool = not_yet(False, "use --config with the run.yaml of that run")
     """Take model flags from the checkpoint."""
-    override_ckpt_iteration: int | None = flag(
-        None, least=0, status="close", note="does not apply to the run's own checkpoints, so that a restart resumes"
+    override_ckpt_iteration: int | None = close(
+        None, "does not apply to the run's own checkpoints, so that a restart resumes", least=0
     )
     """Iteration number to assign to the checkpoint loaded from `--load`."""
 
-    ckpt_convert_format: Literal["torch", "torch_dist"] | None = flag(
-        None, status="refused", note="only one checkpoint format is implemented"
+    ckpt_convert_format: Literal["torch", "torch_dist"] | None = refused(
+        None, "only one checkpoint format is implemented"
     )
     """Convert a checkpoint to this format and exit."""
-    ckpt_convert_save: str | None = flag(None, status="refused", note="only one checkpoint format is implemented")
+    ckpt_convert_save: str | None = refused(None, "only one checkpoint format is implemented")
     """Output folder of the conversion."""
     async_save: bool = flag(False)
     """Write checkpoints in the background; training is blocked only while state is copied to host memory."""

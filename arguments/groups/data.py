@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, not_yet, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +25,16 @@ class DataFlags:
     train, valid and test."""
     split: str | None = flag(None, essential=True)
     """Fractions of training, validation and test data, such as 99,1,0. Not set: 969, 30, 1."""
-    mock_data: bool = flag(
-        False, status="close", essential=True, note="--split applies; Megatron-LM always splits mock data into thirds"
-    )
+    mock_data: bool = close(False, "--split applies; Megatron-LM always splits mock data into thirds", essential=True)
     """Use random documents instead of files."""
     data_cache_path: str | None = flag(None)
     """Folder for index caches. Not set: next to the data."""
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
-    num_workers: int = flag(2, least=0, status="close", note="any number above 0 means one thread per rank")
+    num_workers: int = close(2, "any number above 0 means one thread per rank", least=0)
     """Workers that prefetch the microbatches of the next step; 0: no prefetching."""
-    dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
-        None,
-        status="refused",
-        works=("single", "cyclic"),
-        note="data is read from .bin/.idx files; use single or cyclic",
+    dataloader_type: Literal["single", "cyclic", "external"] | None = refused(
+        None, "data is read from .bin/.idx files; use single or cyclic", works=("single", "cyclic")
     )
     """Sample order: each sample once in order, or reshuffled every epoch. Not set: single."""
     reset_position_ids: bool = flag(False)
@@ -72,9 +67,9 @@ class DataFlags:
             "SFTTokenizer",
         ]
         | None
-    ) = flag(
+    ) = not_yet(
         None,
-        status="not yet",
+        "use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, GPT2BPETokenizer or NullTokenizer",
         works=(
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -85,7 +80,6 @@ class DataFlags:
             "NullTokenizer",
             "GPT2BPETokenizer",
         ),
-        note="use SentencePieceTokenizer, HuggingFaceTokenizer, TikTokenizer, GPT2BPETokenizer or NullTokenizer",
         essential=True,
     )
     """Tokenizer. NullTokenizer reads numbers only; ByteTokenizer is an addition. Not set: GPT2BPETokenizer if
@@ -107,11 +101,9 @@ class DataFlags:
     """Special tokens of a tiktoken vocabulary."""
     null_tokenizer_eod_id: int | None = flag(None, least=0)
     """NullTokenizer: id of the end-of-document token. Not set: the last id."""
-    trust_remote_code: bool = flag(False, status="refused", harmless=True, note="no code is downloaded or executed")
+    trust_remote_code: bool = refused(False, "no code is downloaded or executed", harmless=True)
     """Execute code that ships with a tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
     """NullTokenizer: id of the padding token; -1: none."""
-    dataloader_inter_document_masking: bool = flag(
-        False, status="close", note="equivalent to --reset-attention-mask --reset-position-ids"
-    )
+    dataloader_inter_document_masking: bool = close(False, "equivalent to --reset-attention-mask --reset-position-ids")
     """Treat sequences as packed documents: attention and positions restart at each document."""

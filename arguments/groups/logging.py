@@ -3,26 +3,24 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, not_yet, ours
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingFlags:
     """Run folder, log line, TensorBoard, W&B, timers, profiler."""
 
-    run_dir: str | None = flag(None, status="ours", essential=True)
+    run_dir: str | None = ours(None, essential=True)
     """Folder of the run: configuration, logs, metrics, plots and checkpoints."""
     log_interval: int = flag(100, least=1, essential=True)
     """Iterations between log lines."""
-    log_style: Literal["megatron", "short"] = flag("megatron", status="ours")
+    log_style: Literal["megatron", "short"] = ours("megatron")
     """Log line format: Megatron's long line or a short one."""
-    progress_bar: bool = flag(True, status="ours")
+    progress_bar: bool = ours(True)
     """On a terminal, show one live progress line instead of a line per report; log.txt contains all lines."""
-    plots: bool = flag(True, status="ours")
+    plots: bool = ours(True)
     """Write plots to the run folder at the end."""
-    log_throughput: bool = flag(
-        False, status="close", note="keys outside a sliding window are not counted (docs/model.md)"
-    )
+    log_throughput: bool = close(False, "keys outside a sliding window are not counted (docs/model.md)")
     """Log TFLOP/s per GPU."""
     log_params_norm: bool = flag(False)
     """Log the norm of the parameters."""
@@ -42,17 +40,13 @@ class LoggingFlags:
     """Write the world size to TensorBoard."""
     log_progress: bool = flag(False)
     """Append a line to progress.txt in the checkpoint folder at every start and every checkpoint."""
-    log_energy: bool = flag(False, status="not yet", harmless=True, note="energy counters are not read")
+    log_energy: bool = not_yet(False, "energy counters are not read", harmless=True)
     """Log energy per GPU."""
-    log_max_attention_logit: bool = flag(
-        False, status="not yet", harmless=True, note="attention logits are not recorded"
-    )
+    log_max_attention_logit: bool = not_yet(False, "attention logits are not recorded", harmless=True)
     """Log the maximum attention logit."""
-    log_straggler: bool = flag(
-        False, status="close", note="times one attention layer and the data loading of every rank"
-    )
+    log_straggler: bool = close(False, "times one attention layer and the data loading of every rank")
     """Report slow ranks in every log line."""
-    straggler_minmax_count: int = flag(1, least=1, status="close", note="only the slowest ranks are named")
+    straggler_minmax_count: int = close(1, "only the slowest ranks are named", least=1)
     """Number of slow ranks to name."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
     """Level of detail of the timers."""
@@ -79,22 +73,19 @@ class LoggingFlags:
     """Last profiled iteration."""
     profile_ranks: tuple[int, ...] = flag(())
     """Ranks to profile. Not set: all."""
-    use_pytorch_profiler: bool = flag(False, status="close", note="traces go to profile/ in the run folder")
+    use_pytorch_profiler: bool = close(False, "traces go to profile/ in the run folder")
     """Write a trace with torch.profiler."""
-    record_memory_history: bool = flag(False, status="close", note="snapshots go to profile/ in the run folder")
+    record_memory_history: bool = close(False, "snapshots go to profile/ in the run folder")
     """Record allocator history; write a snapshot at every log interval and whenever the run ends, also on errors."""
     memory_snapshot_path: str = flag("snapshot.pickle")
     """File name of memory snapshots; the rank is appended."""
-    nvtx_ranges: bool = flag(False, status="close", note="covers forward passes of modules")
+    nvtx_ranges: bool = close(False, "covers forward passes of modules")
     """Add NVTX ranges for the modules of the model."""
     pytorch_profiler_collect_shapes: bool = flag(False)
     """Record tensor shapes in the trace."""
     pytorch_profiler_collect_callstack: bool = flag(False)
     """Record call stacks in the trace."""
-    save_tokens_per_expert_interval: int | None = flag(
-        None,
-        status="not yet",
-        harmless=True,
-        note="expert loads are written to metrics.jsonl and plots/expert_load.png",
+    save_tokens_per_expert_interval: int | None = not_yet(
+        None, "expert loads are written to metrics.jsonl and plots/expert_load.png", harmless=True
     )
     """Iterations between files with token counts per expert."""

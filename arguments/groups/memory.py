@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, not_yet
 
 _ACTIVATIONS_STAY = "use --fine-grained-activation-offloading"
 _ON_DEVICE = "pages are kept on the device only; see --moe-paged-stash-buffer-size-factor-cuda"
@@ -24,11 +24,7 @@ class RecomputeFlags:
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
-    ) = flag(
-        None,
-        status="close",
-        note="layernorm covers both norms of every layer; gated delta attention has no recomputable modules",
-    )
+    ) = close(None, "layernorm covers both norms of every layer; gated delta attention has no recomputable modules")
     """Modules recomputed by `--recompute-granularity selective`. Not set: core_attn."""
     distribute_saved_activations: bool = flag(False)
     """Shard the saved inputs of recomputed layers over tensor-parallel ranks."""
@@ -42,24 +38,22 @@ class OffloadFlags:
     """Offload the saved tensors of `--offload-modules` to host memory between forward and backward."""
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
-    ] = flag((), status="close", note="a tensor saved by several modules is copied once")
+    ] = close((), "a tensor saved by several modules is copied once")
     """Modules for `--fine-grained-activation-offloading`."""
     min_offloaded_tensor_size: int = flag(1048576, least=0)
     """Minimum number of elements of a tensor to offload, for `--fine-grained-activation-offloading`."""
-    delay_offload_until_cuda_graph: bool = flag(
-        False, status="not yet", harmless=True, note="copies are not delayed; leave it out"
-    )
+    delay_offload_until_cuda_graph: bool = not_yet(False, "copies are not delayed; leave it out", harmless=True)
     """Start offload copies after the replay of a captured module."""
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
     """Maximum number of concurrent offload copies per module."""
-    cpu_offloading: bool = flag(False, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
+    cpu_offloading: bool = not_yet(False, _ACTIVATIONS_STAY, harmless=True)
     """Offload the activations of whole layers."""
-    cpu_offloading_num_layers: int = flag(0, status="not yet", harmless=True, note=_ACTIVATIONS_STAY)
+    cpu_offloading_num_layers: int = not_yet(0, _ACTIVATIONS_STAY, harmless=True)
     """Number of layers for `--cpu-offloading`."""
     optimizer_cpu_offload: bool = flag(False)
     """Keep optimizer state in host memory and run the optimizer step on the CPU."""
-    optimizer_offload_fraction: float = flag(
-        1.0, least=0, status="close", note="offloads the first elements of every flat buffer, in blocks of 128"
+    optimizer_offload_fraction: float = close(
+        1.0, "offloads the first elements of every flat buffer, in blocks of 128", least=0
     )
     """Fraction of the optimizer state offloaded by `--optimizer-cpu-offload`."""
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False)
@@ -68,22 +62,20 @@ class OffloadFlags:
     """Use torch's fused CPU kernel for `--optimizer-cpu-offload`."""
     chunked_optimizer_state_offload: bool = flag(False)
     """Keep optimizer state in host memory between steps and copy it to the device in chunks for the step."""
-    optimizer_state_offload_chunk_size_mb: int = flag(0, least=0, status="close", note="0: one flat buffer per chunk")
+    optimizer_state_offload_chunk_size_mb: int = close(0, "0: one flat buffer per chunk", least=0)
     """Chunk size in MiB for `--chunked-optimizer-state-offload`."""
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
-    moe_paged_stash: bool = flag(
-        False, status="close", note="a step that overflows the buffer is rejected instead of repeated"
-    )
+    moe_paged_stash: bool = close(False, "a step that overflows the buffer is rejected instead of repeated")
     """Store the expert activations saved for backward in pages of a common buffer, sized by actual rather than
     worst-case use."""
     moe_paged_stash_page_size: int = flag(64, least=1)
     """Tokens per page of `--moe-paged-stash`."""
-    moe_paged_stash_buffer_size_factor_cuda: float = flag(
-        1.1, least=0, status="close", note="relative to the peak of in-flight rows, computed from the schedule"
+    moe_paged_stash_buffer_size_factor_cuda: float = close(
+        1.1, "relative to the peak of in-flight rows, computed from the schedule", least=0
     )
     """Size of the device buffer as a multiple of the size for even routing."""
-    moe_paged_stash_buffer_size_factor_cpu: float = flag(0.0, status="not yet", harmless=True, note=_ON_DEVICE)
+    moe_paged_stash_buffer_size_factor_cpu: float = not_yet(0.0, _ON_DEVICE, harmless=True)
     """Size of the host buffer as a multiple of the size for even routing."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
     """Reduction of the offloaded bytes per microbatch and chunk from each pipeline rank to the next."""

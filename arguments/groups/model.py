@@ -1,15 +1,16 @@
 """Model flags other than attention and experts."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag, not_yet
+from arguments.flag import REQUIRED, close, flag, not_yet, ours, refused
 from arguments.values import LayerPattern
 
 _GATED = "applies to all gated MLPs, dense ones included"
 
-_hybrid = not_yet("only attention layers are implemented")
-_hyper_connections = not_yet("only one residual stream is implemented")
+_hybrid = partial(not_yet, note="only attention layers are implemented")
+_hyper_connections = partial(not_yet, note="only one residual stream is implemented")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class ModelFlags:
     max_position_embeddings: int = flag(REQUIRED, least=1)
     """Maximum position the model supports; at least `--seq-length`."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
-        "learned_absolute", status="not yet", works=("rope", "yarn", "none"), note="use rope, yarn or none"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = not_yet(
+        "learned_absolute", "use rope, yarn or none", works=("rope", "yarn", "none")
     )
     """Position embedding: a learned table added to the embedding, rotary embeddings of queries and keys, or none."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
@@ -65,24 +66,22 @@ class ModelFlags:
     """Store norm weights minus one, so that weight decay pulls them towards one."""
     apply_residual_connection_post_layernorm: bool = flag(False)
     """Take the residual from the output of the norm instead of its input."""
-    fp32_residual_connection: bool = flag(
-        False, status="not yet", note="the residual stream has the dtype of the parameters"
-    )
+    fp32_residual_connection: bool = not_yet(False, "the residual stream has the dtype of the parameters")
     """Keep the residual stream in fp32."""
 
     swiglu: bool = flag(False, essential=True)
     """Gated MLPs with SiLU (SwiGLU)."""
     quick_geglu: bool = flag(False)
     """Gated MLPs with x * sigmoid(1.702 x) (GPT-OSS)."""
-    geglu: bool = flag(False, status="ours")
+    geglu: bool = ours(False)
     """Gated MLPs with GELU."""
     squared_relu: bool = flag(False)
     """MLPs with squared ReLU, not gated."""
     openai_gelu: bool = flag(False)
     """Use the tanh approximation of GELU."""
-    glu_linear_offset: float = flag(0.0, status="close", note=_GATED)
+    glu_linear_offset: float = close(0.0, _GATED)
     """Offset added to the linear half of a gated MLP (GPT-OSS: 1)."""
-    activation_func_clamp_value: float | None = flag(None, least=0, status="close", note=_GATED)
+    activation_func_clamp_value: float | None = close(None, _GATED, least=0)
     """Clamp the inputs of a gated activation: the gate from above, the linear half to +-value."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Add biases to linear layers, experts and router."""
@@ -103,7 +102,7 @@ class ModelFlags:
     layers)."""
     embedding_init_method_std: float | None = flag(None, least=0)
     """Standard deviation of the initial embedding. Setting it also excludes the embedding from weight decay."""
-    init_method: Literal["normal", "unit_gain"] = flag("normal", status="ours")
+    init_method: Literal["normal", "unit_gain"] = ours("normal")
     """Initialization; unit_gain uses a standard deviation of 1/sqrt(fan-in) with random norm weights and biases, so
     that every parameter affects the result when layouts are compared."""
     init_method_xavier_uniform: bool = flag(False)
@@ -116,9 +115,7 @@ class ModelFlags:
     """Weight of the multi-token prediction loss, averaged over depths."""
     mtp_use_repeated_layer: bool = flag(False)
     """Share one layer among all multi-token prediction depths."""
-    mtp_detach_heads: bool = flag(
-        False, status="close", note="gradient clipping still uses one norm over all parameters"
-    )
+    mtp_detach_heads: bool = close(False, "gradient clipping still uses one norm over all parameters")
     """Stop gradients of multi-token prediction at the trunk, the embedding and the output layer."""
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
@@ -129,9 +126,7 @@ class ModelFlags:
     """Mix attention with other sequence mixers."""
     enable_hyper_connections: bool = _hyper_connections(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""
-    spec: tuple[str, ...] | None = flag(
-        None, status="refused", note="layers are selected by flags, not by import paths"
-    )
+    spec: tuple[str, ...] | None = refused(None, "layers are selected by flags, not by import paths")
     """Import path of a layer specification."""
     hybrid_attention_ratio: float = _hybrid(0.0)
     """Fraction of attention layers."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, not_yet, ours
 from arguments.values import LayerPattern
 
 
@@ -31,18 +31,16 @@ class MoEFlags:
     """Scaling factor of the final routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
     """Dtype of the router GEMM. Not set: that of the activations."""
-    moe_input_jitter_eps: float | None = flag(None, least=0, below=1, status="close", note="during training only")
+    moe_input_jitter_eps: float | None = close(None, "during training only", least=0, below=1)
     """Multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
     moe_router_force_load_balancing: bool = flag(False)
     """Replace router logits by random ones, to measure speed with balanced experts."""
-    moe_router_force_biased: float | None = flag(
-        None, status="close", note="a positive value draws the bias once per step, not in every forward pass"
+    moe_router_force_biased: float | None = close(
+        None, "a positive value draws the bias once per step, not in every forward pass"
     )
     """Replace router logits by random ones plus a random bias per expert of this standard deviation, to measure speed
     with unbalanced experts; negative: the bias is drawn once per layer."""
-    moe_enable_routing_replay: bool = flag(
-        False, status="not yet", harmless=True, note="routing is computed in every forward pass"
-    )
+    moe_enable_routing_replay: bool = not_yet(False, "routing is computed in every forward pass", harmless=True)
     """Record and replay routing decisions."""
 
     moe_router_load_balancing_type: tuple[
@@ -50,10 +48,9 @@ class MoEFlags:
             "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "expert_choice", "none"
         ],
         ...,
-    ] = flag(
+    ] = close(
         ("aux_loss",),
-        status="close",
-        note="expert_choice is an addition; global_aux_loss is independent of the number of data-parallel ranks, while "
+        "expert_choice is an addition; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
     )
     """Load balancing: an auxiliary loss per microbatch, per sequence or per global batch (several may be given), or
@@ -62,7 +59,7 @@ class MoEFlags:
     """Coefficient of each balancing loss, in the order of the types."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
     """Coefficient of the router z-loss, which keeps logits small."""
-    moe_router_enable_expert_bias: bool = flag(False, status="close", note="not updated in a skipped step")
+    moe_router_enable_expert_bias: bool = close(False, "not updated in a skipped step")
     """Add a bias per expert to the scores used for selection and update it once per global batch to balance the
     load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
@@ -77,53 +74,54 @@ class MoEFlags:
     """Tokens dropped when an expert exceeds its capacity: those with the lowest probability or the last ones."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
-    moe_expert_rank_capacity_factor: float | None = flag(
-        None, status="close", least=0, note="read by the flex dispatcher; more rows repeat the step, none is dropped"
+    moe_expert_rank_capacity_factor: float | None = close(
+        None, "read by the flex dispatcher; a step with more rows ends the run, no row is dropped", least=0
     )
-    """Maximum number of expert rows per rank as a multiple of the even share, which sizes buffers. Not set: the maximum
-    that no routing exceeds."""
+    """Maximum number of expert rows per rank as a multiple of the even share, which sizes the buffers. Not set: the
+    maximum over all routings."""
 
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
-    moe_expert_wgrad_interval: int = flag(1, least=1, status="ours")
+    moe_expert_wgrad_interval: int = ours(1, least=1)
     """Compute expert weight gradients once per this many microbatches in one GEMM: the gradient buffer is read and
     written once, while the inputs of the earlier microbatches stay in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Total hidden size of the shared experts. Not set or 0: no shared experts."""
     moe_shared_expert_gate: bool = flag(False)
     """Gate the shared experts with a sigmoid per token."""
-    moe_shared_expert_overlap: bool = flag(False, status="close", note="available with every dispatcher")
+    moe_shared_expert_overlap: bool = close(False, "available with every dispatcher")
     """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)
     """Latent size of routed experts: tokens are projected to it before and back after the experts."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
-    moe_memory_efficient_permutation: bool = flag(True, status="ours", note="always on in Megatron-LM")
+    moe_memory_efficient_permutation: bool = ours(True, "always on in Megatron-LM")
     """Apply routing probabilities before the second expert GEMM, so that expert outputs are not saved for backward.
     Off: apply them after it, as in the standard unpermutation, for comparison."""
-    moe_use_upcycling: bool = flag(
-        False, status="close", note="the scaling is applied to the second matrix only (docs/moe.md)"
-    )
+    moe_use_upcycling: bool = close(False, "the scaling is applied to the second matrix only (docs/moe.md)")
     """Convert the dense checkpoint of `--load` into experts and continue training."""
     moe_upcycling_granularity: int = flag(1, least=1)
     """Number of experts each dense MLP is split into."""
     moe_per_layer_logging: bool = flag(False)
     """Log balancing losses per layer."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", status="close", note="if one rank holds all experts, every type is the same local permutation"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = close(
+        "allgather",
+        "if one rank holds all experts, every type is the same local permutation; flex works within one host",
     )
     """Token dispatcher between expert-parallel ranks: all-gather of all tokens, all-to-all to the ranks of the selected
-    experts, or (flex) pushes over NVLink that send each token once to every rank, within one host."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = flag(
-        "deepep", status="close", harmless=True, note="every name selects this program's pushes over NVLink"
+    experts, or flex, which sends each token once to every rank that holds one of its experts."""
+    moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
+        "symmetric",
+        "the default writes to symmetric memory; it also replaces deepep where deep_ep is not installed, and hybridep "
+        "and ncclep",
     )
-    """Library of the flex dispatcher."""
+    """Transport of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
-    """Multiprocessors of a push of the flex dispatcher. Not set: all."""
-    moe_n_hash_layers: int = flag(0, status="not yet", note="every MoE layer has a learned router")
+    """Streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
+    moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
     """Number of first layers whose tokens are routed by hash."""
-    moe_routing_trace_path: str | None = flag(
-        None, status="not yet", harmless=True, note="expert loads are logged, routing decisions are not"
+    moe_routing_trace_path: str | None = not_yet(
+        None, "expert loads are logged, routing decisions are not", harmless=True
     )
     """Folder for the routing decisions of every step."""

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import REQUIRED, flag
+from arguments.flag import REQUIRED, flag, not_yet, ours
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """AdamW, learning rate and weight decay."""
 
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = flag(
-        "adam", status="not yet", note="use adam"
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = not_yet(
+        "adam", "use adam"
     )
     """Optimizer; adam uses decoupled weight decay (AdamW)."""
     adam_beta1: float = flag(0.9, least=0, below=1)
@@ -32,7 +32,7 @@ class OptimizerFlags:
     """Weight decay schedule."""
     apply_wd_to_qk_layernorm: bool = flag(False)
     """Apply weight decay to query and key norms too."""
-    overlap_optimizer_step: bool = flag(False, status="ours")
+    overlap_optimizer_step: bool = ours(False)
     """Overlap the optimizer step of each layer with the next forward pass; results are bitwise identical."""
 
     lr: float = flag(REQUIRED, least=0, essential=True)

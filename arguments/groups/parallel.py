@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, not_yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,12 @@ class ParallelFlags:
     distributed_timeout_minutes: int = flag(10, least=1)
     """Collective timeout in minutes."""
 
-    overlap_moe_expert_parallel_comm: bool = flag(
-        False, status="close", note="any precision; results do not change; no effect on one expert-parallel rank"
+    overlap_moe_expert_parallel_comm: bool = close(
+        False, "any precision; results do not change; no effect on one expert-parallel rank"
     )
     """Overlap expert-parallel communication with computation of another microbatch."""
-    delay_wgrad_compute: bool = flag(
-        False,
-        status="close",
-        note="needs no other flag: a stage sends the gradient of its input before it computes weight gradients",
+    delay_wgrad_compute: bool = close(
+        False, "needs no other flag: a stage sends the gradient of its input before it computes weight gradients"
     )
     """Compute weight gradients after input gradients."""
 
@@ -47,12 +45,12 @@ class ParallelFlags:
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = flag(False)
     """Overlap the parameter all-gather with the forward pass."""
-    ddp_num_buckets: int | None = flag(
-        None, least=1, status="close", note="approximate: parameters with different settings never share a bucket"
+    ddp_num_buckets: int | None = close(
+        None, "approximate: parameters with different settings never share a bucket", least=1
     )
     """Number of gradient buckets per rank."""
-    ddp_bucket_size: int | None = flag(
-        None, least=1, status="close", note="applies to all pipeline stages, with and without --overlap-grad-reduce"
+    ddp_bucket_size: int | None = close(
+        None, "applies to all pipeline stages, with and without --overlap-grad-reduce", least=1
     )
     """Elements per gradient bucket. Not set: 40 million, or 1 million per rank if that is larger."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
@@ -62,15 +60,14 @@ class ParallelFlags:
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
     """Communicate bf16 gradients but accumulate them in fp32."""
 
-    use_megatron_fsdp: bool = flag(False, status="not yet", note="use --use-distributed-optimizer")
+    use_megatron_fsdp: bool = not_yet(False, "use --use-distributed-optimizer")
     """Shard parameters over data-parallel ranks (Megatron FSDP)."""
-    use_torch_fsdp2: bool = flag(False, status="not yet", note="use --use-distributed-optimizer")
+    use_torch_fsdp2: bool = not_yet(False, "use --use-distributed-optimizer")
     """Shard parameters over data-parallel ranks (torch FSDP2)."""
-    hybrid_context_parallel: bool = flag(
+    hybrid_context_parallel: bool = close(
         False,
+        "within the context-parallel group, one degree per microbatch; smaller groups divide its sequences",
         names=("--dynamic-context-parallel",),
-        status="close",
-        note="within the context-parallel group, one degree per microbatch; smaller groups divide its sequences",
     )
     """Use only as many context-parallel ranks for a microbatch as its longest document needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
@@ -85,8 +82,8 @@ class PipelineFlags:
 
     pipeline_model_parallel_size: int = flag(1, least=1)
     """Pipeline-parallel size: ranks that divide the layers."""
-    pipeline_model_parallel_layout: str | None = flag(
-        None, status="close", note="`auto` is an addition: it computes a layout that balances FLOPs"
+    pipeline_model_parallel_layout: str | None = close(
+        None, "`auto` is an addition: it computes a layout that balances FLOPs"
     )
     """Layers of each stage, written as in Et*3|(tt|)*29m|L, or `auto`."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, least=1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, not_yet, ours, refused
 
 _FP8 = "applies to --fp8-format, which is not available yet"
 _FP4 = "applies to --fp4-format, which is not available yet"
@@ -16,62 +16,56 @@ class PrecisionFlags:
 
     bf16: bool = flag(False, essential=True)
     """Parameters and activations in bf16, master weights and gradients in fp32. Default: everything in fp32."""
-    fp64: bool = flag(False, status="ours")
+    fp64: bool = ours(False)
     """Everything in fp64, for equality proofs."""
-    fp16: bool = flag(False, status="refused", note="loss scaling is not implemented; use --bf16")
+    fp16: bool = refused(False, "loss scaling is not implemented; use --bf16")
     """Parameters and activations in fp16."""
     deterministic_mode: bool = flag(False)
     """Make runs of the same command bitwise reproducible."""
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, status="close", note="always on, unless --grad-reduce-in-bf16 or --main-grads-dtype bf16 is given"
+    accumulate_allreduce_grads_in_fp32: bool = close(
+        False, "always on, unless --grad-reduce-in-bf16 or --main-grads-dtype bf16 is given"
     )
     """Accumulate and reduce gradients in fp32."""
     grad_reduce_in_bf16: bool = flag(False)
     """Accumulate and reduce gradients in bf16."""
-    fp16_lm_cross_entropy: bool = flag(
-        False, status="refused", note="the loss is always computed in fp32; leave the flag out"
-    )
+    fp16_lm_cross_entropy: bool = refused(False, "the loss is always computed in fp32; leave the flag out")
     """Compute the loss in fp16."""
 
-    fp8_format: Literal["e4m3", "hybrid"] | None = flag(None, status="not yet", note="use --bf16")
+    fp8_format: Literal["e4m3", "hybrid"] | None = not_yet(None, "use --bf16")
     """Use FP8 GEMMs of this format."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
-        "delayed", status="close", note=_FP8
-    )
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = close("delayed", _FP8)
     """FP8 scaling recipe."""
-    fp8_param_gather: bool = flag(False, status="close", note=_FP8)
+    fp8_param_gather: bool = close(False, _FP8)
     """Store and all-gather weights in FP8."""
-    fp4_format: Literal["e2m1"] | None = flag(None, status="not yet", note="use --bf16")
+    fp4_format: Literal["e2m1"] | None = not_yet(None, "use --bf16")
     """Use FP4 GEMMs of this format."""
-    fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", status="close", note=_FP4)
+    fp4_recipe: Literal["nvfp4", "custom"] = close("nvfp4", _FP4)
     """FP4 scaling recipe."""
-    fp4_param_gather: bool = flag(False, status="close", note=_FP4)
+    fp4_param_gather: bool = close(False, _FP4)
     """Store and all-gather weights in FP4."""
 
-    use_precision_aware_optimizer: bool = flag(
-        False, status="close", note="with or without --use-distributed-optimizer; see docs/optimizer-memory.md"
+    use_precision_aware_optimizer: bool = close(
+        False, "with or without --use-distributed-optimizer; see docs/optimizer-memory.md"
     )
     """Store optimizer state in configurable dtypes, and master weights of bf16 parameters as 16-bit remainders."""
     main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32")
     """Dtype of gradients in the optimizer."""
-    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", status="close", note=_BLOCKS)
+    main_params_dtype: Literal["fp32", "fp16"] = close("fp32", _BLOCKS)
     """Dtype of master weights."""
-    store_param_remainders: bool = flag(True, status="ours")
+    store_param_remainders: bool = ours(True)
     """With --use-precision-aware-optimizer, bf16 parameters and fp32 master weights: store only the 16 bits of a master
     weight that its bf16 parameter lacks. Results do not change."""
-    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
-        "fp32", status="close", note=f"{_BLOCKS}; fp8 uses stochastic rounding"
-    )
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close("fp32", f"{_BLOCKS}; fp8 uses stochastic rounding")
     """Dtype of Adam's first moment."""
-    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
-        "fp32", status="close", note=f"{_BLOCKS} and store the square root; fp8 uses stochastic rounding"
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close(
+        "fp32", f"{_BLOCKS} and store the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
-    fp8_output_proj: bool = flag(False, status="not yet", note="the output layer uses the dtype of the parameters")
+    fp8_output_proj: bool = not_yet(False, "the output layer uses the dtype of the parameters")
     """Compute the output layer in FP8."""
-    te_precision_config_file: str | None = flag(None, status="not yet", note="all modules use the same format")
+    te_precision_config_file: str | None = not_yet(None, "all modules use the same format")
     """File with number formats per module."""
-    output_logit_dtype: Literal["bf16", "fp32"] | None = flag(
-        None, status="not yet", note="logits have the dtype of the parameters; the loss is computed in fp32"
+    output_logit_dtype: Literal["bf16", "fp32"] | None = not_yet(
+        None, "logits have the dtype of the parameters; the loss is computed in fp32"
     )
     """Dtype of the logits."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag import flag
+from arguments.flag import close, flag, ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,58 +13,50 @@ class ResilienceFlags:
     check_for_nan_in_loss_and_grad: bool = flag(True)
     """Check losses and gradients for non-finite values; `--on-nonfinite` selects the action. Weights are never updated
     with them."""
-    on_nonfinite: Literal["stop", "skip"] = flag("stop", status="ours")
+    on_nonfinite: Literal["stop", "skip"] = ours("stop")
     """Action on a non-finite loss or gradient: stop with a report of its origin, or skip the step."""
-    max_skipped_iterations: int = flag(3, least=1, status="ours")
+    max_skipped_iterations: int = ours(3, least=1)
     """Consecutive iterations skipped by `--on-nonfinite skip` after which the run ends."""
-    check_for_spiky_loss: bool = flag(False, status="close", note="--on-spike selects the action")
+    check_for_spiky_loss: bool = close(False, "--on-spike selects the action")
     """Report a loss above ten times the maximum of the last 100 iterations."""
-    check_for_large_grads: bool = flag(
-        False, status="close", note="uses the global norm; --on-spike selects the action"
-    )
+    check_for_large_grads: bool = close(False, "uses the global norm; --on-spike selects the action")
     """Report a gradient norm above ten times the maximum of the last 100 iterations."""
-    on_spike: Literal["report", "skip", "stop"] = flag("report", status="ours")
+    on_spike: Literal["report", "skip", "stop"] = ours("report")
     """Action on a loss reported by `--check-for-spiky-loss` or a norm reported by `--check-for-large-grads`: report
     only, skip the step, or stop."""
-    check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, least=1, status="close", note="includes expert weights; a mismatch ends the run with code 12"
+    check_weight_hash_across_dp_replicas_interval: int | None = close(
+        None, "includes expert weights; a mismatch ends the run with code 12", least=1
     )
     """Iterations between comparisons of the weights of data-parallel replicas."""
-    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = close(
         "validate_results",
-        status="close",
-        note="exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next start reproduces the "
-        "failure",
+        "exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next start reproduces the failure",
     )
     """Recompute a step that would end the run, to detect hardware faults (validate_results); recompute every step, for
     statistics (report_stats); or never (disabled)."""
-    exit_signal_handler: bool = flag(
-        False, status="close", note="always handles SIGTERM, SIGINT and SIGUSR1; exit code 75"
-    )
+    exit_signal_handler: bool = close(False, "always handles SIGTERM, SIGINT and SIGUSR1; exit code 75")
     """Save and exit on a signal, all ranks after the same iteration; a second signal exits immediately."""
-    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = flag(
-        "SIGTERM", status="close", note="added to the signals that are always handled"
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = close(
+        "SIGTERM", "added to the signals that are always handled"
     )
     """Additional signal for `--exit-signal-handler`."""
-    start_deadline: int = flag(3600, least=0, status="ours")
+    start_deadline: int = ours(3600, least=0)
     """Timeout in seconds for the start of the first step. On a timeout all stacks are written and the run exits with
     code 10; 0: no timeout."""
-    step_deadline: int = flag(600, least=0, status="ours")
+    step_deadline: int = ours(600, least=0)
     """Timeout in seconds of a step, and of each step of an evaluation."""
-    save_deadline: int = flag(3600, least=0, status="ours")
+    save_deadline: int = ours(3600, least=0)
     """Timeout in seconds of saving a checkpoint."""
-    exit_deadline: int = flag(600, least=0, status="ours")
+    exit_deadline: int = ours(600, least=0)
     """Timeout in seconds of the shutdown after training."""
-    distributed_timeout_seconds_after_init: int | None = flag(
-        None, least=1, status="close", note="applies from the second step"
-    )
+    distributed_timeout_seconds_after_init: int | None = close(None, "applies from the second step", least=1)
     """Collective timeout in seconds after the first iteration; replaces --distributed-timeout-minutes."""
-    debug_collectives: bool = flag(False, status="ours")
+    debug_collectives: bool = ours(False)
     """Compare kind, sizes, dtypes and order of each collective across ranks before it starts; on a mismatch the run
     ends and each rank reports its call. Slow, for debugging."""
-    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
-        "transient_error", status="close", note="see --inject; the last two both persist when the step is recomputed"
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = close(
+        "transient_error", "see --inject; the last two both persist when the step is recomputed"
     )
     """Kind of fault for `--error-injection-rate`."""
-    inject: tuple[str, ...] = flag((), status="ours")
+    inject: tuple[str, ...] = ours(())
     """Faults to inject in tests, as kind@rank:iteration[:phase]. Requires MEGATRON_MOE_ALLOW_FAULTS=1."""

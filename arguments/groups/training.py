@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from arguments.flag import REQUIRED, flag
+from arguments.flag import REQUIRED, close, flag, not_yet, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,9 @@ class TrainingFlags:
     """Sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
-    step_batch_size_schedule: str | None = flag(None, status="not yet", note="use --rampup-batch-size")
+    step_batch_size_schedule: str | None = not_yet(None, "use --rampup-batch-size")
     """Global batch sizes at thresholds of consumed samples."""
-    decrease_batch_size_if_needed: bool = flag(False, status="not yet", note="choose a divisible batch size")
+    decrease_batch_size_if_needed: bool = not_yet(False, "choose a divisible batch size")
     """Round down a batch size that is not divisible by the number of ranks."""
     train_iters: int | None = flag(None, least=1, essential=True)
     """Number of training iterations."""
@@ -25,7 +25,7 @@ class TrainingFlags:
     """Number of training samples; replaces `--train-iters`."""
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: none during training."""
-    eval_iters: int | None = flag(None, least=0, status="close", note="Megatron-LM's default is 100 on mock data too")
+    eval_iters: int | None = close(None, "Megatron-LM's default is 100 on mock data too", least=0)
     """Batches per evaluation. Not set: 100; on mock data at most the number of training iterations."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
@@ -33,13 +33,9 @@ class TrainingFlags:
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: int | None = flag(None, least=1)
     """Save and exit after this many minutes."""
-    seed: int = flag(
-        1234, least=0, below=2**32, status="close", note="same data order, different initial weights and dropout masks"
-    )
+    seed: int = close(1234, "same data order, different initial weights and dropout masks", least=0, below=2**32)
     """Random seed."""
-    data_parallel_random_init: bool = flag(
-        False, status="refused", note="data-parallel replicas always start with identical weights"
-    )
+    data_parallel_random_init: bool = refused(False, "data-parallel replicas always start with identical weights")
     """Initialize weights differently on each data-parallel rank."""
     manual_gc: bool = flag(False)
     """Disable automatic garbage collection and collect at fixed intervals."""
@@ -47,10 +43,7 @@ class TrainingFlags:
     """Iterations between manual garbage collections."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
     """Collect garbage before and after evaluations."""
-    iterations_to_skip: tuple[int, ...] = flag(
-        (),
-        least=1,
-        status="close",
-        note="iterations are numbered as in the log; Megatron-LM's numbers are smaller by one",
+    iterations_to_skip: tuple[int, ...] = close(
+        (), "iterations are numbered as in the log; Megatron-LM's numbers are smaller by one", least=1
     )
     """Iterations, counted from 1, whose samples are skipped without a training step."""

@@ -18,7 +18,7 @@ class SelectedLayers:
 
 
 @dataclass
-class _Stage:
+class _ProxyStage:
     """Stage of the proxy."""
 
     index: int
@@ -47,7 +47,7 @@ def select_layers(
     last = len(layout.stages) - 1
     mtp_stage = next((index for index, stage in enumerate(layout.stages) if stage.num_mtp), last)
     indices = _select_stages(kinds, layout, num_stages, mtp_stage if pp > 2 else last)
-    stages = [_Stage(index) for index in indices]
+    stages = [_ProxyStage(index) for index in indices]
     for stage, following in zip(stages, [*indices[1:], last + 1], strict=True):
         stage.candidates = [layer for each in layout.stages[stage.index : following] for layer in each.layers]
         layers = layout.stages[stage.index].layers if num_stages > 1 else stage.candidates
@@ -78,7 +78,7 @@ def _select_stages(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages
     return sorted(selected)
 
 
-def _add_missing_kinds(stages: Sequence[_Stage], kinds: Sequence[Hashable]) -> None:
+def _add_missing_kinds(stages: Sequence[_ProxyStage], kinds: Sequence[Hashable]) -> None:
     seen = {kinds[layer] for stage in stages for layer in stage.layers}
     for stage in stages:
         for layer in stage.candidates:
@@ -87,7 +87,7 @@ def _add_missing_kinds(stages: Sequence[_Stage], kinds: Sequence[Hashable]) -> N
                 stage.layers = sorted([*stage.layers, layer])
 
 
-def _add_layers(stages: Sequence[_Stage], min_layers: int) -> None:
+def _add_layers(stages: Sequence[_ProxyStage], min_layers: int) -> None:
     """Adds the next candidate of each stage in turn until there are `min_layers` layers or no candidates."""
     missing = min_layers - sum(len(stage.layers) for stage in stages)
     while missing > 0:

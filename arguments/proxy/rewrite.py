@@ -8,11 +8,10 @@ from typing import Any
 
 from arguments import derive
 from arguments.checks.run import FULL_SIZE_RULES, broken_rules
-from arguments.errors import FlagErrors, Problem
+from arguments.errors import FlagErrors
 from arguments.parser import Setting, Settings
 from arguments.proxy.fold import FoldRequest, Sizes, fold
 from arguments.proxy.layers import select_layers
-from arguments.values import words_of
 from megatron_moe.config.parallel import Launch
 from megatron_moe.parallel.grid import FoldError
 
@@ -78,8 +77,8 @@ class Draft:
         if name in self.pinned or old == value:
             return
         self.settings.values[name] = Setting(value, "proxy")
-        option = self.settings.registry.flags[name].option
-        self.notes.append(f"proxy: {option} {self._text(name, old)} -> {self._text(name, value)} ({reason})")
+        flag = self.settings.registry.flags[name]
+        self.notes.append(f"proxy: {flag.option} {flag.text(old)} -> {flag.text(value)} ({reason})")
 
     def lower(self, name: str, limit: int, reason: str) -> None:
         """Replaces a number that is set and exceeds `limit`."""
@@ -90,12 +89,6 @@ class Draft:
         """Replaces values by their defaults."""
         for name in names:
             self.put(name, self.settings.registry.flags[name].default, reason)
-
-    def _text(self, name: str, value: object) -> str:
-        flag = self.settings.registry.flags[name]
-        if flag.is_switch:
-            return "on" if value else "off"
-        return "not set" if value is None or value == () else " ".join(words_of(flag.type, value))
 
 
 def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -> tuple[Settings, list[str]]:
@@ -118,7 +111,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
     try:
         sizes = fold(fold_request(draft.settings, pinned), num_ranks)
     except FoldError as error:
-        raise FlagErrors([Problem(what=str(error), remedy="fix fewer sizes, or use another number of ranks")]) from None
+        raise FlagErrors.of(str(error), "fix fewer sizes, or use another number of ranks") from None
     _reduce_layers(draft, sizes)
     _reduce_heads(draft, sizes)
     _reduce_widths(draft, sizes)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
@@ -78,7 +78,7 @@ class Bench:
         mesh = init_device_mesh("cpu", (num_ranks,))
         self.theirs = {key: DTensor.from_local(data, mesh, [Shard(0)]) for key, data in self.local.items()}
         shape, offset = (rows * num_ranks, COLUMNS), (rows * rank, 0)
-        self.ours = {key: SavedTensor(shape, (TensorBox(offset, data),)) for key, data in self.local.items()}
+        self.ours = {key: TensorShard(shape, (TensorBox(offset, data),)) for key, data in self.local.items()}
         self.saver = CheckpointSaver(folder / "ours", self.context, say=lambda line: None)
         self.number = 0
         # their thread takes part in collectives, which must not meet the main thread's

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 
 _ALIGN_BYTES = 64
 
@@ -83,13 +83,13 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
-    def copy(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    def copy(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """Copies the tensors to host memory. The originals may be modified once it returns."""
         sources = [box.values() for tensor in tensors.values() for box in tensor.boxes]
         self._reserve(sum(map(_aligned_bytes, sources)), pinned=any(source.is_cuda for source in sources))
         copies = iter(self._copy_all(sources))
         copied = {
-            key: SavedTensor(tensor.shape, tuple(TensorBox(box.offset, next(copies)) for box in tensor.boxes))
+            key: TensorShard(tensor.shape, tuple(TensorBox(box.offset, next(copies)) for box in tensor.boxes))
             for key, tensor in tensors.items()
         }
         if self._pinned:

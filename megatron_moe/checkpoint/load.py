@@ -27,7 +27,7 @@ from megatron_moe.checkpoint.manifest import (
 )
 from megatron_moe.checkpoint.tensor_shards import (
     CheckpointReader,
-    SavedTensor,
+    TensorShard,
     digest,
     dtype_name,
     fill,
@@ -97,7 +97,7 @@ def find(
 
 def load(
     source: CheckpointSource,
-    tensors: Mapping[str, SavedTensor],
+    tensors: Mapping[str, TensorShard],
     context: ParallelContext,
     *,
     say: Callable[[str], None] = print,
@@ -250,7 +250,7 @@ def _report_stale_tracker(folder: Path, found: Sequence[Candidate], say: Callabl
 
 def _attempt(
     candidate: Candidate,
-    wanted: Mapping[str, SavedTensor],
+    wanted: Mapping[str, TensorShard],
     known: Set[bytes],
     check_state: CheckState | None,
     *,
@@ -289,13 +289,13 @@ def _attempt(
     return LoadedCheckpoint(candidate.path, candidate.iteration, state)
 
 
-def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, SavedTensor]) -> None:
+def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard]) -> None:
     reader = CheckpointReader(path, manifest)
     for key, target in wanted.items():
         fill(target, manifest.tensors[key], partial(reader.piece, key))
 
 
-def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[str]:
+def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[str]:
     """Files with any wanted piece, and all text files."""
     wanted_pieces = (
         piece for key, target in wanted.items() for piece in manifest.tensors[key].pieces if overlaps(target, piece)
@@ -305,7 +305,7 @@ def _used_files(wanted: Mapping[str, SavedTensor], manifest: Manifest) -> list[s
     return [name for name in manifest.files if name in used or name not in stored]
 
 
-def mismatches(wanted: Mapping[str, SavedTensor], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
+def mismatches(wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
     """Lists all differences in keys, shapes and dtypes between this run and the checkpoint."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]

@@ -42,7 +42,7 @@ from megatron_moe.checkpoint.manifest import (
 )
 from megatron_moe.checkpoint.storage import Storage
 from megatron_moe.checkpoint.tensor_shards import (
-    SavedTensor,
+    TensorShard,
     digest,
     in_parts,
     is_weight,
@@ -84,13 +84,8 @@ class _WriteResult:
     seconds: float = 0.0
 
 
-@dataclass
-class _CommitResult:
-    """Outcome of the commit on the first rank; empty on the others."""
-
-    error: str | None = None
-    messages: list[str] = field(default_factory=list)
-    """Warnings for the log."""
+_CommitResult = tuple[str | None, list[str]]
+"""(error, warnings for the log) of the commit."""
 
 
 @dataclass
@@ -100,7 +95,7 @@ class _PendingSave:
     iteration: int
     final: Path
     temporary: Path
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, TensorShard]
     """Boxes that this rank writes."""
     texts: Mapping[str, str]
     plans: Sequence[_RankPlan]
@@ -210,7 +205,7 @@ class CheckpointSaver:
             wait([save.writing], _CLOSE_TIMEOUT_S)
         if save is not None and save.committing is not None and self._context.is_first:
             done = save.committing.exception() is None  # waits for the commit, which is short
-            committed = save.iteration if done and save.committing.result().error is None else None
+            committed = save.iteration if done and save.committing.result()[0] is None else None
         if save is None or save.idle:
             self._buffer.release()
         if self._lock is not None:
@@ -221,7 +216,7 @@ class CheckpointSaver:
     def save(
         self,
         iteration: int,
-        tensors: Mapping[str, SavedTensor],
+        tensors: Mapping[str, TensorShard],
         train_state: Mapping[str, Any],
         *,
         texts: Mapping[str, str] | None = None,
@@ -239,7 +234,7 @@ class CheckpointSaver:
     def start(
         self,
         iteration: int,
-        tensors: Mapping[str, SavedTensor],
+        tensors: Mapping[str, TensorShard],
         train_state: Mapping[str, Any],
         *,
         texts: Mapping[str, str] | None = None,
@@ -320,13 +315,15 @@ class CheckpointSaver:
             errors = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error is not None]
             if errors:
                 return self._finish(save, errors[0])
-            commit = partial(self._commit, save, results) if self._context.is_first else _CommitResult
-            save.committing = submit(commit, in_thread=save.in_thread)
+            if self._context.is_first:
+                save.committing = submit(partial(self._commit, save, results), in_thread=save.in_thread)
+            else:
+                save.committing = submit(lambda: (None, []), in_thread=False)
             return None
-        committed = save.committing.result()
-        for message in committed.messages:
+        error, messages = save.committing.result()
+        for message in messages:
             self._say(message)
-        (error, *_) = self._gather(committed.error)
+        (error, *_) = self._gather(error)
         return self._finish(save, error)
 
     def _finish(self, save: _PendingSave, error: str | None) -> SavedCheckpoint:
@@ -361,14 +358,14 @@ class CheckpointSaver:
                 f"--save folder, or use --no-save-optim to save weights only"
             )
 
-    def _deduplicate(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """Selects the boxes that no lower rank holds, which are those that this rank writes."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
         each = iter(digests)
         kept = {
-            key: SavedTensor(tensor.shape, tuple(box for box in tensor.boxes if next(each) not in lower))
+            key: TensorShard(tensor.shape, tuple(box for box in tensor.boxes if next(each) not in lower))
             for key, tensor in tensors.items()
         }
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
@@ -412,20 +409,19 @@ class CheckpointSaver:
         files = {name: entry for part in written for name, entry in part.files.items()}
         manifest = Manifest(save.iteration, WRITER, ranks, files, merged([part.tensors for part in written]))
         content = encode(manifest)
-        result = _CommitResult()
+        messages: list[str] = []
         try:
             decode(content)  # the boxes of all ranks cover every tensor exactly once
             self._storage.write_file(save.temporary / MANIFEST, [content])
             self._storage.sync_dir(save.temporary)
-            self._rename(save, result.messages)
+            self._rename(save, messages)
             self._storage.sync_dir(self.folder)
         except OSError as error:
-            result.error = self._describe(error, 0)
+            return self._describe(error, 0), messages
         except CorruptCheckpoint as problem:
-            result.error = str(problem)
-        else:
-            self._update_folder(Candidate(save.final, save.iteration), result.messages)
-        return result
+            return str(problem), messages
+        self._update_folder(Candidate(save.final, save.iteration), messages)
+        return None, messages
 
     def _rename(self, save: _PendingSave, messages: list[str]) -> None:
         """Renames the temporary folder to its final name, restoring a checkpoint of that name on failure."""
@@ -483,7 +479,7 @@ def _file_names(prefix: str, plans: Sequence[_RankPlan], rank: int) -> list[str]
     return [f"{prefix}-{first + number:05d}-of-{total:05d}.safetensors" for number in range(num_files[rank])]
 
 
-def _file_parts(tensors: Mapping[str, SavedTensor]) -> dict[str, list[dict[str, SavedTensor]]]:
+def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, TensorShard]]]:
     """Partitions a rank's tensors over its files, by file prefix."""
     weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in weights}

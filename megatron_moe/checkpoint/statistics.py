@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.manifest import TORCH_DTYPES, CorruptCheckpoint, NewerFormat, TensorPiece
-from megatron_moe.checkpoint.tensor_shards import CheckpointReader, SavedTensor, TensorBox, fill, float64_chunks
+from megatron_moe.checkpoint.tensor_shards import CheckpointReader, TensorBox, TensorShard, fill, float64_chunks
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 
@@ -31,7 +31,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Difference of one tensor between two checkpoints."""
 
     key: str
@@ -76,15 +76,15 @@ class OpenCheckpoint:
                     largest = max(largest, float(values.abs().max()))
         return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
-    def difference(self, key: str, other: "OpenCheckpoint") -> Difference | None:
+    def difference(self, key: str, other: "OpenCheckpoint") -> TensorDifference | None:
         """Compares a tensor with that of another checkpoint, split in any way; None if equal (NaN equals NaN)."""
         a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
         if a is None or b is None:
-            return Difference(key, f"missing in {self.path if a is None else other.path}")
+            return TensorDifference(key, f"missing in {self.path if a is None else other.path}")
         if a.shape != b.shape:
-            return Difference(key, f"shape {list(a.shape)} and {list(b.shape)}")
+            return TensorDifference(key, f"shape {list(a.shape)} and {list(b.shape)}")
         if a.dtype != b.dtype:
-            return Difference(key, f"type {a.dtype} and {b.dtype}")
+            return TensorDifference(key, f"type {a.dtype} and {b.dtype}")
         largest, squares, base, equal = 0.0, 0.0, 0.0, True
         for piece in a.pieces:
             values, other_values = self._read(key, piece), other._read_box(key, piece)
@@ -96,7 +96,7 @@ class OpenCheckpoint:
                 squares, base = squares + float(error.square().sum()), base + float(x.square().sum())
         if equal:
             return None
-        return Difference(key, "values", largest, math.sqrt(squares / base) if base else math.inf)
+        return TensorDifference(key, "values", largest, math.sqrt(squares / base) if base else math.inf)
 
     def _read(self, key: str, piece: TensorPiece) -> Tensor:
         with self._reporting():
@@ -110,7 +110,7 @@ class OpenCheckpoint:
         if same is not None:
             return self._read(key, same)
         data = torch.empty(box.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(SavedTensor(entry.shape, (TensorBox(box.offset, data),)), entry, lambda piece, _: self._read(key, piece))
+        fill(TensorShard(entry.shape, (TensorBox(box.offset, data),)), entry, lambda piece, _: self._read(key, piece))
         return data
 
     @contextmanager

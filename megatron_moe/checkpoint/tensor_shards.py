@@ -72,7 +72,7 @@ class PendingBox(TensorBox):
 
 
 @dataclass(frozen=True)
-class SavedTensor:
+class TensorShard:
     """This rank's shard of one checkpoint tensor."""
 
     shape: tuple[int, ...]
@@ -80,14 +80,14 @@ class SavedTensor:
     boxes: tuple[TensorBox, ...]
 
     @classmethod
-    def whole(cls, data: Tensor) -> "SavedTensor":
+    def whole(cls, data: Tensor) -> "TensorShard":
         """Builds an unsharded tensor."""
         return cls(tuple(data.shape), (TensorBox((0,) * data.dim(), data),))
 
     @classmethod
     def part(
         cls, shape: tuple[int, ...], boxes: Sequence[param_meta.ParamBox], dim: int, flat: Tensor, start: int = 0
-    ) -> "SavedTensor":
+    ) -> "TensorShard":
         """Builds a shard from a flat range of the local tensor, such as a distributed optimizer owns.
 
         Args:
@@ -149,7 +149,7 @@ def _placed(
         before += box.size[dim]
 
 
-def in_parts(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]:
+def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
     """Partitions the tensors by bytes over I/O threads.
 
     A single part if there are few bytes or any `PendingBox`, which needs memory when written; none without tensors.
@@ -157,7 +157,7 @@ def in_parts(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):
         return [dict(tensors)] if tensors else []
-    parts: list[dict[str, SavedTensor]] = [{} for _ in range(num_parts)]
+    parts: list[dict[str, TensorShard]] = [{} for _ in range(num_parts)]
     sizes = [0] * num_parts
     for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].num_bytes):
         smallest = sizes.index(min(sizes))
@@ -189,7 +189,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_tensors(
-    storage: Storage, path: Path, tensors: Mapping[str, SavedTensor], cancelled: Callable[[], bool] = lambda: False
+    storage: Storage, path: Path, tensors: Mapping[str, TensorShard], cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Writes a safetensors file, one box at a time in host memory.
 
@@ -229,7 +229,7 @@ def write_tensors(
     return {path.name: FileEntry(size=start, head=len(header), crc32=checksum(header))}, entries
 
 
-def _label(key: str, tensor: SavedTensor, box: TensorBox) -> str:
+def _label(key: str, tensor: TensorShard, box: TensorBox) -> str:
     """Name of a box in the safetensors header: an unsharded weight has its global name, for other readers."""
     name = key.removeprefix("model.")
     if tuple(box.data.shape) == tensor.shape:
@@ -343,7 +343,7 @@ class CheckpointReader:
             )
 
 
-def fill(target: SavedTensor, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:
+def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:
     """Fills the boxes of `target` from the overlapping pieces of a saved tensor, casting to their dtype.
 
     `read(piece, out)` returns the values of a piece. `out` is the destination if the piece can be read directly into
@@ -375,7 +375,7 @@ def _reads_directly(out: Tensor, shape: tuple[int, ...], dtype: str) -> bool:
     return same and out.device.type == "cpu" and out.is_contiguous()
 
 
-def overlaps(tensor: SavedTensor, piece: TensorPiece) -> bool:
+def overlaps(tensor: TensorShard, piece: TensorPiece) -> bool:
     """True if any box of the tensor shares an element with the piece."""
     return any(_intersection(box, piece) for box in tensor.boxes)
 
@@ -400,5 +400,5 @@ def float64_chunks(tensor: Tensor) -> Iterator[Tensor]:
         yield chunk.double()
 
 
-def total_bytes(tensors: Mapping[str, SavedTensor]) -> int:
+def total_bytes(tensors: Mapping[str, TensorShard]) -> int:
     return sum(tensor.num_bytes for tensor in tensors.values())

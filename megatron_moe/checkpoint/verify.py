@@ -70,11 +70,6 @@ def verify_checkpoint(
     return VerificationReport(path, manifest, tuple(dict.fromkeys(problems)), remarks, num_bytes)
 
 
-def verify(path: Path) -> list[str]:
-    """Lists all problems of a checkpoint; empty if every byte verifies."""
-    return list(verify_checkpoint(path).problems)
-
-
 def open_verified(path: Path) -> CheckpointReader:
     """Verifies a checkpoint and opens it for `CheckpointReader.mapped`.
 

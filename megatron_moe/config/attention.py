@@ -32,13 +32,13 @@ class RopeConfig:
     original_max_positions: int = 4096
     """llama3 and yarn only: context length before the extension."""
     low_freq_factor: float = 1.0
-    """llama3 only."""
+    """llama3 only: wavelengths above `original_max_positions` / `low_freq_factor` are scaled by `scaling_factor`."""
     high_freq_factor: float = 4.0
-    """llama3 only."""
+    """llama3 only: wavelengths below `original_max_positions` / `high_freq_factor` are unchanged."""
     beta_fast: float = 32.0
-    """yarn only."""
+    """yarn only: dims with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """yarn only."""
+    """yarn only: dims with fewer rotations than this over the original context are scaled by `scaling_factor`."""
     mscale: float = 1.0
     """yarn only."""
     mscale_all_dim: float = 0.0
@@ -69,15 +69,15 @@ class CoreAttentionConfig:
     softmax_scale: float
     causal: bool = True
     window: tuple[int, int] | None = None
-    """Visible tokens (left, right) of the query's position: (127, 0) is a causal window of 128 tokens; -1 is
-    unlimited. None: no sliding window."""
+    """Number of tokens that a query sees to the (left, right) of its own position: (127, 0) is a causal window of 128
+    tokens; -1 is unlimited. None: no sliding window."""
     sinks: bool = False
     """Adds one learned logit per head to the softmax denominator (`--softmax-type learnable`)."""
     off_by_one: bool = False
     """Adds a constant zero logit to the softmax denominator (`--softmax-type off-by-one`)."""
     dropout: float = 0.0
     context_exchange: ContextExchange = "p2p"
-    """Used with more than one context-parallel rank."""
+    """Exchange of keys and values, used only with several context-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class AttentionConfig:
 
     @property
     def kv_width(self) -> int:
-        """Width of k over all query groups; v has the same."""
+        """Width of k (equal to the width of v) over all query groups."""
         return self.num_query_groups * self.head_dim
 
     @property
@@ -147,8 +147,8 @@ class AttentionConfig:
         return groups % tp == 0 or tp % groups == 0 and 2 * self.kv_width % tp == 0
 
     def shard(self, tp: int) -> "AttentionConfig":
-        """The heads of one tensor-parallel rank, with at least one query group: ranks that share a group hold only a
-        part of its k and v projection."""
+        """Config of one tensor-parallel rank's heads, with at least one query group. Ranks that share a query group
+        each hold only a part of its k and v projection."""
         groups = max(self.num_query_groups // tp, 1)
         return replace(self, num_heads=self.num_heads // tp, num_query_groups=groups)
 
@@ -167,7 +167,7 @@ class MLAConfig:
     qk_head_dim: int
     """Channels of a q or k head without position embedding."""
     qk_rope_dim: int
-    """Rotated channels of a q head, and of the one k head that all heads share (`--qk-pos-emb-head-dim`)."""
+    """Rotated channels per q head, and of the single rotated k head that all heads share (`--qk-pos-emb-head-dim`)."""
     v_head_dim: int
     core: CoreAttentionConfig
     rope: RopeConfig
@@ -211,5 +211,5 @@ class MLAConfig:
         return query + self.hidden_size * down + self.kv_lora_rank * self.kv_up_width
 
     def shard(self, tp: int) -> "MLAConfig":
-        """The heads of one tensor-parallel rank."""
+        """Config of one tensor-parallel rank's heads."""
         return replace(self, num_heads=self.num_heads // tp)

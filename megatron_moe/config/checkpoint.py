@@ -15,7 +15,7 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint directory, or `hf:DIR` for a local Hugging Face folder."""
     pretrained_checkpoint: str | None = None
-    """Loaded like `load` with `finetune` if `load` has no checkpoint (`--pretrained-checkpoint`)."""
+    """Checkpoint whose weights are loaded, as with `finetune`, if `load` has none (`--pretrained-checkpoint`)."""
     ckpt_step: int | None = None
     """Iteration to load; None: the newest verified checkpoint."""
     finetune: bool = False
@@ -27,24 +27,24 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = False
     """Exits if `load` has no checkpoint."""
     override_ckpt_iteration: int | None = None
-    """Iteration assigned to a checkpoint from `load`; the run's own checkpoints keep theirs
+    """Replaces the iteration recorded in the checkpoint of `load`; no effect if the run resumes from `save`
     (`--override-ckpt-iteration`)."""
     fresh: bool = False
     """Starts at iteration 0 even if `save` has checkpoints."""
     keep_last_checkpoints: int | None = None
     """Number of newest checkpoints to keep (`--keep-last-checkpoints`); None: all."""
     save_retain_interval: int | None = None
-    """Also keeps checkpoints at multiples of this iteration (`--save-retain-interval`)."""
+    """Also keeps checkpoints whose iteration is a multiple of this (`--save-retain-interval`)."""
     keep_best_checkpoint: bool = False
     """Also keeps the checkpoint with the lowest validation loss (`--keep-best-checkpoint`)."""
     async_save: bool = False
-    """Writes checkpoints alongside training (`--async-save`)."""
+    """Writes checkpoints in the background while training continues (`--async-save`)."""
     max_save_failures: int = 3
-    """Consecutive failed saves that end the run (`--on-save-failure`)."""
+    """Number of consecutive failed saves after which the run ends (`--on-save-failure`)."""
     moe_use_upcycling: bool = False
     """Loads a dense checkpoint into an MoE model (`--moe-use-upcycling`)."""
     moe_upcycling_granularity: int = 1
-    """Experts that each dense MLP is divided into (`--moe-upcycling-granularity`)."""
+    """Number of experts into which each dense MLP is divided (`--moe-upcycling-granularity`)."""
     save_hf_interval: int | None = None
     """Iterations between exports as Hugging Face folders; None: no exports."""
     save_hf_config: Path | None = None

@@ -34,7 +34,7 @@ class TokenizerConfig:
     null_tokenizer_pad_id: int = -1
     """NullTokenizer: id of the padding token; -1: none."""
     vocab_size: int | None = None
-    """NullTokenizer: size of the vocabulary; TikTokenizer: upper limit of it. Other kinds read theirs from files."""
+    """NullTokenizer: vocabulary size; TikTokenizer: maximum vocabulary size. Others read the size from their files."""
     tiktoken_pattern: str | None = None
     """TikTokenizer: pre-tokenization pattern, v1 or v2; None: v2."""
     tiktoken_num_special_tokens: int = 1000
@@ -67,7 +67,7 @@ class DataConfig:
     seed: int = 1234
     tokenizer: TokenizerConfig
     vocab_size: int
-    """Vocabulary without padding: larger ids in the data are an error."""
+    """Vocabulary size without padding; token ids in the data that are not below it are an error."""
     eod_mask_loss: bool = False
     """Excludes end-of-document tokens from the loss."""
     reset_position_ids: bool = False
@@ -85,6 +85,6 @@ class DataConfig:
     full_validation: bool = False
     """An evaluation covers each validation dataset once, regardless of `LoopConfig.eval_iters`."""
     mid_level_dataset_surplus: float = 0.005
-    """Extra samples built per dataset of a weighted blend, as a share (`--mid-level-dataset-surplus`)."""
+    """Extra samples built per dataset of a weighted blend, as a fraction (`--mid-level-dataset-surplus`)."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: samples in index order; cyclic: shuffled anew in each epoch (`--dataloader-type`)."""

@@ -11,7 +11,7 @@ class EmulationConfig:
     ranks: tuple[int, ...] = ()
     """Global ranks to emulate, one after the other; empty: the first rank of every pipeline stage."""
     emulate_imbalance: float = 1.0
-    """Rows of the emulated rank's experts, as a multiple of the even share."""
+    """Number of rows that the emulated rank's experts receive, as a multiple of an even load."""
     gpu: str = "h100"
     """Kind of GPU to emulate (`cost_model.hardware.GPUS`)."""
     emulate_json: Path | None = None
@@ -22,10 +22,10 @@ class EmulationConfig:
 
 @dataclass(frozen=True)
 class RoutedLoad:
-    """Assumed distribution of rows over experts, the same for the tokens of every rank.
+    """Assumed distribution of routed rows over experts; it is the same for every sending rank.
 
-    The experts of expert-parallel rank `hot` receive `imbalance` times the even share, all others the rest in equal
-    parts.
+    Expert-parallel rank `hot` receives `imbalance` times an even share, divided equally over its experts. The experts
+    of all other ranks receive equal numbers of the remaining rows.
     """
 
     num_ranks: int
@@ -37,7 +37,7 @@ class RoutedLoad:
         assert 0.0 <= self.imbalance <= self.num_ranks, f"imbalance {self.imbalance} over {self.num_ranks} ranks"
 
     def counts(self, num_experts: int, num_choices: int) -> tuple[int, ...]:
-        """Rows per expert when the tokens of one rank select `num_choices` experts in total."""
+        """Number of rows per expert if the tokens of one rank select `num_choices` experts in total."""
         num_local = num_experts // self.num_ranks
         first = self.hot * num_local
         num_hot = num_choices if self.num_ranks == 1 else round(num_choices * self.imbalance / self.num_ranks)
@@ -47,5 +47,5 @@ class RoutedLoad:
 
 
 def _divide_evenly(total: int, parts: int) -> list[int]:
-    """Integer parts that differ by at most 1, larger ones first."""
+    """Divides `total` into `parts` integers that differ by at most 1, larger ones first."""
     return [total // parts + (index < total % parts) for index in range(parts)]

@@ -108,11 +108,11 @@ class Preempted(RunError):
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Joins lines for the end of a message, indented; after 20 lines only the number of the rest."""
+    """Joins lines into an indented list for the end of a message: the first 20, then the number of further lines."""
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "\n  ".join([*lines[:_MAX_LISTED], *more])
 
 
 def counted(number: int, noun: str) -> str:
-    """Number and noun, in the plural unless 1: `1 rank`, `8 ranks`."""
+    """Formats a number with its noun, in the plural unless the number is 1: `1 rank`, `8 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

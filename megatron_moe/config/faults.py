@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 ALLOWED = "MEGATRON_MOE_ALLOW_FAULTS"
-"""Environment variable that must be 1 for `--inject`."""
+"""Environment variable that must be 1 to allow `--inject`."""
 
 KINDS = MappingProxyType(
     {
@@ -35,7 +35,7 @@ _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<pha
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """One fault, injected on one rank each time it reaches the iteration (again after a restart from before it)."""
+    """One fault, injected on one rank whenever it reaches the iteration, also after a restart at an earlier one."""
 
     kind: str
     rank: int

@@ -28,15 +28,15 @@ class LoggingConfig:
     log_memory_interval: int | None = None
     """Iterations between memory lines; None: one line, after the first log line."""
     log_device_memory_used: bool = False
-    """Includes the driver's count of all processes in memory lines (`--log-device-memory-used`)."""
+    """Adds the memory used by all processes on the device to memory lines (`--log-device-memory-used`)."""
     log_timers_to_tensorboard: bool = False
     log_validation_ppl_to_tensorboard: bool = False
     log_world_size_to_tensorboard: bool = False
     log_straggler: bool = False
     straggler_minmax_count: int = 1
-    """Slowest ranks to report (`--straggler-minmax-count`)."""
+    """Number of slowest ranks to report (`--straggler-minmax-count`)."""
     log_progress: bool = False
-    """Appends starts and checkpoints to progress.txt in the checkpoint directory."""
+    """Appends a line per start and checkpoint to progress.txt in the checkpoint directory."""
     timing_log_level: Literal[0, 1, 2] = 0
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     moe_per_layer_logging: bool = False
@@ -52,17 +52,16 @@ class ProfileConfig:
     tool: Literal["none", "cuda", "torch"] = "none"
     """cuda: delimits the steps for an external profiler (cudaProfilerStart and Stop); torch: writes a trace."""
     profile_step_start: int = 10
-    """Iterations before the first profiled one (`--profile-step-start`)."""
+    """Number of iterations before the first profiled one (`--profile-step-start`)."""
     profile_step_end: int = 12
     """Last profiled iteration (`--profile-step-end`)."""
     profile_ranks: tuple[int, ...] = ()
     """Profiled ranks; empty: all."""
     pytorch_profiler_collect_shapes: bool = False
-    """Tensor shapes in the trace."""
+    """Records tensor shapes in the trace."""
     pytorch_profiler_collect_callstack: bool = False
-    """Python stacks in the trace."""
+    """Records Python stacks in the trace."""
     nvtx_ranges: bool = False
-    """NVTX ranges around the forward of each module (`--nvtx-ranges`)."""
+    """Adds NVTX ranges around the forward of each module (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None
-    """File of the allocation history (`--memory-snapshot-path`), with the rank appended to its name; None: not
-    recorded."""
+    """Output file of the memory allocation history (`--memory-snapshot-path`), suffixed with the rank; None: none."""

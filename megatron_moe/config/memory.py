@@ -10,8 +10,8 @@ class RecomputeConfig:
 
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """Full recompute of all layers in chunks of `recompute_num_layers` (uniform), or of the first of each stage
-    one by one (block)."""
+    """Full recompute only. uniform: all layers, in chunks of `recompute_num_layers`; block: the first
+    `recompute_num_layers` layers of each stage, one at a time."""
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
     """Modules of selective recompute."""
@@ -27,26 +27,26 @@ class ActivationOffloadConfig:
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved tensors are offloaded (`--offload-modules`)."""
     activation_offload_fraction: float = 1.0
-    """Share of their bytes that is offloaded (`--activation-offload-fraction`)."""
+    """Fraction of these modules' saved bytes that is offloaded (`--activation-offload-fraction`)."""
     min_offloaded_tensor_size: int = 1 << 20
-    """Smaller tensors are not offloaded (`--min-offloaded-tensor-size`)."""
+    """Tensors with fewer elements than this are not offloaded (`--min-offloaded-tensor-size`)."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes per microbatch that pipeline rank r does not offload are r times this
+    """Pipeline rank r offloads r times this number of bytes less per microbatch than without this option
     (`--delta-offload-bytes-across-pp-ranks`)."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Most concurrent copies of one module; None: unlimited."""
+    """Maximum number of concurrent offload copies of one module; None: unlimited."""
     optimizer_fraction: float = 0.0
-    """Share of master weights and moments that is in host memory during forward and backward."""
+    """Fraction of master weights and moments that is in host memory during forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStashConfig:
-    """Paged stash: saves the used expert rows for backward in pages instead of buffers of the worst-case size."""
+    """Paged stash: saves only the used expert rows for backward, in pages, instead of whole worst-case buffers."""
 
     moe_paged_stash_page_size: int = 64
     """Rows per page."""
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
-    """Capacity of the stash as a multiple of the even share of all in-flight rows."""
+    """Capacity of the stash as a multiple of the number of in-flight rows at an even expert load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class MemoryConfig:
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
     paged_stash: PagedStashConfig | None = None
-    """None: saves whole row buffers, unused rows included."""
+    """None: saves whole buffers of expert rows, including unused rows."""
     moe_expert_wgrad_interval: int = 1
-    """Microbatches per computation of the expert weight gradients (`--moe-expert-wgrad-interval`). Their rows are kept
-    until then and summed in one GEMM, which changes the rounding."""
+    """Computes expert weight gradients once every this many microbatches (`--moe-expert-wgrad-interval`). The expert
+    rows of these microbatches are kept until then and multiplied in one GEMM, which changes the rounding."""
 
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
@@ -70,8 +70,8 @@ class CudaGraphConfig:
     """CUDA graphs of layer modules or of the full iteration."""
 
     cuda_graph_modules: tuple[GraphModule, ...] = ()
-    """Modules of decoder layers that are captured; empty: none."""
+    """Decoder layer modules to capture; empty: none."""
     full_iteration: bool = False
     """Captures forward and backward of all microbatches of a step as one graph."""
     cuda_graph_warmup_steps: int = 3
-    """Steps before capture."""
+    """Number of steps before capture."""

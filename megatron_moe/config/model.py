@@ -25,7 +25,7 @@ class LayerConfig:
         return isinstance(self.feed_forward, MoEConfig)
 
     def shard(self, parallel: ParallelConfig) -> "LayerConfig":
-        """The part of the layer that one rank computes."""
+        """Config of one rank's shard of the layer."""
         mixer, feed_forward = self.mixer.shard(parallel.tp), self.feed_forward.shard(parallel)
         return replace(self, mixer=mixer, feed_forward=feed_forward)
 
@@ -43,7 +43,7 @@ class MTPConfig:
 
     @property
     def num_distinct_layers(self) -> int:
-        """Layers with their own weights."""
+        """Number of MTP layers with their own weights: 1 if all depths share one layer."""
         return 1 if self.repeated_layer else self.num_layers
 
 
@@ -98,7 +98,7 @@ class ModelConfig:
 
 
 def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
-    """The model with the config of every MoE layer changed."""
+    """Returns the model with `change` applied to the config of every MoE layer."""
 
     def changed(layer: LayerConfig) -> LayerConfig:
         if not isinstance(layer.feed_forward, MoEConfig):

@@ -1,4 +1,4 @@
-"""Differences between two models in the meaning of their weights, and the record of a model in a checkpoint."""
+"""Comparison of models by the meaning of their weights, and the model config that a checkpoint records."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _WITHOUT_EFFECT = frozenset(
         *("init", "max_positions", "vocab_size"),
     )
 )
-"""Fields that do not affect a trained model's output. Vocabularies may be padded; shapes are compared elsewhere."""
+"""Fields that do not affect a trained model's output. `vocab_size` may be padded, and shapes are compared elsewhere."""
 _TRAINING = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "mtp", "capacity", "dtype"),
@@ -28,18 +28,18 @@ _SELECTIONS = frozenset(("sinkhorn", "quantile_balancing", "expert_choice"))
 """Entries of `RouterConfig.balancing` that replace the top-k selection."""
 
 
-class Difference(NamedTuple):
+class ModelDifference(NamedTuple):
     """One field that differs."""
 
     line: str
-    """Layers, field and both values."""
+    """Message with the layers, the field and both values."""
     training: bool
-    """The field affects training but not the meaning of the weights."""
+    """True if the field affects training but not the meaning of the weights."""
 
 
 def recorded(config: Any) -> Any:
     """Converts a config to JSON values: a dataclass becomes a dict with its class name as "type". Equivalent models
-    have equal records. Checkpoints contain them, so the names of model fields are part of the checkpoint format."""
+    have equal records. Checkpoints store them, so names of model fields are part of the checkpoint format."""
     if is_dataclass(config) and not isinstance(config, type):
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
@@ -49,43 +49,43 @@ def recorded(config: Any) -> Any:
 
 
 def recorded_model(model: ModelConfig) -> dict[str, Any]:
-    """Record of a model: "kinds" lists its distinct layers, "layers" the index into it for each layer."""
+    """Record of a model: "kinds" lists its distinct layer configs, "layers" has each layer's index into "kinds"."""
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(model.layers))}
     rest = recorded(replace(model, layers=()))
     return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}
 
 
-def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[Difference]:
+def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[ModelDifference]:
     """Fields in which a model differs from a record made by `recorded_model`, with equal lines of layers merged. Fields
     that only one of them has are skipped: an older version may have written the record.
 
     Args:
-        name: name of the other model in the lines.
+        name: name of the other model in the messages.
     """
     record = recorded_model(model)
     if len(record["layers"]) != len(other["layers"]):
         line = f"number of layers: {len(record['layers'])}, {name} {len(other['layers'])}"
-        return [Difference(line, training=False)]
+        return [ModelDifference(line, training=False)]
     top, other_top = ({k: v for k, v in each.items() if k not in ("layers", "kinds")} for each in (record, other))
     layers_of: dict[tuple[int, int], list[int]] = {}
     for index, kinds in enumerate(zip(record["layers"], other["layers"], strict=True)):
         layers_of.setdefault(kinds, []).append(index)
-    by_line: dict[Difference, list[int]] = {}
+    by_line: dict[ModelDifference, list[int]] = {}
     for (kind, other_kind), layers in layers_of.items():
         for difference in _compare((), record["kinds"][kind], other["kinds"][other_kind], name):
             by_line.setdefault(difference, []).extend(layers)
-    merged = [Difference(f"{_span(sorted(at))} {line}", training) for (line, training), at in by_line.items()]
+    merged = [ModelDifference(f"{_span(sorted(at))} {line}", training) for (line, training), at in by_line.items()]
     return [*_compare((), top, other_top, name), *merged]
 
 
 def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
-    """One line per field in which `model` interprets the weights of `published` differently, with layers and both
-    values: rope base, norm epsilon, softmax scale, top-k, score function and so on."""
+    """One message, with layers and both values, per field that makes `model` interpret the weights of `published`
+    differently: rope base, norm epsilon, softmax scale, top-k, score function and so on."""
     found = model_differences(model, recorded_model(published), "published")
     return [difference.line for difference in found if not difference.training]
 
 
-def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[Difference]:
+def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterator[ModelDifference]:
     if isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value) == _kind(other):
         for key in value:
             if key in other and key != "type":
@@ -94,11 +94,11 @@ def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterat
     close = isinstance(value, float) and isinstance(other, float) and math.isclose(value, other)
     if not close and value != other:
         line = f"{' '.join(path)}: {_short(value)}, {name} {_short(other)}"
-        yield Difference(line, training=not _TRAINING.isdisjoint(path))
+        yield ModelDifference(line, training=not _TRAINING.isdisjoint(path))
 
 
 def _kind(table: Mapping[str, Any]) -> str:
-    """Class name without its suffix, which was Spec in older checkpoints."""
+    """Class name in a record, without its suffix Config (Spec in older checkpoints)."""
     return str(table["type"]).removesuffix("Config").removesuffix("Spec")
 
 

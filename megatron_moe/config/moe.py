@@ -19,9 +19,9 @@ class ActivationConfig:
     kind: ActivationKind = "gelu"
     gated: bool = False
     clamp: float | None = None
-    """Clamps gate to at most c and up to [-c, c] before the activation (`--activation-func-clamp-value`)."""
+    """Clamps the gate projection to at most c and the up projection to [-c, c] (`--activation-func-clamp-value`)."""
     linear_offset: float = 0.0
-    """Offset on up (GPT-OSS: 1; `--glu-linear-offset`)."""
+    """Offset added to the up projection (GPT-OSS: 1; `--glu-linear-offset`)."""
 
     @property
     def fan(self) -> int:
@@ -42,34 +42,34 @@ class MLPConfig:
 
     @property
     def matrix_elements(self) -> int:
-        """Elements of fc1 and fc2."""
+        """Number of elements of fc1 and fc2, without biases."""
         return (self.activation.fan + 1) * self.ffn_hidden_size * self.hidden_size
 
     @property
     def num_params(self) -> int:
-        """Elements of fc1 and fc2, biases included."""
+        """Number of elements of fc1 and fc2, including biases."""
         biases = self.activation.fan * self.ffn_hidden_size + self.hidden_size
         return self.matrix_elements + (biases if self.bias else 0)
 
     def shard(self, parallel: ParallelConfig) -> "MLPConfig":
-        """The channels of one tensor-parallel rank."""
+        """Config of one tensor-parallel rank's ffn channels."""
         return replace(self, ffn_hidden_size=self.ffn_hidden_size // parallel.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Top-k router: selection of the experts of each token and their probabilities."""
+    """Top-k router: selects each token's experts and computes their probabilities."""
 
     hidden_size: int
     num_experts: int
     topk: int
     score_function: ScoreFunction = "softmax"
     pre_softmax: bool = False
-    """Applies the softmax to all logits before the top-k instead of to the selected ones after it."""
+    """Applies the softmax to all logits before the top-k, instead of to the selected logits after it."""
     num_groups: int | None = None
     """Expert groups of group-limited routing (arXiv 2412.19437 section 2.1.2); None: no group limit."""
     group_topk: int | None = None
-    """Groups that a token may select from."""
+    """Number of groups from which a token may select experts."""
     scaling_factor: float | None = None
     """Factor on the probabilities of the selected experts (`--moe-router-topk-scaling-factor`)."""
     expert_bias: bool = False
@@ -83,7 +83,7 @@ class RouterConfig:
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None
     dtype: Literal["fp32", "fp64"] | None = None
-    """Number format of the gating linear (`--moe-router-dtype`); None: that of the activations."""
+    """Number format of the gating linear (`--moe-router-dtype`); None: same as the activations."""
     force_balancing: bool = False
     """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
@@ -97,25 +97,25 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """Expert capacity: most tokens that one expert accepts of one rank's microbatch."""
+    """Expert capacity: maximum number of tokens that one expert accepts from one rank's microbatch."""
 
     factor: float
-    """Capacity as a multiple of the even share (`--moe-expert-capacity-factor`)."""
+    """Capacity as a multiple of the tokens per expert at an even load (`--moe-expert-capacity-factor`)."""
     policy: Literal["probs", "position"] = "probs"
-    """Tokens kept by an expert over capacity: the most probable, or the first (`--moe-token-drop-policy`)."""
+    """Tokens that an expert keeps if over capacity: the most probable, or the first (`--moe-token-drop-policy`)."""
     pad: bool = False
     """Pads every expert's input to its capacity (`--moe-pad-expert-input-to-capacity`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(MLPConfig):
-    """Routed experts, each an MLP of these sizes. `hidden_size` is the latent width if there is a latent space."""
+    """Routed experts; the sizes are per expert. In a latent space, `hidden_size` is the latent width."""
 
     num_experts: int
     grouped: bool = True
     """Computes all experts in one grouped GEMM (`--moe-grouped-gemm`) instead of one GEMM per expert."""
     probs_on_input: bool = False
-    """Multiplies rows by their probability before fc1 (`--moe-apply-probs-on-input`, top-1 only) instead of fc2."""
+    """Multiplies rows by their probability before fc1 instead of before fc2 (`--moe-apply-probs-on-input`; top-1)."""
     probs_on_output: bool = False
     """Multiplies rows by their probability after fc2, whose output is then saved for backward
     (`--no-moe-memory-efficient-permutation`)."""
@@ -144,24 +144,27 @@ class MoEConfig:
     """None: dropless."""
     shared: SharedExpertsConfig | None = None
     latent_size: int | None = None
-    """Width of the latent space of the routed experts (`--moe-latent-size`); None: they work on the hidden state."""
+    """Width of the latent space of the routed experts (`--moe-latent-size`); None: experts read the hidden state."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
+    flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = "symmetric"
+    """Transport of the flex dispatcher (`--moe-flex-dispatcher-backend`). Symmetric memory also replaces a library that
+    is not installed."""
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
     shared_overlap: bool = False
-    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); not with a latent space."""
+    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`; no latent space)."""
 
     @property
     def latent_elements(self) -> int:
-        """Elements of the projections into and out of the latent space."""
+        """Number of weight elements of the projections into and out of the latent space."""
         return 2 * self.router.hidden_size * self.latent_size if self.latent_size else 0
 
     def shard(self, parallel: ParallelConfig) -> "MoEConfig":
-        """The part of one rank: its experts, their channels over etp, and the shared experts' channels over tp."""
+        """Config of one rank's experts (with channels sharded over etp) and shared experts (sharded over tp)."""
         experts = replace(
             self.experts,
             num_experts=self.experts.num_experts // parallel.ep,

@@ -9,10 +9,10 @@ class OptimizerOffloadConfig:
     """Offload of master weights and moments to host memory."""
 
     fraction: float = 0.0
-    """Share of a rank's optimizer state that is offloaded: the first elements of each buffer, in whole blocks."""
+    """Fraction of a rank's optimizer state to offload: the first elements of each buffer, in whole blocks."""
     cpu_step: bool = False
-    """Steps the offloaded state on the CPU (`--optimizer-cpu-offload`) instead of copying it to the device for the
-    update (`--chunked-optimizer-state-offload`)."""
+    """Runs the update of offloaded state on the CPU (`--optimizer-cpu-offload`) instead of copying the state to the
+    device for the update (`--chunked-optimizer-state-offload`)."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """CPU step: overlaps the copies of gradients and weights with the update."""
     use_torch_optimizer_for_cpu_offload: bool = False
@@ -55,7 +55,7 @@ class LRConfig:
     """`--lr-warmup-init`"""
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     warmup_samples: float = 0
-    """Samples of linear warm-up; fractional if given as a share of `decay_samples`."""
+    """Samples of linear warm-up; fractional if set as a fraction of `decay_samples`."""
     decay_samples: int
     """Samples until `min_lr` is reached."""
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
@@ -69,6 +69,6 @@ class LRConfig:
     weight_decay_samples: int | None = None
     """Samples over which weight decay changes from start to end (Megatron: the whole run); None: `decay_samples`."""
     override_opt_param_scheduler: bool = False
-    """Uses the command line's schedule where the checkpoint has another (`--override-opt-param-scheduler`)."""
+    """Uses the command line's schedule if the checkpoint has a different one (`--override-opt-param-scheduler`)."""
     use_checkpoint_opt_param_scheduler: bool = False
     """Uses the checkpoint's schedule (`--use-checkpoint-opt-param-scheduler`)."""

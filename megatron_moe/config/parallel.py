@@ -16,8 +16,8 @@ class Launch:
     master_port: int = 29500
     launcher: Literal["none", "torchrun", "slurm", "openmpi", "dry run"] = "none"
     supervised: bool = False
-    """The parent process is a launcher (torchrun, srun) rather than a shell in which the variables were set by hand;
-    the rank then watches for the launcher's death."""
+    """True if the parent process is a launcher (torchrun, srun) rather than a shell in which the variables were set by
+    hand. The rank then monitors whether the launcher is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ParallelConfig:
     cp_split: Literal["zigzag", "contiguous"] = "zigzag"
     """Assignment of sequence positions to context-parallel ranks (`parallel/context_parallel.py`)."""
     cp_sub_axes: tuple[int, int] | None = None
-    """Sizes (a2a, p2p) of hierarchical context parallelism, with product cp. Adjacent ranks form an all-to-all group
+    """Sizes (a2a, p2p) of hierarchical context parallelism, whose product is cp. Adjacent ranks are an all-to-all group
     (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Dynamic context parallelism (`--hybrid-context-parallel`): each microbatch uses the smallest number of cp ranks
@@ -67,15 +67,15 @@ class DataParallelConfig:
     """Gradient reduction and weight gathering over data-parallel ranks (`--ddp-*`)."""
 
     use_distributed_optimizer: bool = False
-    """ZeRO-1: each rank keeps and steps a shard of the optimizer state (`--use-distributed-optimizer`)."""
+    """ZeRO-1: each rank stores and updates a shard of the optimizer state (`--use-distributed-optimizer`)."""
     overlap_grad_reduce: bool = False
-    """Starts a bucket's reduction as soon as its last gradient of the step is computed, alongside the backward."""
+    """Starts a bucket's reduction as soon as its last gradient is ready, overlapped with the backward."""
     overlap_param_gather: bool = False
-    """Gathers updated weights alongside the next forward, bucket by bucket."""
+    """Gathers updated weights bucket by bucket, overlapped with the next forward."""
     ddp_bucket_size: int | None = None
-    """Elements per bucket; None, without `ddp_num_buckets`: Megatron's rule."""
+    """Number of elements per bucket; None: Megatron's default, unless `ddp_num_buckets` is set."""
     ddp_num_buckets: int | None = None
-    """Approximate number of buckets of a rank, as an alternative to `ddp_bucket_size`."""
+    """Approximate number of buckets per rank, as an alternative to `ddp_bucket_size`."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pads buckets to multiples of 2^16 elements, for full NCCL bus bandwidth."""
     ddp_average_in_collective: bool = False

@@ -18,13 +18,13 @@ class PipelineConfig:
     """Interleaves the forward of one microbatch with the backward of another to hide expert communication
     (`--overlap-moe-expert-parallel-comm`)."""
     delay_wgrad_compute: bool = False
-    """Computes weight gradients after input gradients, as separate actions (`--delay-wgrad-compute`)."""
+    """Computes weight gradients after input gradients, as separate schedule actions (`--delay-wgrad-compute`)."""
     ep_overlap_early_attn_memory_release: bool = False
-    """With `overlap`, runs the backward of attention before the other microbatch's experts
+    """With `overlap`, runs the backward of attention before the forward of the other microbatch's experts
     (`--ep-overlap-early-attn-memory-release`)."""
 
     def schedule(self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
-        """Schedule of one step, or of an evaluation, of a model with this layout."""
+        """Schedule of one training step, or of an evaluation (`forward_only`), for a model with this layout."""
         return ScheduleConfig(
             num_microbatches=num_microbatches,
             pp=layout.pp,

@@ -1,4 +1,4 @@
-"""Number formats of parameters, gradients, optimizer state and matrix products."""
+"""Number formats of parameters, gradients, optimizer state and GEMMs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,13 +21,13 @@ class PrecisionConfig:
     deterministic_mode: bool = False
     """Selects bitwise reproducible kernels (`--deterministic-mode`)."""
     exp_avg_dtype: StateName = "fp32"
-    """Adam's first moment (`--exp-avg-dtype`); fp64 if `main_params_dtype` is."""
+    """Adam's first moment (`--exp-avg-dtype`); ignored if `main_params_dtype` is fp64: the moment is fp64 too."""
     exp_avg_sq_dtype: StateName = "fp32"
-    """Adam's second moment (`--exp-avg-sq-dtype`); fp64 if `main_params_dtype` is."""
+    """Adam's second moment (`--exp-avg-sq-dtype`); ignored if `main_params_dtype` is fp64: the moment is fp64 too."""
     store_param_remainders: bool = False
-    """Stores only the low 16 bits of fp32 master weights, next to the bf16 parameter that has the high ones: 2 bytes
+    """Stores only the low 16 bits of fp32 master weights, as the bf16 parameters are their high 16 bits: 2 bytes
     instead of 4, without loss (`--store-param-remainders`)."""
     low_precision: LowPrecision | None = None
-    """Scaling recipe of FP8 or FP4 matrix products (`--fp8-recipe`, `--fp4-recipe`); None: all use `params`."""
+    """Scaling recipe of FP8 or FP4 GEMMs (`--fp8-recipe`, `--fp4-recipe`); None: all GEMMs use `params`."""
     low_precision_params: bool = False
-    """Stores and gathers the weights of these products in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`)."""
+    """Stores and gathers the weights of these GEMMs in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`)."""

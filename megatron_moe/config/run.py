@@ -25,7 +25,7 @@ class KernelConfig:
     """Kernel backends and compilation."""
 
     kernel_backend: str = "auto"
-    """Backend of all ops (`--kernel-backend`)."""
+    """Kernel backend of all ops (`--kernel-backend`)."""
     kernel_per_op: tuple[tuple[str, str], ...] = ()
     """Pairs (op, backend) that override `kernel_backend` (`--kernel-per-op`)."""
     kernel_cache_dir: Path | None = None
@@ -65,15 +65,15 @@ class RunPlan:
     """Text of run.yaml: every value with its origin."""
     command_line: str = ""
     notes: tuple[str, ...] = ()
-    """Notes about the flags, one line each: no effect, aliases, duplicates."""
+    """Notes on flags, one line each: flags without effect, aliases, duplicates."""
     emulation: EmulationConfig | None = None
-    """Memory emulation instead of training; None: training."""
+    """Runs a memory emulation instead of training; None: training."""
     missing_inputs: tuple[str, ...] = ()
     """Dry run only: missing or invalid inputs, without which the run cannot start."""
     blockers: tuple[str, ...] = ()
     """Dry run only: unavailable features that training would need."""
     unknown_layers: tuple[str, ...] = ()
-    """Dry run only: flags of layers that cannot be built and are missing in `model`."""
+    """Dry run only: flags that request unsupported layers, which `model` does not contain."""
 
     @property
     def layout(self) -> PipelineLayout:

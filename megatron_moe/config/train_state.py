@@ -10,7 +10,7 @@ from megatron_moe.config.training import BatchConfig, LoopConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStateConfig:
-    """Settings that train_state.json records, and that convert samples to iterations, tokens and FLOPs."""
+    """Settings recorded in train_state.json and needed to convert samples to iterations, tokens and FLOPs."""
 
     model: ModelConfig
     batch: BatchConfig
@@ -18,6 +18,6 @@ class TrainStateConfig:
     seq_length: int
     data_seed: int
     training: Mapping[str, Any]
-    """Other training settings, by flag; a resumed run reports changed ones."""
+    """Other training settings, by flag; a resumed run reports settings that changed."""
     run_yaml: str
     """Text of run.yaml."""

@@ -16,7 +16,7 @@ class BatchConfig:
     """(start size, increment, samples of the ramp-up) (`--rampup-batch-size`)."""
 
     def size_at(self, consumed_samples: int) -> int:
-        """Global batch size of the step after `consumed_samples`. Increments are equally spaced in samples."""
+        """Global batch size of the step that follows `consumed_samples` samples. Increments are equally spaced."""
         if self.rampup_batch_size is None:
             return self.global_batch_size
         start, increment, over = self.rampup_batch_size
@@ -26,7 +26,7 @@ class BatchConfig:
         return start + increment * int(consumed_samples / (over / num_increments)) if over else start
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
-        """Number of full batches in `samples` after the first `consumed`."""
+        """Number of full batches from sample `consumed` to sample `samples`."""
         steps, ramp_samples = 0, self.rampup_batch_size[2] if self.rampup_batch_size else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
             equal = self._steps_of_equal_size(consumed, min(ramp_samples, samples))
@@ -35,10 +35,10 @@ class BatchConfig:
         return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def megatron_steps_for(self, samples: int) -> int:
-        """Last iteration of a run of `samples` in Megatron-LM (`update_train_iters` of its training.py).
+        """Number of iterations that Megatron-LM computes for `samples` (`update_train_iters` of its training.py).
 
         Megatron-LM counts from the first sample with the current batch sizes, even in a resumed run. Within the
-        ramp-up it adds a batch while at most `samples` were consumed before it, so the run may exceed `samples`.
+        ramp-up it adds batches until more than `samples` samples are consumed, so the run may exceed `samples`.
         """
         steps = consumed = 0
         while self.rampup_batch_size is not None and consumed <= min(self.rampup_batch_size[2], samples):
@@ -47,7 +47,7 @@ class BatchConfig:
         return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def _steps_of_equal_size(self, consumed: int, end: int) -> int:
-        """Number of steps from `consumed` to `end` that have the same size as the first, at least 1."""
+        """Number of steps, from sample `consumed` up to `end`, until the batch size changes; at least 1."""
         assert self.rampup_batch_size is not None, "only called during a ramp-up"
         size, (start, increment, over) = self.size_at(consumed), self.rampup_batch_size
         num_increments = (self.global_batch_size - start) // increment
@@ -63,7 +63,8 @@ class LoopConfig:
     """Length of training, evaluation, exit conditions and garbage collection."""
 
     train_iters: int
-    """Iterations to train. With `train_samples`: those of a run from the first sample (`TrainState.last_iteration`)."""
+    """Number of training iterations. If `train_samples` is set, the number that a run starting at sample 0 needs
+    (for resumed runs, see `TrainState.last_iteration`)."""
     train_samples: int | None = None
     """Samples to train instead of iterations."""
     eval_interval: int | None = None

@@ -24,9 +24,9 @@ from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
-"""Marks tensors of an MTP layer that full recompute with method uniform frees."""
+"""Entry in `SavedTensor.recomputed_by`: uniform full recompute frees this tensor of an MTP layer."""
 _INDEX = 8
-"""Bytes of an index."""
+"""Bytes per index (int64)."""
 
 
 def num_bytes(name: str) -> int:
@@ -35,23 +35,23 @@ def num_bytes(name: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedTensor:
+class SavedActivation:
     """One tensor saved for backward."""
 
     module: str
-    """input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
+    """Module: input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
     name: str
     shape: str
     bytes: int
     elements: int
     low: bool = False
-    """Only a matrix product reads it, so FP8 and FP4 recipes save it in their format."""
+    """True if only GEMMs read the tensor, so that FP8 and FP4 recipes save it in their format."""
     recomputed_by: tuple[str, ...] = ()
-    """Modules of selective recompute that free it."""
+    """Modules whose selective recompute frees this tensor."""
     offloaded_by: str = ""
-    """Module of activation offload that moves it to the host."""
+    """Module whose activation offload moves this tensor to host memory; empty: none."""
     even_bytes: int = 0
-    """Expert rows in the paged stash: bytes at an even load. 0: never stashed."""
+    """Bytes at an even expert load, for expert rows in the paged stash; 0: the tensor is never stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ActivationSizes:
     internal: int
     """Bytes per element of promote(fp32, activation)."""
     length: int
-    """Tokens of a sequence over all ranks, S."""
+    """Sequence length over all ranks, S."""
     imbalance: float = 1.0
     """Expert rows of the most loaded rank as a multiple of the mean."""
 
@@ -87,10 +87,10 @@ class ActivationSizes:
 
 
 def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
-    """Rows R of a rank's experts for a microbatch with `num_tokens` tokens per rank.
+    """Number of rows R that a rank's experts process for a microbatch with `num_tokens` tokens per rank.
 
-    Rows are `imbalance` times the even share if there are several expert-parallel ranks. Exceptions: padded capacity
-    fixes the number of rows, and the all-gather dispatcher allocates the upper bound.
+    With several expert-parallel ranks, this is `imbalance` times an even load. Exceptions: padded capacity fixes the
+    number of rows, and the all-gather dispatcher allocates rows for the upper bound.
     """
     ranks, router = parallel.ep * parallel.etp, config.router
     local = router.num_experts // parallel.ep
@@ -102,7 +102,7 @@ def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, im
     return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
 
 
-def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedTensor]:
+def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedActivation]:
     """Saved tensors of one layer."""
     shard = layer.shard(parallel)
     mixer, feed_forward, hidden = shard.mixer, shard.feed_forward, shard.mixer.hidden_size
@@ -124,9 +124,9 @@ def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
 
 def stage_tensors(
     model: ModelConfig, stage: StageLayout, parallel: ParallelConfig, sizes: ActivationSizes
-) -> list[SavedTensor]:
+) -> list[SavedActivation]:
     """Saved tensors of a stage outside its decoder layers: token ids, RoPE tables, final norm, head and MTP."""
-    saved: list[SavedTensor] = list(_rotations(model, stage, sizes))
+    saved: list[SavedActivation] = list(_rotations(model, stage, sizes))
     if stage.embedding:
         saved.append(_tensor("embedding", "tokens", "U", sizes.inner, _INDEX))
     if stage.final_norm:
@@ -141,7 +141,7 @@ def stage_tensors(
     return saved
 
 
-def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """cos and sin, shared by all layers of a stage with the same RoPE configuration."""
     layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
     for rope in dict.fromkeys(layer.mixer.rope for layer in layers):
@@ -149,9 +149,9 @@ def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -
             yield _tensor("positions", "cos and sin", "2 U D", 2 * sizes.inner * rope.dim, sizes.internal)
 
 
-def _tensor(module: str, name: str, shape: str, elements: float, size: int, **marks: object) -> SavedTensor:
+def _tensor(module: str, name: str, shape: str, elements: float, size: int, **marks: object) -> SavedActivation:
     count = int(elements)
-    return SavedTensor(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)  # type: ignore[arg-type]
+    return SavedActivation(module=module, name=name, shape=shape, bytes=count * size, elements=count, **marks)  # type: ignore[arg-type]
 
 
 def _norm(
@@ -163,7 +163,7 @@ def _norm(
     low: bool = False,
     input_by: str = "",
     output_by: str = "",
-) -> Iterator[SavedTensor]:
+) -> Iterator[SavedActivation]:
     """Input, statistics and output of a norm of the residual stream; the output is the next module's input."""
     count, size = sizes.residual * width, sizes.activation
     numbers = 2 if config.kind == "LayerNorm" else 1
@@ -173,12 +173,12 @@ def _norm(
     yield _tensor(module, "output", "T H", count, size, low=low, recomputed_by=recomputed, offloaded_by=output_by)
 
 
-def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """v is a view of the qkv product, so the product is saved; so is k, without norm and RoPE. q is copied out of the
     query groups unless there is only one."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
-    # a fused kernel normalises, rotates and splits the product and reads it again in backward
+    # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
     fused = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm" and config.rope is not None
     fused = fused and not config.output_gate
     yield _tensor("attention", "qkv", "U (N+2G) D", tokens * config.qkv_width, size, **marks)
@@ -204,7 +204,7 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
         yield _tensor("attention", "gated output", "U N D", tokens * config.q_width, size, low=True)
 
 
-def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """The output, which is also the input of the output projection, and the log-sum-exp."""
     rows = sizes.inner * config.num_heads
     count = sizes.inner * config.out_width
@@ -213,12 +213,12 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves values per query-key pair: with dropout, unless it is computed in blocks over the keys of
-    other ranks, which recompute them."""
+    """Whether attention saves values per query-key pair. It does with dropout, unless context parallelism computes it
+    in blocks over the keys of other ranks: these blocks are recomputed in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
-def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Softmax, dropout mask and their product [U, N, S]; q, k and v per head in the internal format."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
@@ -227,7 +227,7 @@ def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
     yield _tensor("attention", "q, k and v by head", "U N (2D+E)", rows * width, size, **marks)
 
 
-def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Latents are saved for the rank's tokens and gathered again for the up-projection."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
@@ -246,19 +246,19 @@ def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
     yield from _core(config, sizes)
 
 
-def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, recomputed_by: str) -> Iterator[SavedTensor]:
+def _mlp(module: str, config: MLPConfig, sizes: ActivationSizes, recomputed_by: str) -> Iterator[SavedActivation]:
     tokens, ffn = sizes.inner, config.ffn_hidden_size
     fan, mark = config.activation.fan, {"recomputed_by": (recomputed_by,)}
     yield _tensor(module, "first product", "U 2F" if fan == 2 else "U F", tokens * fan * ffn, sizes.activation, **mark)
     yield _tensor(module, "activation", "U F", tokens * ffn, sizes.activation, low=True, **mark)
 
 
-def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     for each in (*_router(config, sizes), *_experts(config, parallel, sizes), *_shared(config.shared, sizes)):
         yield replace(each, recomputed_by=(*each.recomputed_by, "moe"))
 
 
-def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """Logits or scores, for the selection and again for the balancing losses. The input is the norm's output."""
     router, tokens = config.router, sizes.residual
     losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
@@ -270,7 +270,7 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
     yield _tensor("router", "choices", "T K", tokens * router.topk, _INDEX + number)
 
 
-def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """The input rows of fc1 are copies of tokens; the output of fc2 is saved only if it is multiplied by the probs."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
@@ -288,7 +288,7 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:
-        # each row's fc2 bias is multiplied by its probability
+        # fc2's bias, expanded to rows, is multiplied by each row's probability
         yield _tensor("experts", "bias of rows", "R H", rows * experts.hidden_size, sizes.internal)
     if experts.probs_on_input:
         yield _tensor("experts", "rows before their probability", "R H", rows * experts.hidden_size, sizes.internal)
@@ -296,7 +296,7 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
         yield _tensor("experts", "latent sum", "T L", sizes.residual * config.latent_size, size, low=True)
 
 
-def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     if config is None:
         return
     yield from _mlp("shared", config.mlp, sizes, "shared_experts")
@@ -307,14 +307,14 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
         yield _tensor("shared", "gate", "T", sizes.residual * 2, sizes.internal, **mark)
 
 
-def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """The input is the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)
 
 
-def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedTensor]:
+def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
     """One depth of multi-token prediction. Its input hidden state is already saved as the final norm's output."""
     hidden, tokens = model.hidden_size, sizes.residual
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)

@@ -1,4 +1,4 @@
-"""Base class of amounts by kind."""
+"""Base class of cost records with one number per kind of cost."""
 
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -8,7 +8,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class Amounts(Generic[Number]):
-    """Numbers that are added and multiplied field by field."""
+    """Record of numbers that supports addition and multiplication by a factor, field by field."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(**{name: value + getattr(other, name) for name, value in vars(self).items()})

@@ -1,7 +1,7 @@
-"""Ranks per token and rows per rank under uniformly random routing.
+"""Number of ranks per token and of rows per rank under uniformly random routing.
 
-Each token selects K of E experts, all sets equally likely; with group limits, g of G groups and then K of their
-experts. Counts are hypergeometric; docs/communication-volume.md has the derivations.
+Each token selects K of E experts, with all sets of K equally likely. With group limits, it first selects g of G groups
+and then K experts of these groups. Counts are hypergeometric; docs/communication-volume.md has the derivations.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpread:
-    """Mean and standard deviation."""
+    """Mean and standard deviation of a random count."""
 
     mean: float
     std: float
@@ -25,7 +25,7 @@ class LoadSpread:
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """Selection of `topk` experts from `group_topk` of `num_groups` groups of consecutive experts."""
+    """Random selection of `topk` experts from `group_topk` of the `num_groups` groups of consecutive experts."""
 
     num_experts: int
     topk: int
@@ -40,7 +40,7 @@ class LoadChoice:
         return cls(router.num_experts, router.topk, router.num_groups, router.group_topk)
 
     def destinations(self, num_parts: int) -> LoadSpread:
-        """Number of parts (ranks or domains, each with E / num_parts consecutive experts) that a token is sent to."""
+        """Number of parts (ranks or domains with E / num_parts consecutive experts each) to which a token is sent."""
         equal = self._parts_are_equal(num_parts)
         hit = [1 - self._missed([part], num_parts) for part in range(1 if equal else num_parts)]
         hit *= num_parts // len(hit)
@@ -55,7 +55,7 @@ class LoadChoice:
         return LoadSpread(mean=mean, std=sqrt(variance) if variance > _ROUNDING * mean * mean else 0.0)
 
     def rows(self, num_parts: int, num_tokens: int) -> LoadSpread:
-        """Rows that one part receives of `num_tokens` independent tokens."""
+        """Number of rows that one part receives if `num_tokens` tokens select experts independently."""
         mean = self.topk / num_parts
         variance = max(0.0, self._mean_square(num_parts) - mean * mean)
         return LoadSpread(mean=num_tokens * mean, std=sqrt(num_tokens * variance))
@@ -84,7 +84,7 @@ class LoadChoice:
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """(experts of these parts in the selected groups, probability)."""
+        """Distribution of the number of experts on these parts in selected groups, as (number, probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
         by_group = Counter(expert // per_group for expert in experts)
@@ -101,10 +101,10 @@ class LoadChoice:
 
 
 def _none(total: int, held: int, drawn: int) -> float:
-    """Probability that `drawn` items of `total` include none of `held` given ones."""
+    """Probability that `drawn` random items out of `total` include none of `held` particular items."""
     return comb(total - held, drawn) / comb(total, drawn)
 
 
 def fullest(spread: LoadSpread, num_parts: int) -> float:
-    """Approximate rows of the most loaded of n parts: mean + sqrt(2 ln n) standard deviations."""
+    """Approximate number of rows of the most loaded part: mean + sqrt(2 ln num_parts) standard deviations."""
     return spread.mean + spread.std * sqrt(2 * log(num_parts)) if num_parts > 1 else spread.mean

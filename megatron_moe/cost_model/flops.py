@@ -10,12 +10,12 @@ from megatron_moe.config.precision import FloatName
 from megatron_moe.cost_model.amounts import Amounts
 
 _PER_MULTIPLY_ADD = 6
-"""2 operations each in forward, input gradient and weight gradient."""
+"""FLOPs per multiply-add: 2 each in the forward, for the input gradient and for the weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount(Amounts[int]):
-    """Operations of forward and backward by kind, without recomputed forwards."""
+    """FLOPs of forward and backward by kind, excluding recompute."""
 
     attention: int = 0
     """Projections."""
@@ -32,11 +32,11 @@ class FlopCount(Amounts[int]):
 
 
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
-    """Operations of one step over `num_sequences` sequences of `seq_length` tokens.
+    """FLOPs of one step over `num_sequences` sequences of `seq_length` tokens.
 
-    This is Megatron's formula for "throughput per GPU": matrix products only, without router, norms, embedding lookup,
-    padding and recompute; S^2 / 2 pairs per causal attention. Unlike Megatron's, it excludes keys outside a sliding
-    window.
+    This is Megatron's formula for "throughput per GPU": GEMMs only, without router, norms, embedding lookup, padding
+    and recompute, and with S^2 / 2 query-key pairs for causal attention. Unlike Megatron's formula, it excludes keys
+    outside a sliding window.
     """
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
     count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))
@@ -46,25 +46,25 @@ def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> Flop
 
 
 def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int) -> int:
-    """Total of `count_flops`, the basis of throughput and MFU."""
+    """Total FLOPs of `count_flops`, the basis of throughput and MFU."""
     return count_flops(model, num_sequences, seq_length).total
 
 
 def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
-    """A copy of the last layer, the projection [H, 2H] and, as in Megatron's formula, three norms."""
+    """FLOPs of one MTP depth: a copy of the last layer, the projection [H, 2H] and, as in Megatron, three norms."""
     hidden = model.hidden_size
     own = seq_length * (2 * hidden * hidden + 3 * hidden) * _PER_MULTIPLY_ADD
     return own + count_layer_flops(model.layers[-1], seq_length).total
 
 
 def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
-    """Operations of one layer for one sequence."""
+    """FLOPs of one layer for one sequence, forward and backward."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     per_token = seq_length * _PER_MULTIPLY_ADD
     projections = mixer.matrix_elements
     if isinstance(mixer, MLAConfig) and mixer.qk_norm:  # Megatron counts the norms of the compressed q and kv
         projections += mixer.kv_lora_rank + (mixer.q_lora_rank or 0)
-    pairs = _twice_pairs(mixer.core, seq_length)
+    pairs = _doubled_num_pairs(mixer.core, seq_length)
     attention = FlopCount(
         attention=per_token * projections,
         core_attention=(mixer.q_width + mixer.out_width) * pairs * _PER_MULTIPLY_ADD // 2,
@@ -76,7 +76,7 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
     return attention + FlopCount(experts=per_token * experts, shared=per_token * shared)
 
 
-def _twice_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
+def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
     """Twice the query-key pairs of one sequence, as a continuous area: S^2 / 2 under the causal mask,
     w S - w^2 / 2 with a window of w tokens."""
     if not core.causal:

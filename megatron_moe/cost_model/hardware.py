@@ -12,7 +12,7 @@ GpuKind = Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb3
 
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
-"""Share of a link's peak rate that large collectives reach. Measured on H200 with rows of 4 KB: 0.54 (NCCL) to 0.76
+"""Fraction of a link's peak rate that large collectives reach. Measured on H200 with rows of 4 KB: 0.54 (NCCL) to 0.76
 (our kernels) of NVLink."""
 
 
@@ -57,7 +57,7 @@ class GPU:
         return self.fp8_speedup * self.bf16
 
     def domain_ranks(self, world_size: int) -> int:
-        """Ranks per NVLink domain. Jobs larger than a rack of 72 GPUs use 64 of each, because groups are powers of two
+        """Ranks per NVLink domain. Jobs larger than a rack of 72 GPUs use 64 GPUs per rack: groups are powers of two
         (`sbatch --segment=16`)."""
         if self.nvlink_domain <= self.per_node or world_size <= self.nvlink_domain:
             return self.nvlink_domain
@@ -69,7 +69,7 @@ _LINK_3, _LINK_4, _LINK_5, _LINK_6 = 300e9, 450e9, 900e9, 1800e9
 _PORT_200, _PORT_400, _PORT_800, _PORT_1600 = 25e9, 50e9, 100e9, 200e9
 """Rates of one port of ConnectX-6, -7 and -8, and of two ports of ConnectX-9."""
 _GRACE = 225e9
-"""Half of a Grace CPU's 450 GB/s: two GPUs share it."""
+"""Host link per GPU: half of a Grace CPU's 450 GB/s, which two GPUs share."""
 
 _KINDS = (
     GPU(

@@ -19,7 +19,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
     ActivationSizes,
-    SavedTensor,
+    SavedActivation,
     expert_rows,
     layer_tensors,
     num_bytes,
@@ -33,15 +33,15 @@ from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
 _LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
-"""Bytes per element of a GEMM input in a low format, scales included; 1 in other formats."""
+"""Bytes per element of a GEMM input in a low-precision format, including scales; 1 for recipes not listed."""
 _LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)})
-"""Bytes of a weight in the formats that need a rowwise and a columnwise copy."""
+"""Bytes per weight element in the formats that need a rowwise and a columnwise copy."""
 _FEW_GROUPS = 4
-"""Groups of microbatches after which a schedule is periodic."""
+"""Number of microbatch groups after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
-"""Module name of expert rows and their gradients that are kept after backward for a delayed weight gradient."""
+"""Module name of the expert rows and gradients that are kept after backward for delayed weight gradients."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Numbers of microbatches per chunk: in flight, and after backward with delayed expert weight gradients."""
+"""Microbatches of each chunk: (number in flight, number past backward whose expert weight gradients are delayed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class StateBytes(Amounts[float]):
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """Bytes of one pipeline rank at its peak."""
+    """Memory of one pipeline rank at its peak, in bytes."""
 
     rank: int
     """Pipeline rank."""
@@ -66,22 +66,22 @@ class RankBytes:
     activations: tuple[tuple[str, float], ...]
     """(module, bytes) of saved activations of all microbatches in flight."""
     in_flight: int
-    """(microbatch, chunk) pairs in flight."""
+    """Number of (microbatch, chunk) pairs in flight."""
     dispatch: float
-    """Buffers of the token dispatcher of one layer."""
+    """Token dispatcher buffers of one layer."""
     working: float
     """Activation gradients and recomputed activations of one layer; or, if larger, the gradient of the logits on the
     rank with the loss (`dispatch` is then 0)."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
-    """Offloaded optimizer state on the device during the update, after all activations are freed."""
+    """Offloaded optimizer state that is copied to the device for the update, when all activations are freed."""
     on_host: float
     """Activations offloaded to the host; not part of the total."""
 
     @property
     def kept(self) -> float:
-        """Saved activations of all modules."""
+        """Bytes of saved activations of all modules."""
         return sum(size for _, size in self.activations)
 
     @property
@@ -91,7 +91,7 @@ class RankBytes:
 
 
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
-    """Bytes of weights, gradients and the rank's optimizer state, for parameters `held`, `low` of them in a low format.
+    """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4.
 
     With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, master weights and moments: 6 + 12 / d per parameter.
     """
@@ -121,7 +121,7 @@ def _moments(precision: PrecisionConfig) -> int:
     return num_bytes(precision.exp_avg_dtype) + num_bytes(precision.exp_avg_sq_dtype)
 
 
-class _Chunk(NamedTuple):
+class _ChunkActivations(NamedTuple):
     """Saved bytes of one microbatch in one chunk, on the device by module and on the host."""
 
     modules: dict[str, float]
@@ -129,7 +129,7 @@ class _Chunk(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """Bytes of a saved tensor by place."""
+    """Bytes of a saved tensor on the device, on the host and recomputed in backward."""
 
     device: float
     host: float = 0.0
@@ -143,7 +143,7 @@ class RankMemory:
         """`imbalance`: expert rows of the most loaded rank as a multiple of the mean."""
         self.plan = plan
         self.sizes = ActivationSizes.of(plan, imbalance)
-        self._layers: dict[LayerConfig, list[SavedTensor]] = {}
+        self._layers: dict[LayerConfig, list[SavedActivation]] = {}
         self._held: dict[int, tuple[HeldElements, HeldElements]] = {}
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
 
@@ -157,18 +157,18 @@ class RankMemory:
         other._layers, other._held, other._moments = self._layers, self._held, self._moments
         return other
 
-    def all_ranks(self, num_microbatches: int) -> list[RankBytes]:
+    def all_ranks(self) -> list[RankBytes]:
         """Memory of every pipeline rank."""
-        return [self.of_rank(rank, num_microbatches) for rank in range(self.plan.layout.pp)]
+        return [self.of_rank(rank) for rank in range(self.plan.layout.pp)]
 
-    def of_rank(self, rank: int, num_microbatches: int) -> RankBytes:
+    def of_rank(self, rank: int) -> RankBytes:
         """Memory of one pipeline rank."""
         plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
         late = [sum(map(self._late, of_chunk)) for of_chunk in self.layers_of_chunks(rank)]
         sizes = [sum(chunk.modules.values()) for chunk in chunks]
-        in_flight, delayed = _peak(self.moments(rank, num_microbatches), sizes, late)
+        in_flight, delayed = _peak(self.moments(rank), sizes, late)
         modules: dict[str, float] = defaultdict(float)
         for count, chunk in zip(in_flight, chunks, strict=True):
             for module, size in chunk.modules.items():
@@ -181,7 +181,7 @@ class RankMemory:
             candidates.append(in_loss(plan.model, plan.parallel, self.sizes))
         workspace = max(candidates, key=lambda each: each.total, default=Workspace())
         if plan.pipeline.overlap:
-            # a pair saves one layer more than a chunk: the forward's, before the backward of that layer has ended
+            # an overlapped pair saves one more layer: the forward saves it before the backward has freed its own
             workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
         return RankBytes(
             rank=rank,
@@ -196,12 +196,12 @@ class RankMemory:
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),
         )
 
-    def moments(self, rank: int, num_microbatches: int) -> list[Moment]:
+    def moments(self, rank: int) -> list[Moment]:
         """Distinct numbers of microbatches that a pipeline rank stores after each computation, over a few groups of
         microbatches: the rest of a long step is periodic."""
         interval = self.plan.memory.moe_expert_wgrad_interval
-        group = self.plan.schedule(num_microbatches).group
-        count = min(num_microbatches, groups_of_moments(interval) * group)
+        schedule = self.plan.schedule(self.plan.num_microbatches)
+        count = min(schedule.num_microbatches, groups_of_moments(interval) * schedule.group)
         key = rank, count, interval
         if key not in self._moments:
             entries = computations(self.plan.schedule(count), rank)
@@ -217,7 +217,7 @@ class RankMemory:
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
-        """(all parameters, parameters in a low format)."""
+        """(all parameters, parameters in a low-precision format)."""
         if rank not in self._held:
             plan, low = self.plan, HeldElements()
             if plan.precision.low_precision and plan.precision.low_precision_params:
@@ -241,16 +241,16 @@ class RankMemory:
         """Bytes of activations offloaded to the host per microbatch, over all chunks of a pipeline rank."""
         return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
 
-    def tensors(self, layer: LayerConfig) -> list[SavedTensor]:
+    def tensors(self, layer: LayerConfig) -> list[SavedActivation]:
         """Saved tensors of a layer for one microbatch, without recompute and offload."""
         if layer not in self._layers:
             self._layers[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
         return self._layers[layer]
 
-    def _chunk(self, rank: int, index: int) -> _Chunk:
+    def _chunk(self, rank: int, index: int) -> _ChunkActivations:
         plan, recompute = self.plan, self.plan.memory.recompute
         stage = plan.layout.chunks(rank)[index]
-        saved: list[SavedTensor] = []
+        saved: list[SavedActivation] = []
         for place, layer in enumerate(stage.layers):
             tensors = self.tensors(plan.model.layers[layer])
             if _recomputes_whole(recompute, place):
@@ -268,9 +268,9 @@ class RankMemory:
         kept = min(on_host, float(plan.memory.offload.delta_offload_bytes_across_pp_ranks * rank))
         if kept:
             modules["not offloaded"] = kept
-        return _Chunk(modules, on_host - kept)
+        return _ChunkActivations(modules, on_host - kept)
 
-    def _place(self, tensor: SavedTensor) -> _Placed:
+    def _place(self, tensor: SavedActivation) -> _Placed:
         memory, low, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
         freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
@@ -279,7 +279,7 @@ class RankMemory:
             return _Placed(0.0, recomputed=tensor.bytes)
         size = tensor.elements * _LOW_ACTIVATION.get(low, 1.0) if tensor.low and low else float(tensor.bytes)
         if memory.paged_stash is not None and tensor.even_bytes:
-            # unstashed rows need no extra space: they are fewer than the rows of a dispatch, which has ended by then
+            # rows restored from the stash need no extra memory: a dispatch, which has ended by then, needs more
             return _Placed(
                 size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes
             )
@@ -306,9 +306,9 @@ class RankMemory:
         return rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
-        """Peak workspace of a layer's backward; a chunk has at most `longest` layers."""
-        restored = {True: 0.0, False: 0.0}  # in attention or not -> recomputed and reloaded bytes
-        freed = 0.0  # by the feed-forward part before the backward of attention
+        """Peak workspace of a layer's backward. `longest`: number of layers of the longest chunk."""
+        restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
+        freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
         for each in self.tensors(layer):
             placed = self._place(each)
             restored[each.module in ATTENTION] += placed.recomputed + placed.host
@@ -324,7 +324,7 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Offloaded optimizer state that the update has on the device: all of it, or two chunks."""
+        """Bytes of offloaded optimizer state on the device during the update: all of it, or two chunks."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
@@ -333,27 +333,27 @@ class RankMemory:
         return min(offloaded, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else offloaded
 
     def _transfers(self) -> float:
-        """Send and receive buffers of one hidden state and one gradient."""
+        """Bytes of send and receive buffers for one hidden state and one gradient."""
         if self.plan.layout.pp == 1:
             return 0.0
         return 4.0 * self.sizes.residual * self.plan.model.hidden_size * self.sizes.activation
 
 
 def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
-    """Whether full recompute covers the layer at this place of its stage."""
+    """Whether full recompute covers the layer at index `place` of its stage."""
     if recompute.recompute_granularity != "full":
         return False
     return recompute.recompute_method == "uniform" or place < recompute.recompute_num_layers
 
 
 def groups_of_moments(interval: int) -> int:
-    """Groups of microbatches that `RankMemory.moments` simulates."""
+    """Number of microbatch groups that `RankMemory.moments` simulates."""
     return _FEW_GROUPS + interval - 1
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
-    """Distinct moments after each entry, in order. Within a pair, one microbatch saves layer by layer as much as the
-    other frees. Expert weight gradients are computed every `interval` microbatches and at the end of the step."""
+    """Distinct moments after the schedule's entries, in order. In an overlapped pair, one microbatch saves in each
+    layer as much as the other frees. Expert weight gradients: every `interval` microbatches and at the step's end."""
     now, done = [0] * num_chunks, [0] * num_chunks
     found: dict[Moment, None] = {}
     for entry in entries:
@@ -369,7 +369,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """The moment with the most bytes, given the bytes per microbatch of each chunk in flight and delayed."""
+    """Moment with the most bytes. `chunks` and `late`: each chunk's bytes per microbatch in flight and delayed."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
@@ -389,13 +389,13 @@ def checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
-    """Number of pages of a pipeline rank for each row width. Every in-flight tensor of expert rows gets its rows at an
-    even load times `PagedStashConfig.factor`, and one partial page."""
+    """Number of stash pages that a pipeline rank needs, by row width. Every in-flight tensor of expert rows gets pages
+    for its rows at an even load, times the factor of `PagedStashConfig`, and one partial page."""
     assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
     chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
     peak: Counter[int] = Counter()
-    for in_flight, _ in memory.moments(rank, plan.num_microbatches):
+    for in_flight, _ in memory.moments(rank):
         now: Counter[int] = Counter()
         for count, pages in zip(in_flight, chunks, strict=True):
             now += Counter({width: count * each for width, each in pages.items()})
@@ -404,7 +404,7 @@ def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
 
 
 def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConfig) -> Counter[int]:
-    """Pages of one microbatch for each row width."""
+    """Number of stash pages of one microbatch, by row width."""
     plan, found = memory.plan, Counter[int]()
     for layer in layers:
         feed_forward = layer.shard(plan.parallel).feed_forward

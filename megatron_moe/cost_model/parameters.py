@@ -10,12 +10,12 @@ from megatron_moe.cost_model.amounts import Amounts
 
 @dataclass(frozen=True, kw_only=True)
 class ParamCount(Amounts[int]):
-    """Number of parameters by kind. Biases count with their matrix."""
+    """Number of parameters by kind. Biases are counted with their weight matrix."""
 
     embedding: int = 0
-    """Word embedding, padding included, and learned position embedding."""
+    """Word embedding, including padding, and learned position embedding."""
     attention: int = 0
-    """Projections and sinks."""
+    """Projections, biases and sinks."""
     dense_mlp: int = 0
     router: int = 0
     """Gating linear. The expert bias of auxiliary-loss-free balancing is a buffer and not counted."""
@@ -29,7 +29,7 @@ class ParamCount(Amounts[int]):
     mtp: int = 0
     """Norms, projections and layers of multi-token prediction."""
     head: int = 0
-    """0 if tied to the embedding."""
+    """Output head; 0 if its weight is tied to the embedding."""
 
     @property
     def without_mtp(self) -> "ParamCount":
@@ -38,8 +38,8 @@ class ParamCount(Amounts[int]):
 
 
 def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
-    """Parameters of the model; with `active`, those that process one token: `topk` routed experts per layer and
-    everything else."""
+    """Parameter counts of the model. `active`: counts only parameters that process one token, i.e. `topk` routed
+    experts per layer and everything else."""
     layers = sum((count_layer(layer, active=active) for layer in model.layers), ParamCount())
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
     ends = ParamCount(
@@ -52,7 +52,7 @@ def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
 
 
 def count_expert_elements(model: ModelConfig) -> int:
-    """Parameters of the expert grid, multi-token prediction included."""
+    """Number of parameters of routed experts, including multi-token prediction."""
     layers = list(model.layers)
     if model.mtp is not None:
         layers += [model.layers[-1]] * model.mtp.num_distinct_layers
@@ -65,7 +65,7 @@ def _head(model: ModelConfig) -> int:
 
 
 def _mtp(model: ModelConfig, active: bool) -> int:
-    """Each MTP layer: two norms on the inputs, the projection [H, 2H], a copy of the last layer, a final norm."""
+    """Parameters of MTP layers: two input norms, projection [H, 2H], a copy of the last layer and a final norm each."""
     if model.mtp is None:
         return 0
     hidden = model.hidden_size
@@ -74,7 +74,7 @@ def _mtp(model: ModelConfig, active: bool) -> int:
 
 
 def count_layer(layer: LayerConfig, *, active: bool = False) -> ParamCount:
-    """Parameters of one layer; with `active`, those that process one token."""
+    """Parameter counts of one layer. `active`: counts only parameters that process one token."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     attention = _mla(mixer) if isinstance(mixer, MLAConfig) else _attention(mixer)
     norms = ParamCount(norms=2 * count_norm(layer.norm, mixer.hidden_size))

@@ -1,6 +1,6 @@
-"""Nodes and NVLink domains of process groups, with ranks assigned to nodes in order.
+"""Nodes and NVLink domains that process groups span, with ranks assigned to nodes in order.
 
-Domains have a fixed number of ranks, so the pattern of a group repeats and the world size does not affect the cost.
+Domains have a fixed number of ranks, so the placement of a group is periodic and large worlds cost no more to compute.
 """
 
 from collections import Counter
@@ -15,16 +15,16 @@ from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, Grid, at
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Location of the ranks of all groups with one name."""
+    """Nodes and NVLink domains that the process groups with one name span."""
 
     size: int
-    """Ranks per group."""
+    """Number of ranks per group."""
     nodes: tuple[int, int]
     """(fewest, most) nodes per group."""
     domains: tuple[int, int]
     """(fewest, most) NVLink domains per group."""
     near: float
-    """Share of a rank's peers in its NVLink domain, averaged over ranks."""
+    """Fraction of a rank's peers that are in its NVLink domain, averaged over ranks."""
 
     def __str__(self) -> str:
         if self.size == 1:
@@ -37,7 +37,7 @@ class Placement:
 
 
 Axis = tuple[bool, int]
-"""(whether a group extends along it, size)."""
+"""Grid axis: (whether a group extends along the axis, size)."""
 
 
 class Placements:
@@ -74,10 +74,10 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
 
 
 def _spread(axes: Collection[Axis], domain_ranks: int) -> tuple[tuple[int, int], float]:
-    """(fewest and most domains per group, share of a rank's peers in its domain).
+    """((fewest, most) domains per group, fraction of a rank's peers in its domain).
 
-    An axis whose positions repeat in whole domains adds copies of what one period holds. All slower axes repeat too, so
-    only the ranks of one period are counted.
+    Ranks along an axis are counted for one period only, after which the axis starts at a domain boundary again. Further
+    periods, and all slower axes, repeat this pattern.
     """
     members, starts, copies, stride = [0], [0], 1, 1
     for inside, size in axes:

@@ -21,7 +21,7 @@ Facts = dict[str, Any]
 RESERVE_GIB = 3.0
 """Memory reserved for the CUDA context, NCCL, workspaces and fragmentation."""
 _MAX_COMPUTATIONS = 50_000
-"""Longest schedule that is simulated; takes about half a second."""
+"""Maximum number of computations of a simulated schedule, which takes about half a second."""
 
 
 def too_long_to_simulate(plan: RunPlan) -> str | None:
@@ -41,20 +41,19 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
 
 def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
     """Report of a plan: sizes, model, memory, communication and time. With unknown layers, only the sizes."""
-    num_microbatches = plan.num_microbatches
     placements = Placements(gpu).of_all(plan.parallel)
     sizes: Facts = {
         "unknown_layers": list(plan.unknown_layers),
         "device": {"kind": gpu.kind, "memory_gib": gpu.memory_gib, "bf16_tflops": gpu.bf16 / 1e12},
         "ranks": _ranks(plan, gpu, placements),
-        "schedule": _schedule(plan, num_microbatches),
+        "schedule": _schedule(plan),
     }
     if plan.unknown_layers:
         return sizes
     memory = RankMemory(plan)
-    ranks = memory.all_ranks(num_microbatches)
-    time = step_time(plan, gpu, num_microbatches)
-    traffic = Communication(plan, placements, num_microbatches)
+    ranks = memory.all_ranks()
+    time = step_time(plan, gpu)
+    traffic = Communication(plan, placements)
     return {
         **sizes,
         "model": _model(plan),
@@ -163,20 +162,20 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
 def _switches(
     plan: RunPlan, memory: RankMemory, most: RankBytes, gpu: GPU, placements: dict[str, Placement]
 ) -> Iterator[Facts]:
-    """Effect of disabling each enabled memory option alone. Effects do not add up: a module inside a recomputed module
-    saves nothing more."""
+    """Memory saved and slowdown of each enabled memory option, computed by disabling only this option. Effects do not
+    add up: a module inside a recomputed module saves nothing more."""
     seconds = Estimator(plan, gpu, placements).step().total
     for option in enabled_options(plan):
         without = option.apply(plan)
-        saves = memory.on_another_plan(without).of_rank(most.rank, plan.num_microbatches).total - most.total
+        saves = memory.on_another_plan(without).of_rank(most.rank).total - most.total
         slower = seconds / Estimator(without, gpu, placements).step().total - 1
         yield {"flags": option.flags, "saves_gib": saves / GIB, "slower": slower}
 
 
-def _schedule(plan: RunPlan, num_microbatches: int) -> Facts:
-    config = plan.schedule(num_microbatches)
+def _schedule(plan: RunPlan) -> Facts:
+    config = plan.schedule(plan.num_microbatches)
     return {
-        "microbatches": num_microbatches,
+        "microbatches": config.num_microbatches,
         "micro_batch_size": plan.batch.micro_batch_size,
         "global_batch_size": plan.batch.global_batch_size,
         "pipeline_ranks": config.pp,

@@ -14,7 +14,7 @@ from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
 
 @dataclass(frozen=True, kw_only=True)
 class HeldElements(Amounts[int]):
-    """Number of parameters of one rank, by grid."""
+    """Number of parameters of one rank in the attention grid and in the expert grid."""
 
     attention: int = 0
     expert: int = 0
@@ -33,7 +33,7 @@ def held_by_layer(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
 
 
 def _kv_rows_elsewhere(layer: LayerConfig, tp: int) -> int:
-    """Rows of the shard's k and v projection that other ranks hold because they share its query group."""
+    """Number of rows of the shard's k and v projection held by other ranks that share its query group."""
     mixer = layer.mixer
     return mixer.shard(tp).qkv_width - mixer.qkv_width // tp if isinstance(mixer, AttentionConfig) else 0
 
@@ -63,7 +63,7 @@ def held_by_embedding(model: ModelConfig, parallel: ParallelConfig) -> int:
 def held_by_rank(
     model: ModelConfig, layout: PipelineLayout, pipeline_rank: int, parallel: ParallelConfig
 ) -> HeldElements:
-    """Parameters per rank on pipeline rank `pipeline_rank`, including the embedding copy of a tied head or of MTP."""
+    """Parameters of a rank on pipeline rank `pipeline_rank`, including the embedding copy of a tied head or of MTP."""
     chunks = layout.chunks(pipeline_rank)
     held = sum((held_by_stage(model, chunk, parallel) for chunk in chunks), HeldElements())
     copied = pipeline_rank in layout.embedding_ranks(tied=model.tied_embeddings)
@@ -73,7 +73,7 @@ def held_by_rank(
 
 
 def low_elements(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
-    """Elements of `held_by_layer` that FP8 and FP4 recipes may store in a low format: all but norms and router."""
+    """Elements of `held_by_layer` that recipes may store in FP8 or FP4: all but norms, router and gate."""
     shard = layer.shard(parallel)
     count, hidden = count_layer(shard), shard.mixer.hidden_size
     high = count.norms + count.router + _kv_rows_elsewhere(layer, parallel.tp) * hidden

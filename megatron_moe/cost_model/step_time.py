@@ -1,4 +1,4 @@
-"""Operations of a step, a lower bound on its time, and the pipeline bubble."""
+"""FLOPs of a step, a lower bound on its time, and the pipeline bubble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,29 +12,29 @@ from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
 from megatron_moe.pipeline.schedule import ScheduleConfig, Task, computations, gives, needs, num_warmup
 
 MANY_GROUPS = 6
-"""Groups of microbatches after which the steady phase is periodic."""
+"""Number of microbatch groups after which the steady phase is periodic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Operations of a step, and lower bounds on its time in seconds."""
+    """FLOPs of a step, and lower bounds on its time in seconds."""
 
     flops: FlopCount
-    """Operations over all ranks, with Megatron's formula."""
+    """FLOPs over all ranks, with Megatron's formula."""
     per_token: float
-    """Operations per token."""
+    """FLOPs per token."""
     compute: float
-    """Computing time of a rank at peak rates, with work divided evenly."""
+    """Compute time of a rank at peak rates, if work is divided evenly."""
     bubble: float
     """Share of the step in which ranks are idle because of the pipeline."""
 
     @property
     def bound(self) -> float:
-        """Computing time and bubble, without communication."""
+        """Compute time and bubble in seconds, without communication."""
         return self.compute / (1 - self.bubble)
 
 
-def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
+def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
     """Step time at the full global batch size."""
     seq, batch, world = plan.data.seq_length, plan.batch.global_batch_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
@@ -46,12 +46,12 @@ def step_time(plan: RunPlan, gpu: GPU, num_microbatches: int) -> StepTime:
         flops=flops,
         per_token=flops.total / (batch * seq),
         compute=seconds / world,
-        bubble=pipeline_bubble(plan.schedule(num_microbatches), stage_costs(plan)),
+        bubble=pipeline_bubble(plan.schedule(plan.num_microbatches), stage_costs(plan)),
     )
 
 
 def stage_costs(plan: RunPlan) -> tuple[float, ...]:
-    """Operations of each stage, in model order."""
+    """FLOPs of each stage, in model order."""
     costs: StageCosts = flop_costs(plan.model, plan.data.seq_length)
     return tuple(costs.of(stage) for stage in plan.layout.stages)
 
@@ -102,6 +102,6 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
 
 
 def in_flight(config: ScheduleConfig) -> tuple[int, ...]:
-    """Peak number of (microbatch, chunk) pairs in flight per pipeline rank: those of the warm-up and one more."""
+    """Peak number of (microbatch, chunk) pairs in flight per pipeline rank: number of warm-up forwards plus one."""
     total = config.num_microbatches * config.vpp
     return tuple(min(num_warmup(config, rank) + 1, total) for rank in range(config.pp))

@@ -31,9 +31,9 @@ class Traffic:
     bytes: float
     """Bytes sent by the rank."""
     far: float
-    """Bytes of these sent outside its NVLink domain."""
+    """Part of `bytes` that is sent outside the rank's NVLink domain."""
     hidden: bool = False
-    """Overlaps with computation."""
+    """True if the communication overlaps with computation."""
 
     def repeated(self, times: int) -> "Traffic":
         return replace(self, bytes=self.bytes * times, far=self.far * times)
@@ -45,14 +45,14 @@ class Traffic:
 
 
 def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Traffic:
-    """Ring all-gather or reduce-scatter of `num_bytes` in total. Over several NVLink domains the ring crosses the
-    network once per domain, shared by the ports of the domain's ranks."""
+    """Ring all-gather or reduce-scatter of `num_bytes` in total. Over several NVLink domains, the ring crosses the
+    network once per domain, and the network ports of a domain's ranks share this traffic."""
     sent = num_bytes * (size - 1) / size
     return Traffic(bytes=sent, far=_crossing_share(placement) * sent, **names)  # type: ignore[arg-type]
 
 
 def _crossing_share(placement: Placement) -> float:
-    """Share of a ring's bytes that pass the network port of one rank."""
+    """Fraction of a ring's bytes that pass through the network port of one rank."""
     domains = placement.domains[1]
     return domains / placement.size if domains > 1 else 0.0
 
@@ -62,9 +62,9 @@ class ExpertTraffic:
     """Dispatch volume of one rank for one MoE layer and one microbatch."""
 
     ranks: LoadSpread
-    """Ranks per token that hold one of its experts, the token's own rank included."""
+    """Number of ranks that hold at least one of a token's experts, including the token's own rank."""
     domains: LoadSpread
-    """NVLink domains per token, the token's own domain included."""
+    """Number of NVLink domains that hold at least one of a token's experts, including the token's own domain."""
     rows_sent: float
     """Rows sent to other ranks, one per selected expert."""
     copies_sent: float
@@ -72,11 +72,11 @@ class ExpertTraffic:
     copies_far: float
     """Rows sent to other NVLink domains, one per destination domain of a token."""
     rows_taken: LoadSpread
-    """Rows received by one rank's experts, its own tokens included."""
+    """Number of rows that one rank's experts receive, including rows of the rank's own tokens."""
     row_bytes: float
-    """Bytes of a row, with probability and index."""
+    """Bytes of a row, including its probability and index."""
     low_row_bytes: float
-    """Bytes of a row in FP8, with scales, probability and index."""
+    """Bytes of a row in FP8, including its scales, probability and index."""
 
 
 Destinations = Callable[[LoadChoice, int], LoadSpread]
@@ -118,7 +118,6 @@ class Communication:
     plan: RunPlan
     placements: dict[str, Placement]
     """Placement of each process group, by name."""
-    num_microbatches: int
     destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
@@ -149,13 +148,13 @@ class Communication:
         layers = [model.layers[index] for stage in stages for index in stage.layers]
         layers += [model.layers[-1]] * sum(stage.num_mtp for stage in stages)
         for layer, count in Counter(layers).items():
-            times = count * self.num_microbatches
+            times = count * self.plan.num_microbatches
             for each in (*self._tensor_parallel(layer), *self._context_parallel(layer), *self._experts(layer)):
                 yield each.repeated(times)
 
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
-        """Column-parallel input: all-gather in forward, all-gather and reduce-scatter in backward. Row-parallel output:
-        reduce-scatter in forward, all-gather in backward. Without sequence parallelism: one all-reduce each."""
+        """Traffic of linears. Column-parallel: all-gather in forward, all-gather and reduce-scatter in backward.
+        Row-parallel: reduce-scatter in forward, all-gather in backward. All-reduces without sequence parallelism."""
         mixer, feed_forward, hidden = layer.mixer, layer.feed_forward, layer.mixer.hidden_size
         if isinstance(mixer, MLAConfig):
             columns = mixer.kv_lora_rank + (hidden if mixer.q_lora_rank is None else mixer.q_lora_rank)
@@ -170,8 +169,8 @@ class Communication:
 
     def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0) -> Traffic:
         """Traffic of the inputs of column-parallel linears and the outputs of row-parallel ones, in channels. `other`:
-        channels gathered for attention itself, not again in backward: MLA's shared rotated k; q, k and v if ranks share
-        query groups."""
+        channels gathered for attention itself and not gathered again in backward: MLA's shared rotated k, or q, k and v
+        if ranks share query groups."""
         if self.plan.parallel.sequence_parallel:
             passes = 3 * columns + 2 * (rows + other)
         else:
@@ -228,17 +227,17 @@ class Communication:
         yield ring(ranks, 2 * elements * sizes.internal, placement, group="etp_ep", what="combine: sums of all ranks")
 
     def _ends(self, rank: int) -> Iterator[Traffic]:
-        """Embedding and head under tensor parallelism."""
+        """Tensor-parallel traffic of embedding and head."""
         hidden = self.plan.model.hidden_size
         for stage in self.plan.layout.chunks(rank):
             for each, times in (
                 (self._sharded_linears("embedding", 0, hidden), stage.embedding + stage.num_mtp),
                 (self._sharded_linears("head", hidden, 0), stage.loss * (1 + self.plan.model.num_mtp)),
             ):
-                yield each.repeated(times * self.num_microbatches)
+                yield each.repeated(times * self.plan.num_microbatches)
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
-        """One all-reduce of gradients per step; with ZeRO-1 a reduce-scatter of them and an all-gather of weights."""
+        """One all-reduce of gradients per step; with ZeRO-1, reduce-scatter of gradients and all-gather of weights."""
         plan, parallel = self.plan, self.plan.parallel
         held = held_by_rank(plan.model, plan.layout, rank, parallel)
         config = plan.data_parallel
@@ -263,6 +262,8 @@ class Communication:
             return
         last = len(layout.stages) - 1
         sent = sum((chunk < last) + (chunk > 0) for chunk in range(rank, last + 1, layout.pp))
-        size = float(sent * self.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation)
+        size = float(
+            sent * self.plan.num_microbatches * sizes.residual * self.plan.model.hidden_size * sizes.activation
+        )
         crosses = self.placements["pp"].domains[1] > 1
         yield Traffic(group="pp", what="hidden states", bytes=size, far=size if crosses else 0.0, hidden=True)

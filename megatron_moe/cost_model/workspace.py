@@ -1,8 +1,8 @@
 """Temporary memory of the backward: activation gradients, dispatch buffers and gathered inputs.
 
-The feed-forward part of a layer is differentiated first, with all saved tensors of the layer still allocated; those of
-the feed-forward part are freed before the backward of attention. Recomputed and reloaded tensors of a part exist during
-its backward. Gradients have the activation format. Letters as in `activations.py`.
+The backward of a layer's feed-forward part runs first, while all saved tensors of the layer are still allocated. Saved
+tensors of the feed-forward part are freed before the backward of attention. Recomputed and reloaded tensors of a part
+exist during the backward of that part. Gradients have the activation format. `activations.py` explains the letters.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _PAIRS_OF_A_BLOCK = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Bytes at one moment of a backward."""
+    """Temporary memory at one moment of a backward, in bytes."""
 
     dispatch: float = 0.0
     """Buffers of the token dispatcher."""
@@ -46,19 +46,19 @@ def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: Activation
     projection = gathered * mixer.hidden_size + tokens * mixer.out_width * size
     peak = max(_in_core(mixer, parallel, sizes), projection, 2 * gathered * latent)
     if isinstance(layer.mixer, AttentionConfig) and layer.mixer.num_query_groups < parallel.tp:
-        # gradient of the local q, k and v, and of those of all heads before and after the reduce-scatter
+        # gradients of the local q, k and v, and of q, k and v of all heads before and after the reduce-scatter
         local = layer.mixer.shard(parallel.tp).qkv_width
         peak = max(peak, tokens * size * (local + 2 * layer.mixer.qkv_width))
     return Workspace(other=peak + _stream(mixer.hidden_size, sizes))
 
 
 def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Gradients and kernel workspace of softmax attention. With keys of other ranks, each block accumulates into
+    """Bytes of gradients and kernel workspace of softmax attention. Blocks over keys of other ranks accumulate into
     gradients of q, k and v in the internal format."""
     q_width, kv_copies, wide = mixer.q_width, 0, 0
     if mixer.core.window is None:
-        # cuDNN's workspace: the gradient of q in the internal format, and those of k and v per head if heads share
-        # them. Our kernel for windows needs none of this size.
+        # cuDNN's workspace: the gradient of q in the internal format, and the gradients of k and v expanded to all
+        # heads if heads share them. Our sliding-window kernel needs no workspace of this size.
         wide = q_width * sizes.internal
         if isinstance(mixer, AttentionConfig) and mixer.num_query_groups < mixer.num_heads:
             kv_copies = 2 * q_width
@@ -94,8 +94,8 @@ def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: Activat
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Gradient of the logits. A sharded vocabulary needs more in forward: logits, logits minus their maximum and its
-    exponential in the internal format. A chunked loss also has the logits, all for one chunk of tokens."""
+    """Peak workspace of the loss: the gradient of the logits. With a sharded vocabulary, the forward needs more:
+    logits, logits minus maximum, and exponential, in the internal format. A chunked loss adds a chunk's logits."""
     vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
     size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
     if chunk is None:
@@ -104,7 +104,7 @@ def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:
-    """Gradients of the residual stream and of the input of one part, [T, H] each."""
+    """Bytes of the gradients of the residual stream and of one part's input, [T, H] each."""
     return 2.0 * sizes.residual * hidden * sizes.activation
 
 
@@ -114,8 +114,8 @@ def _gathered(parallel: ParallelConfig, sizes: ActivationSizes) -> float:
 
 
 def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Largest of: gradients of fc1's output and the activation; the gathered output gradient with the latter; the
-    gathered input and its gradient with the former."""
+    """Largest sum of bytes of: gradients of fc1's output and of the activation; gathered output gradient and gradient
+    of the activation; gathered input, its gradient, and gradient of fc1's output."""
     ffn, gathered = sizes.inner * config.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
     products = (1 + config.activation.fan) * ffn
     return max(
@@ -124,7 +124,7 @@ def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes)
 
 
 def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Gradients of fc1's output, and of the activation or the input rows."""
+    """Gradient of fc1's output, and the larger of the gradients of the activation and of the input rows."""
     experts = config.experts
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance) * sizes.activation
     ffn = experts.ffn_hidden_size
@@ -132,7 +132,7 @@ def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSi
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Rows as sent, as received and as sorted by expert."""
+    """Buffers of rows as sent, as received, and as sorted by expert."""
     if parallel.ep * parallel.etp == 1:
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual

@@ -23,15 +23,15 @@ class TokenMeta:
     """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
-    """int64 position of every token in its document, or in its sequence without `reset_position_ids`."""
+    """int64 position of every token in its document with `reset_position_ids`, else in its sequence."""
     segments_BS: Tensor | None = None
-    """int64 index of the document in the sequence; attention stays inside a document. None: one document."""
+    """int64 document index of every token; tokens attend only within their document. None: one document."""
     valid_BS: Tensor | None = None
-    """bool, False for padding, which is neither routed nor counted in balancing losses. None: all tokens are valid."""
+    """bool; False for padding tokens, which routers and balancing losses ignore. None: all tokens are valid."""
     part: SequencePart | None = None
-    """Positions of the sequence that this context-parallel rank holds in the tensors here. None: all."""
+    """Sequence positions of this context-parallel rank, to which these tensors are restricted. None: all."""
     whole_segments_BS: Tensor | None = None
-    """`segments_BS` of the unsplit sequences, if this rank holds a part of them."""
+    """`segments_BS` of the unsplit sequences, if context parallelism splits them."""
     cu_seqlens: Tensor | None = None
     """int32 [documents + 1] boundaries of packed sequences, B = 1."""
     max_seqlen: int | None = None
@@ -52,7 +52,7 @@ class GraphRunner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchContext:
-    """Everything but activations that the modules of the model receive for one microbatch.
+    """Inputs of the model's modules for one microbatch, apart from activations.
 
     The data loader sets `tokens`, the model `rotary`, and the training step the other fields.
     """
@@ -69,8 +69,8 @@ class MicrobatchContext:
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
     """cos_SBD and sin_SBD of every RoPE variant of the model, computed once per microbatch."""
     forced_logits: Mapping[int, Tensor] | None = None
-    """[T, E] by layer: router logits of `--moe-router-force-load-balancing` and `-biased`, drawn in advance. None:
-    routers draw them."""
+    """Layer -> random router logits [T, E] of `--moe-router-force-load-balancing` and `-biased`, drawn in advance.
+    None: the routers draw them."""
     graph_instance: GraphRunner | None = None
     """CUDA graphs that this microbatch replays. None: eager execution."""
 
@@ -86,12 +86,12 @@ class MicroBatch:
     tokens_BS: Tensor
     """int64"""
     labels_BS: Tensor
-    """int64, the next token"""
+    """int64; label of every token: the token after it"""
     loss_mask_BS: Tensor
     """Loss weight of every token, in promote(fp32, params dtype)."""
     context: MicrobatchContext
     whole: "MicroBatch | None" = None
-    """The unsplit microbatch if this is a context-parallel rank's part of it."""
+    """The unsplit microbatch, if this is one context-parallel rank's part of a microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +99,16 @@ class MaskConfig:
     """Special ids of the data, and how they affect loss, positions and attention."""
 
     vocab_size: int
-    """Upper bound of ids (exclusive)."""
+    """Upper bound of token ids (exclusive)."""
     eod: int
     pad: int
     """Padding id; -1: none."""
     eod_mask_loss: bool = False
-    """Masks the loss where the input is the end of a document."""
+    """Masks the loss of positions whose input token is end-of-document."""
     reset_position_ids: bool = False
     """Positions restart at 0 in every document."""
     reset_attention_mask: bool = False
-    """Attention stays inside a document."""
+    """Tokens attend only within their document."""
 
 
 class Samples(Protocol):
@@ -128,7 +128,7 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, lo
     """
     text = np.stack([samples.tokens(int(index)) for index in indices])
     padding = (text == PADDING) | (text == masks.pad)
-    ends = ((text == masks.eod) & ~padding)[:, :-1]  # padding becomes id 0, which may be that of eod
+    ends = ((text == masks.eod) & ~padding)[:, :-1]  # padding becomes id 0, which may be the id of eod
     text[padding] = 0
     _check_ids(text, samples, indices, masks.vocab_size)
     loss_mask = ~padding[:, 1:]
@@ -192,18 +192,18 @@ def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
 
 
 def num_routed(batch: MicroBatch) -> int | Tensor:
-    """Number of tokens that are not padding, a device tensor if there is padding.
+    """Number of tokens that are not padding; a device tensor if there is padding.
 
-    With `--calculate-per-token-loss`, balancing losses are multiplied by it, as in Megatron-Core, and divided by the
-    number of tokens in the loss, so that they have a larger weight if `--eod-mask-loss` masks tokens.
+    With `--calculate-per-token-loss`, balancing losses are multiplied by this number, as in Megatron-Core, and divided
+    by the number of tokens in the loss. They have a larger weight if `--eod-mask-loss` masks tokens.
     """
     valid_BS = batch.context.tokens.valid_BS
     return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()
 
 
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
-    """Number of ranks over which each sequence is split: all context-parallel ranks, or with `max_seqlen_per_rank` as
-    few as the longest document needs; each group of that many neighbouring ranks then holds some of the sequences."""
+    """Number of ranks over which each sequence is split: all context-parallel ranks, or, with dynamic context
+    parallelism, only as many as the longest document needs; groups of this many ranks then share the sequences."""
     if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
@@ -223,14 +223,14 @@ def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
 
 
 def _longest(starts: np.ndarray) -> int:
-    """Length of the longest document; `starts` [B, S] is True at the first token of each but the first."""
+    """Length of the longest document. `starts` [B, S]: True at first tokens of documents, except at position 0."""
     edge = np.ones_like(starts[:, :1])
     borders = np.flatnonzero(np.concatenate([edge, starts[:, 1:]], axis=1))
     return int(np.diff(borders, append=starts.size).max())
 
 
 def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:
-    """int64 [B, S]: distance to the start of the document (`reset`) or of the sample."""
+    """Position ids, int64 [B, S]: distance to the start of the document (`reset`) or of the sample."""
     places = np.broadcast_to(np.arange(starts.shape[1], dtype=np.int64), starts.shape)
     if not reset:
         return places.copy()

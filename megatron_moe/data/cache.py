@@ -1,8 +1,8 @@
 """Disk cache of index arrays, keyed by a hash of their inputs.
 
 An entry is a set of files `<md5>-<kind>-<name>.npy` and, written last, `<md5>-<kind>-description.txt`: JSON with the
-inputs, shapes and checksums. Files are written to temporary names and renamed, so an entry is complete or rebuilt, and
-several jobs may build it concurrently.
+inputs, shapes and checksums. Files are written to temporary names and renamed, so an incomplete entry is detected and
+rebuilt, and several jobs may build an entry concurrently.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def load_or_build(folder: Path | None, kind: str, inputs: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """Returns the arrays of `inputs`, memory-mapped from a complete entry in `folder`, else built and stored there.
+    """Returns the arrays for `inputs`: memory-maps a complete entry in `folder`, else builds and stores the arrays.
 
-    `folder` None builds without a cache. Raises `DataProblem` if the folder cannot be written.
+    `folder` None: builds the arrays without a cache. Raises `DataProblem` if the folder cannot be written.
     """
     if folder is None:
         return build()
@@ -91,7 +91,7 @@ def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) ->
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file for writing, which replaces `path` unless an exception occurs."""
+    """Context manager: opens a temporary file for writing, which replaces `path` unless an exception occurs."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(temporary, "wb") as file:

@@ -1,5 +1,7 @@
-"""Training, validation and test samples of a run, built from `DataConfig`."""
+"""Training, validation and test samples of a run, built from `DataConfig`; parses `--data-path` and `--split`."""
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,34 +14,91 @@ from megatron_moe.config.data import DataConfig
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem, RunError
 from megatron_moe.config.training import BatchConfig, LoopConfig
 from megatron_moe.data.batch import MaskConfig, Samples
-from megatron_moe.data.blend import (
-    SPLITS,
-    Blend,
-    BlendedSamples,
-    normalize,
-    parse_blend,
-    parse_split,
-    samples_per_dataset,
-    split_range,
-)
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.data.samples import Documents, DocumentSamples, SampleRequest
+from megatron_moe.data.samples import BlendedSamples, Documents, DocumentSamples, SampleRequest, normalize
 from megatron_moe.data.tokenizer import Tokenizer
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
+SPLITS = ("train", "valid", "test")
+_MOST_DATASETS = 32767
 Share = tuple[float, float]
 _MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
-"""Limit per split, so that array sizes in bytes fit into 64 bits."""
+"""Maximum number of samples per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
-"""Interval of the collectives in which ranks wait for the first; well below the timeout of a collective."""
+"""Interval of the collectives in which ranks wait for rank 0; well below the timeout of a collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Prefixes and weights of the data sets; `weights` None blends by size."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.prefixes) == 1 and self.weights is None
+
+
+def parse_blend(words: Sequence[str]) -> Blend | None:
+    """Parses one prefix, (weight, prefix) pairs or a list of prefixes; None for no words.
+
+    An even number of words is parsed as pairs if every other word is a number. Raises `DataProblem` for weights that
+    are not positive.
+    """
+    if not words:
+        return None
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or None in weights:
+        return Blend(prefixes=tuple(words))
+    given = tuple(weight for weight in weights if weight is not None)
+    for weight, prefix in zip(given, words[1::2], strict=True):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise DataProblem(f"--data-path gives {prefix} the weight {weight:g}; a weight must be larger than 0")
+    if len(given) >= _MOST_DATASETS:
+        raise DataProblem(f"--data-path blends {len(given):,} data sets; at most {_MOST_DATASETS - 1:,} are possible")
+    return Blend(prefixes=tuple(words[1::2]), weights=given)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
+    """Parses `"969, 30, 1"` to the (begin, end) shares of documents of train, valid and test; None for empty shares."""
+    numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
+    if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
+        raise DataProblem(
+            f'--split "{text}" must be up to three shares (train, valid, test) of which one is larger than 0, '
+            f'such as "969, 30, 1"'
+        )
+    shares = normalize(numbers + [0.0] * (len(SPLITS) - len(numbers)))
+    ends = [0.0]
+    for share in shares:
+        ends.append(ends[-1] + share)
+    return tuple(None if end <= begin else (begin, end) for begin, end in zip(ends[:-1], ends[1:], strict=True))
+
+
+def split_range(share: tuple[float, float], num_documents: int) -> range:
+    """Documents of one share of the split."""
+    begin, end = (int(round(edge * float(num_documents))) for edge in share)
+    return range(begin, end)
+
+
+def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
+    """Number of samples of each data set in a blend of `size` samples, increased by `surplus`; `weights` sum to 1."""
+    return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 class MockTokens:
-    """Documents of `--mock-data`: 1, 2, 3, … (modulo the vocabulary size) and end-of-document.
+    """Documents of `--mock-data`: token ids 1, 2, 3, … (modulo the vocabulary size) and end-of-document.
 
-    Lengths are uniform in [1, 4096) and those of Megatron's first `num_documents` mock documents.
+    Lengths are uniform in [1, 4096) and equal those of Megatron's first `num_documents` mock documents.
     """
 
     def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:
@@ -70,7 +129,7 @@ class Datasets:
     """All data of a run."""
 
     train: Samples | None
-    """None with --skip-train."""
+    """Training samples; None with --skip-train."""
     valid: Mapping[str, Samples]
     """Validation sets by name; empty without validation data."""
     test: Samples | None
@@ -80,17 +139,17 @@ class Datasets:
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Prefix -> size and sampled checksum of its .bin file; empty except on the first rank."""
+    """Prefix -> size and sampled checksum of the .bin file; empty except on the first rank."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the order or content of the training samples may change."""
+        """Fingerprint that changes when the order or content of the training samples may change."""
         return "none" if self.train is None else self.train.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSizes:
-    """Number of samples of every split that a run needs."""
+    """Number of samples that a run needs from every split."""
 
     train: int
     valid: int
@@ -98,8 +157,8 @@ class SplitSizes:
 
 
 def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
-    """Samples needed: --train-samples or --train-iters global batches for training, `eval_iters` global batches per
-    evaluation; evaluations are every `eval_interval` iterations and at the end."""
+    """Number of samples that a run needs: --train-samples, or --train-iters global batches; `eval_iters` global batches
+    per evaluation, with evaluations every `eval_interval` iterations and at the end."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
     one_evaluation = loop.eval_iters * batch.global_batch_size
@@ -116,7 +175,7 @@ def build_datasets(
 
     Raises:
         DataProblem: files or blends are invalid.
-        MemoryProblem: the index arrays exceed the host's memory.
+        MemoryProblem: the index arrays do not fit into host memory.
     """
     sizes = split_sizes(batch, loop)
     too_many = MemoryProblem(
@@ -138,8 +197,8 @@ def build_datasets(
 
 
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
-    """Builds on the first rank, then on the others. Ranks exchange the state every 30 s, because the order of a large
-    blend may take longer than the timeout of a collective."""
+    """Builds on the first rank, then on the others, which wait in a new collective every 30 s: computing the order of a
+    large blend may take longer than the timeout of a collective."""
     done = False
     problem: RunError | None = None
     with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
@@ -192,7 +251,7 @@ class _Builder:
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
     def _splits(self) -> tuple[Samples | None, dict[str, Samples], Samples | None]:
-        own = {name: parse_blend(getattr(self.config, name)) for name in SPLITS}
+        own = {name: parse_blend(getattr(self.config, f"{name}_data_path")) for name in SPLITS}
         if self.config.mock_data or not any(own.values()):
             shared = Blend(prefixes=("mock",)) if self.config.mock_data else parse_blend(self.config.data_path)
             if shared is None:
@@ -209,7 +268,7 @@ class _Builder:
         )
 
     def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
-        """One set, or with --multiple-validation-sets one per prefix, named by its file unless two have the same."""
+        """Validation sets by name: one, or with --multiple-validation-sets one per prefix, named after its file."""
         if blend is None:
             return {}
         if not self.config.multiple_validation_sets:
@@ -228,9 +287,9 @@ class _Builder:
         return {name: samples for name, samples in built.items() if samples is not None}
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
-        """Samples of one split; None if it is not needed or has no documents (an error for training).
+        """Samples of one split; None if the split is not needed or has no documents (an error for training).
 
-        `size`: None for one pass over the data.
+        `size`: minimum number of samples; None: one pass over the data.
         """
         if blend is None or share is None or size == 0:
             if split == "train" and size:
@@ -275,7 +334,7 @@ class _Builder:
             self._single(split, Blend(prefixes=(prefix,)), share, count)
             for prefix, count in zip(blend.prefixes, built, strict=True)
         ]
-        # Cached, because the greedy order takes minutes for some hundred million samples.
+        # The order is cached, because computing it takes minutes for some hundred million samples.
         return BlendedSamples(parts, weights, total, self._cache_dir(blend.prefixes[0]))
 
     def _open(self, prefix: str) -> Documents:

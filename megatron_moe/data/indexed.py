@@ -12,7 +12,7 @@
     34 + 4 S      8 S   int64 byte offset of every sequence in .bin
     34 + 12 S     8 D   int64 document boundaries as sequence numbers, from 0 to S
 
-Opening validates the complete index, so that a damaged file ends a run at its start.
+Opening validates the complete index, so that a run with a damaged file fails at its start.
 """
 
 import os
@@ -36,13 +36,13 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: Mapping[int, np.dtype] = MappingProxyType(
     dict(enumerate(map(np.dtype, ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
 )
-"""Element type by code."""
+"""Numpy dtype by dtype code."""
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Dtype in which Megatron's tools store ids of this vocabulary."""
+    """Dtype in which Megatron's tools store token ids for this vocabulary size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -58,7 +58,7 @@ class IndexedTokens:
         self.bin_path = Path(f"{prefix}.bin")
         self.idx_path = Path(f"{prefix}.idx")
         for path in (self.idx_path, self.bin_path):
-            if not _is_file(path):
+            if not os.path.isfile(path):  # False also for a name that is too long, such as a quoted blend
                 raise DataProblem(
                     f"data file {path} does not exist: --data-path takes the common prefix of a .bin and an .idx file, "
                     f"as written by tools/preprocess_data.py"
@@ -66,7 +66,10 @@ class IndexedTokens:
         index = _read_index(self.idx_path, mmap)
         self.dtype, self.sequence_lengths, self._pointers, self.document_bounds = index
         self._bin_size = self.bin_path.stat().st_size
-        self._check_bin_size()
+        expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if self._bin_size != expected:
+            described = f"{expected:,} ({len(self):,} sequences of {self.dtype.name})"
+            raise _damaged(self.bin_path, f"{self._bin_size:,} bytes, but {self.idx_path.name} describes {described}")
         self._map: np.ndarray | None = None
         self._file: int | None = None
         if mmap and self._bin_size:
@@ -83,7 +86,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """Properties that distinguish this data from other data of the same path; part of the cache key."""
+        """Properties that distinguish this data from other data at the same path; part of the cache key."""
         return {
             "dtype": self.dtype.name,
             "sequences": len(self),
@@ -103,8 +106,8 @@ class IndexedTokens:
         return f"{self._bin_size} bytes, sampled crc32 {crc32:08x}"
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of a sequence, to its end if `length` is None, as a read-only array in the
-        stored dtype."""
+        """Tokens [offset, offset + length) of a sequence, or from offset to its end if `length` is None, as a read-only
+        array in the stored dtype."""
         total = int(self.sequence_lengths[sequence])
         count = total - offset if length is None else length
         assert 0 <= offset and 0 <= count and offset + count <= total, f"{sequence=} {offset=} {length=} {total=}"
@@ -132,7 +135,7 @@ class IndexedTokens:
             self.close()
 
     def _read(self, file: int, start: int, size: int) -> bytes:
-        """Reads `size` bytes by `pread`, which may return fewer; thread-safe."""
+        """Reads exactly `size` bytes with repeated `pread` calls; thread-safe."""
         parts = []
         while size > 0:
             part = os.pread(file, size, start)
@@ -143,22 +146,9 @@ class IndexedTokens:
             size -= len(part)
         return b"".join(parts)
 
-    def _check_bin_size(self) -> None:
-        expected = int(self.sequence_lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        if self._bin_size != expected:
-            described = f"{expected:,} ({len(self):,} sequences of {self.dtype.name})"
-            raise _damaged(self.bin_path, f"{self._bin_size:,} bytes, but {self.idx_path.name} describes {described}")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # name too long, such as a quoted blend
-        return False
-
 
 def _map(path: Path) -> np.ndarray:
-    # A plain array: slicing the memmap subclass costs microseconds.
+    # A plain array, because slicing the memmap subclass costs microseconds.
     return np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
 
 
@@ -217,7 +207,7 @@ def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
 
 
 def _byte_offsets(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """First byte of every sequence in .bin, int64."""
+    """Byte offset of every sequence in .bin, int64."""
     offsets = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     return offsets * itemsize
@@ -236,7 +226,7 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
-    """Temporary files of other `IndexedWriter`s of `prefix`, running or killed."""
+    """Temporary files of `prefix` that other processes' `IndexedWriter`s are writing or left when killed."""
     path = Path(prefix)
     pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
     found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]
@@ -309,7 +299,7 @@ class IndexedWriter:
             os.fsync(index.fileno())
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        # An old index is removed first and the new one written last, so that a .bin never has a wrong index.
+        # The old index is removed first and the new index renamed last, so that a .bin never has a wrong index.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix, path in self._aside.items():
             os.replace(path, f"{self.prefix}{suffix}")

@@ -1,9 +1,13 @@
-"""Data loaders of this data-parallel rank, which start at any number of consumed samples."""
+"""Data loaders of this data-parallel rank, and the batch sizes and sample order that they follow.
+
+Batch sizes and order are pure functions of the seed and the number of consumed samples, so a loader starts anywhere.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,11 +17,83 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.batch import MaskConfig, MicroBatch, Samples, make_microbatch, split_sequence, to_device
 from megatron_moe.data.datasets import Datasets
-from megatron_moe.data.sampler import BatchSchedule, SampleOrder, step_positions
 from megatron_moe.parallel.context import ParallelContext
 
 
-class _Loader:
+class BatchSchedule:
+    """Global batch size, in microbatches of all data-parallel ranks, by consumed samples (`BatchConfig.size_at`)."""
+
+    def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
+        self.micro = batch.micro_batch_size
+        self.data_parallel = data_parallel
+        self.full = batch.global_batch_size
+        self.global_batch = batch.size_at
+        """Sequences of the step that begins after a number of consumed samples."""
+
+    def num_microbatches(self, consumed: int) -> int:
+        """Microbatches of every rank in the step that begins after `consumed` samples."""
+        size, micro_step = self.global_batch(consumed), self.micro * self.data_parallel
+        assert size and size % micro_step == 0, (
+            f"{size} sequences are no multiple of {self.micro} x {self.data_parallel}"
+        )
+        return size // micro_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Mapping from the position in the training order to the sample of the data set.
+
+    "single" is the identity; "cyclic" permutes every pass over the data set by a generator keyed by (seed, pass). Both
+    are independent of the layout, the batch size and resumption.
+    """
+
+    kind: Literal["single", "cyclic"]
+    num_samples: int
+    seed: int
+    _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Cached permutation of the last pass; drawing that of a large data set takes longer than a step."""
+
+    @property
+    def end(self) -> int | None:
+        """Number of positions, or None if unlimited."""
+        return self.num_samples if self.kind == "single" else None
+
+    def fingerprint(self, samples: str) -> str:
+        """Fingerprint of this order of a data set with fingerprint `samples`, without the length for "single": a longer
+        run continues the same order."""
+        return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
+
+    def indices(self, consumed: np.ndarray) -> np.ndarray:
+        """Sample indices (int64) of the positions `consumed` (int64, any shape)."""
+        if self.kind == "single":
+            return consumed
+        passes, places = np.divmod(consumed, self.num_samples)
+        out = np.empty_like(consumed)
+        for number in np.unique(passes):
+            here = passes == number
+            out[here] = self._permutation(int(number))[places[here]]
+        return out
+
+    def _permutation(self, number: int) -> np.ndarray:
+        permutation = self._drawn.get(number)
+        if permutation is None:
+            permutation = np.random.default_rng([self.seed, number]).permutation(self.num_samples)
+            self._drawn.clear()
+            self._drawn[number] = permutation
+        return permutation
+
+
+def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
+    """Positions in the sample order of data-parallel rank `rank` in one step, int64 [microbatches, micro].
+
+    A microbatch takes the next micro * dp positions, of which rank r gets the r-th slice.
+    """
+    shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
+    positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)
+    return positions.reshape(shape)[:, rank]
+
+
+class _MicrobatchLoader:
     """Builds this data-parallel rank's microbatches from samples."""
 
     def __init__(self, samples: Samples, masks: MaskConfig, context: ParallelContext) -> None:
@@ -28,19 +104,19 @@ class _Loader:
         self._loss_dtype = torch.promote_types(torch.float32, context.dtype)
 
     def _on_host(self, indices: np.ndarray) -> MicroBatch:
-        """One microbatch of the samples `indices` [micro], in host memory."""
+        """Builds a microbatch of the samples `indices` [micro] in host memory."""
         return make_microbatch(self.samples, indices, self._masks, self._loss_dtype)
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a microbatch, on its device."""
+        """Copies a microbatch to the device and selects this rank's part of it."""
         return split_sequence(to_device(batch, self._context.device), self._context)
 
 
-class TrainLoader(_Loader):
+class TrainLoader(_MicrobatchLoader):
     """Iterates over the microbatches of successive steps.
 
     The only state is the number of samples consumed by all ranks. `prefetch` builds the next step's batches on a thread
-    while this step runs; their contents do not change.
+    while the current step runs; the contents of batches do not depend on it.
     """
 
     def __init__(
@@ -58,7 +134,7 @@ class TrainLoader(_Loader):
         """
         Args:
             tokenizer: fingerprint of the tokenizer of the data.
-            contents: prefix -> size and sampled checksum of its .bin file.
+            contents: prefix -> size and sampled checksum of the .bin file.
         """
         super().__init__(samples, masks, context)
         self.tokenizer = tokenizer
@@ -67,7 +143,7 @@ class TrainLoader(_Loader):
         self.schedule = schedule
         self.consumed = 0
         self.last_seconds = 0.0
-        """Time that the last step waited for its batches."""
+        """Seconds that the last step waited for its batches."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
 
@@ -100,7 +176,7 @@ class TrainLoader(_Loader):
         return parts
 
     def pass_over(self) -> int:
-        """Skips the samples of the next step; returns their number over all ranks."""
+        """Skips the samples of the next step; returns the number of skipped samples over all ranks."""
         size = self.schedule.global_batch(self.consumed)
         self.consumed += size
         return size
@@ -111,7 +187,7 @@ class TrainLoader(_Loader):
         return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint: consumed samples, fingerprint of data and order, tokenizer and file checksums."""
+        """State to checkpoint: consumed samples, fingerprint of data and order, tokenizer and file checksums."""
         return {
             "consumed_samples": self.consumed,
             "fingerprint": self.order.fingerprint(self.samples.fingerprint),
@@ -121,7 +197,7 @@ class TrainLoader(_Loader):
         }
 
     def restore(self, consumed: int) -> None:
-        """Continues after `consumed` samples."""
+        """Sets the number of consumed samples, after which the next step starts."""
         self.consumed = consumed
 
     def close(self) -> None:
@@ -140,11 +216,11 @@ class TrainLoader(_Loader):
         return [self._on_host(indices) for indices in self.order.indices(positions)]
 
 
-class EvalLoader(_Loader):
+class EvalLoader(_MicrobatchLoader):
     """Iterates over the batches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically; `eval_iters` None uses all full batches
-    in every evaluation. Raises DataProblem if the set has less than one full batch.
+    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, every
+    evaluation uses all full batches, and DataProblem is raised if there is no full batch.
     """
 
     def __init__(
@@ -170,7 +246,7 @@ class EvalLoader(_Loader):
         )
 
     def batches(self, evaluation: int = 0) -> Iterator[MicroBatch]:
-        """This rank's microbatches of evaluation number `evaluation`, which counts from 0."""
+        """Yields this rank's microbatches of evaluation number `evaluation`, counted from 0."""
         size, number = self._schedule.full, 0 if self.full else evaluation
         for step in range(number * self.eval_iters, (number + 1) * self.eval_iters):
             for positions in step_positions(step * size, self._schedule, self._rank):
@@ -178,7 +254,7 @@ class EvalLoader(_Loader):
 
 
 def train_loader(datasets: Datasets, config: DataConfig, batch: BatchConfig, context: ParallelContext) -> TrainLoader:
-    """Loader of a run's training samples."""
+    """Builds the loader of a run's training samples."""
     assert datasets.train is not None, "a run with --skip-train has no training loader"
     order = SampleOrder(kind=config.dataloader_type, num_samples=len(datasets.train), seed=config.seed)
     schedule = BatchSchedule(batch, context.group("dp").size)

@@ -1,13 +1,13 @@
-"""Fixed-length samples of a shuffled stream of documents, in Megatron's order.
+"""Fixed-length samples of a shuffled stream of documents, and blends of them, in Megatron's order.
 
 Three index arrays define the tokens of sample i:
 
     document_index [epochs * documents]  documents in the order of concatenation
-    sample_index   [n + 1, 2]            start of every sample: index into document_index, token offset in the document
+    sample_index   [n + 1, 2]            start of every sample: index into document_index, token offset in document
     shuffle_index  [n]                   permutation of the samples
 
-A sample has seq_length + 1 tokens (inputs and labels overlap); the next one starts at its last token. All random
-numbers come from one numpy RandomState in a fixed order, so the arrays depend on documents, seed and length only.
+A sample has seq_length + 1 tokens (inputs and labels overlap); the next sample starts at its last token. All
+random numbers come from one numpy RandomState in a fixed order: arrays depend only on documents, seed and lengths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.cache import digest_of, load_or_build
 
 _SEPARATE_BELOW = 0.80
-"""Fraction of an epoch's samples below which the last, incomplete epoch is shuffled separately."""
+"""The last epoch is shuffled separately if less than this fraction of its samples is used."""
 PADDING = -1
-"""Id that pads an incomplete sample; not a valid token id."""
+"""Id that fills the end of an incomplete sample; not a valid token id."""
 
 
 class Documents(Protocol):
@@ -42,14 +42,14 @@ class SampleRequest:
     """Samples to build from one set of documents."""
 
     documents: range
-    """Sequences of the split."""
+    """Documents (sequence numbers) of the split."""
     split: str
     seq_length: int
     num_samples: int | None
     """Minimum number of samples, over as many epochs as needed; None: one epoch."""
     seed: int
     drop_last_partial: bool = True
-    """Drop the tokens after the last full sample."""
+    """Drops the tokens after the last full sample."""
 
 
 class DocumentSamples:
@@ -64,7 +64,7 @@ class DocumentSamples:
         self.seq_length = request.seq_length
         span = request.documents
         passes = plan_passes(source, name, request)
-        # Excludes the number of samples: a longer run over the same epochs has the same order.
+        # The number of samples is excluded, because a longer run over the same epochs has the same order.
         self.inputs = {
             "class": "GPTDataset",
             "dataset": name,
@@ -116,7 +116,7 @@ class DocumentSamples:
         raise AssertionError(f"sample {index} has no token at {position} past its end")
 
     def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(document, offset, length) of every document piece in sample `index`."""
+        """Yields (document, token offset, length) of every piece of a document in sample `index`."""
         row = int(self.shuffle_index[index])
         (first, start), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
         for place in range(first, last + 1):
@@ -129,7 +129,7 @@ class DocumentSamples:
 
 @dataclass(frozen=True)
 class Passes:
-    """Epochs over the documents."""
+    """Number of epochs over the documents, and how to shuffle the last epoch."""
 
     epochs: int
     separate_final: bool
@@ -139,10 +139,10 @@ class Passes:
 
 
 def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
-    """Epochs needed for the samples of `request`.
+    """Computes the epochs that the samples of `request` need.
 
-    The last epoch is shuffled separately if less than 80 % of its samples are used; otherwise some documents would be
-    seen once more than others. Raises `DataProblem` if the documents are too short for one sample.
+    The last epoch is shuffled separately if less than 80 % of its samples are used, because otherwise the unused
+    samples would come from all epochs. Raises `DataProblem` if the documents are too short for one sample.
     """
     span = request.documents
     tokens = int(source.sequence_lengths[span.start : span.stop].sum(dtype=np.int64))
@@ -182,7 +182,7 @@ def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> 
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
-    """Smallest number of epochs with `num_samples` samples; 1 for None."""
+    """Smallest number of epochs that contains `num_samples` samples; 1 if `num_samples` is None."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -206,7 +206,7 @@ def build_sample_index(
     place = np.searchsorted(ends, starts, side="right")
     offset = starts - (ends - ordered)[place]
     if count > full:
-        # The end of an incomplete sample is the last document, even when that one is empty.
+        # An incomplete sample ends in the last document, even if that document is empty.
         place[-1], offset[-1] = len(document_index) - 1, ordered[-1] - 1
     place[0], offset[0] = 0, 0
     largest = max(len(document_index), int(lengths.max()))
@@ -215,7 +215,110 @@ def build_sample_index(
 
 
 def _shuffled(parts: Sequence[np.ndarray], rng: np.random.RandomState) -> np.ndarray:
-    """Concatenation of the arrays, each of which is shuffled in place."""
+    """Shuffles each array in place and concatenates them."""
     for part in parts:
         rng.shuffle(part)
     return np.concatenate(parts)
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, by numpy for bitwise equality with Megatron."""
+    values = np.array(weights, dtype=np.float64)
+    return (values / np.sum(values)).tolist()
+
+
+def blend_order(
+    weights: Sequence[float] | np.ndarray, size: int, limits: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
+
+    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals. `limits`
+    are the numbers of samples of the data sets, none of which is exceeded.
+    """
+    shares = np.asarray(weights, dtype=np.float64)
+    used = np.zeros(len(shares), dtype=np.float64)
+    deficit = np.empty_like(used)
+    dataset = np.zeros(size, dtype=np.int16)
+    for sample in range(size):
+        np.multiply(shares, max(sample, 1), out=deficit)
+        deficit -= used
+        if limits is not None:
+            deficit[used == limits] = -np.inf
+        chosen = deficit.argmax()
+        dataset[sample] = chosen
+        used[chosen] += 1
+    return {"dataset_index": dataset, "dataset_sample_index": _running_counts(dataset, len(shares))}
+
+
+def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
+    """Number of earlier entries with the same data set, int64 [len(dataset)]."""
+    counts = np.empty(len(dataset), dtype=np.int64)
+    for chosen in range(num_datasets):
+        places = np.flatnonzero(dataset == chosen)
+        counts[places] = np.arange(len(places))
+    return counts
+
+
+class BlendedSamples:
+    """Interleaved samples of several `DocumentSamples`.
+
+    `weights` need a `size`. `weights` None blends by the lengths of the data sets; `size` then limits the number of
+    samples.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[DocumentSamples],
+        weights: Sequence[float] | None,
+        size: int | None,
+        cache_dir: Path | None,
+    ) -> None:
+        self.parts = tuple(parts)
+        self._lengths = [len(part) for part in parts]
+        if weights is None:
+            total = sum(self._lengths)
+            self._weights = None
+            self._size = total if size is None else min(size, total)
+        else:
+            assert size is not None, "a blend by weights needs a size"
+            self._weights = normalize(weights)
+            self._size = size
+        self.inputs = {
+            "class": "BlendedDataset",
+            "datasets": [part.inputs for part in parts],
+            "weights": self._weights,
+            "size": self._size,
+        }
+        arrays = load_or_build(
+            cache_dir, f"BlendedDataset-{self.parts[0].inputs['index_split']}", self.inputs, self._build_order
+        )
+        self._dataset = arrays["dataset_index"]
+        self._sample = arrays["dataset_sample_index"]
+        for part, count in zip(self.parts, np.bincount(self._dataset, minlength=len(self.parts)), strict=True):
+            if count > len(part):
+                raise DataProblem(
+                    f"the blend takes {count:,} samples of {part.name}, which has {len(part):,}; the number per data "
+                    f"set is rounded up: take more samples (--train-iters, --eval-iters) or blend fewer data sets"
+                )
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        # The size does not matter: a shorter blend is a prefix of a longer one.
+        return digest_of({"datasets": [part.fingerprint for part in self.parts], "weights": self._weights})
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Sample `index` as int64 [seq_length + 1], padded with `PADDING`."""
+        return self.parts[self._dataset[index]].tokens(int(self._sample[index]))
+
+    def locate(self, index: int, position: int) -> str:
+        """File, document and offset of token `position` of sample `index`, as text for messages."""
+        return self.parts[self._dataset[index]].locate(int(self._sample[index]), position)
+
+    def _build_order(self) -> dict[str, np.ndarray]:
+        if self._weights is not None:
+            return blend_order(self._weights, self._size)
+        lengths = np.array(self._lengths)
+        return blend_order(lengths / lengths.sum(dtype=np.float64), self._size, limits=lengths)

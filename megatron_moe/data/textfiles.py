@@ -20,43 +20,43 @@ from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem
 from megatron_moe.data.cache import replacing
 
 TEXT_SEPARATOR = "<|endoftext|>"
-"""Line that ends a document of a plain text file."""
+"""Line that ends a document in a plain text file."""
 Format = Literal["jsonl", "text"]
 _CHUNK_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 14
-"""Compressed bytes per read, small because the text can be many times longer."""
+"""Compressed bytes per read; small, because the decompressed text can be many times longer."""
 
 
 def format_of(path: Path) -> Format:
-    """Format by file name, without the suffix of the compression: `.txt` is plain text, everything else JSONL."""
+    """Format by file name, ignoring a compression suffix: `.txt` is plain text, everything else is JSONL."""
     name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return "text" if name.suffix == ".txt" else "jsonl"
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRecord:
     """One line of JSONL, or one document of plain text."""
 
     path: Path
     line: int
-    """Number of its first line, counted from 1."""
+    """Number of the record's first line, counted from 1."""
     content: bytes
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Consecutive records of one file."""
 
-    records: list[Record]
+    records: list[TextRecord]
     file_bytes: int
-    """Bytes of the file on disk, possibly compressed, that were read for them."""
+    """Number of bytes of the (possibly compressed) file that were read for these records."""
 
 
 class BadLine(ValueError):
-    """Raised for a line that is not a document; the message is the reason without file and line."""
+    """Raised for a line that is not a valid document; the message is the reason, without file and line number."""
 
 
-def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
+def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
     """Texts of one record, one per key. Raises `BadLine`."""
     if format_of(record.path) == "text":
         return [_decoded(record.content)]
@@ -75,7 +75,7 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
 
 
 def _check_surrogates(text: str, key: str) -> None:
-    """Raises `BadLine` for unpaired surrogates (a lone \\ud83d of a truncated text), which tokenizers cannot encode."""
+    """Raises `BadLine` for unpaired surrogates (such as a lone \\ud83d), which tokenizers cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -83,48 +83,48 @@ def _check_surrogates(text: str, key: str) -> None:
         raise BadLine(f'unpaired surrogate {surrogate} at position {error.start} of the text under "{key}"') from error
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[TextRecord]:
     """Records of one file. Raises `DataProblem` if it cannot be read completely."""
     for chunk in read_chunks(path):
         yield from chunk.records
 
 
-def read_chunks(path: Path) -> Iterator[Chunk]:
+def read_chunks(path: Path) -> Iterator[TextChunk]:
     """Records of one file in chunks of about 1 MiB. Raises `DataProblem` if it cannot be read completely."""
     with _opened(path) as (stream, file):
-        records: list[Record] = []
+        records: list[TextRecord] = []
         size = before = 0
         for record in _split(path, stream):
             records.append(record)
             size += len(record.content)
             if size >= _CHUNK_BYTES:
-                yield Chunk(records, file.tell() - before)
+                yield TextChunk(records, file.tell() - before)
                 records, size, before = [], 0, file.tell()
         if records:
-            yield Chunk(records, file.tell() - before)
+            yield TextChunk(records, file.tell() - before)
 
 
-def _split(path: Path, stream: IO[bytes]) -> Iterator[Record]:
+def _split(path: Path, stream: IO[bytes]) -> Iterator[TextRecord]:
     first = (line.removeprefix(codecs.BOM_UTF8) for line in islice(stream, 1))
     lines_of_file = enumerate(chain(first, stream), start=1)
     if format_of(path) == "jsonl":
         for number, line in lines_of_file:
             if line.strip():
-                yield Record(path, number, line)
+                yield TextRecord(path, number, line)
         return
     begin, lines = 1, []
     for number, line in lines_of_file:
         if line.strip() != TEXT_SEPARATOR.encode():
             lines.append(line)
             continue
-        yield Record(path, begin, b"".join(lines))
+        yield TextRecord(path, begin, b"".join(lines))
         begin, lines = number + 1, []
     if lines:
-        yield Record(path, begin, b"".join(lines))
+        yield TextRecord(path, begin, b"".join(lines))
 
 
 def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
-    """Text of every document of the files. Raises `DataProblem` for a line that is not a document."""
+    """Yields the text of every document in the files. Raises `DataProblem` for a line that is not a document."""
     for path in paths:
         for record in read_records(path):
             try:
@@ -152,7 +152,7 @@ def _decoded(content: bytes) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Opens the decompressed stream of a file and the file itself; damage raises `DataProblem`."""
+    """Opens a file; yields its decompressed stream and the raw file. Raises `DataProblem` if the file is damaged."""
     zstandard: Any = optional_package("zstandard", "reading .zst files") if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
@@ -171,7 +171,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompressed data of all frames of a file. The package's own reader does not detect truncated files."""
+    """Yields the decompressed data of all frames of a .zst file. zstandard's own reader misses truncated files."""
     frame = None
     while data := raw.read(_PACKED_BYTES):
         while data:
@@ -184,7 +184,7 @@ def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Joined(io.RawIOBase):
-    """File object over an iterator of bytes."""
+    """Readable file object over an iterator of bytes."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces

@@ -1,6 +1,6 @@
-"""Tokenizers with a common interface, under Megatron's names; nothing is downloaded.
+"""Tokenizers with a common interface and Megatron's names; nothing is downloaded.
 
-`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or without an end-of-document token,
+`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or has no end-of-document token,
 and `EnvironmentProblem` if the required package is not installed.
 """
 
@@ -9,17 +9,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
-"""Id of a token that a tokenizer does not have."""
+"""Id that stands for a missing token, e.g. of a tokenizer without padding token."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -36,20 +37,20 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
 )
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
     """Conversion between text and token ids."""
 
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
     vocab_size: int
     """Largest id + 1."""
     eod: int
     """End-of-document id."""
-    pad: int
+    pad: int = NO_TOKEN
     """Padding id; -1 if there is none or if it has another meaning as well."""
     fingerprint: str
-    """Hash that changes when the ids of a text may change."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    """Hash that changes when the tokenizer may encode a text differently."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -57,29 +58,29 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_type == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")
-        return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=config.null_tokenizer_pad_id)
+        return _null_tokenizer(config.vocab_size, config.null_tokenizer_eod_id, config.null_tokenizer_pad_id)
     if config.tokenizer_type == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(config)
+        return _gpt2_bpe_tokenizer(config)
     if config.tokenizer_type == "ByteTokenizer":
-        return ByteTokenizer()
+        return _byte_tokenizer()
     if config.tokenizer_model is None:
         raise DataProblem(f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-model")
     if config.tokenizer_type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(local_copy(config.tokenizer_model))
+        return _hugging_face_tokenizer(local_copy(config.tokenizer_model))
     if not config.tokenizer_model.exists():
         raise DataProblem(
             f"tokenizer model {config.tokenizer_model} does not exist; give a local path, nothing is downloaded"
         )
     if config.tokenizer_type == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(config.tokenizer_model)
-    return TikTokenizer(config)
+        return _sentence_piece_tokenizer(config.tokenizer_model)
+    return _tik_tokenizer(config)
 
 
 def local_copy(model: Path) -> Path:
-    """`model` if the path exists, else the copy of that Hugging Face repository in the local cache.
+    """Returns `model` if the path exists, else the copy of the Hugging Face repository `model` in the local cache.
 
-    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current one. Never
-    uses the network. Raises `DataProblem`.
+    The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current revision.
+    Never uses the network. Raises `DataProblem` if there is no copy.
     """
     if model.exists():
         return model
@@ -104,7 +105,7 @@ def local_copy(model: Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Download folder of Hugging Face's libraries, by their environment variables."""
+    """Download folder of Hugging Face's libraries, according to their environment variables."""
     for name, inside in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser() / inside
@@ -117,186 +118,168 @@ def vocab_size_of(config: TokenizerConfig) -> int:
     return load_tokenizer(config).vocab_size
 
 
-class NullTokenizer:
+def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
     """Ids separated by spaces; `eod` defaults to the last id of the vocabulary."""
+    end = vocab_size - 1 if eod is None else eod
+    for name, token in (("--null-tokenizer-eod-id", end), ("--null-tokenizer-pad-id", max(pad, 0))):
+        if token >= vocab_size:
+            raise DataProblem(f"{name} {token} is not below --vocab-size {vocab_size}")
 
-    def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int = NO_TOKEN) -> None:
-        self.vocab_size = vocab_size
-        self.eod = vocab_size - 1 if eod is None else eod
-        self.pad = pad
-        for name, token in (("--null-tokenizer-eod-id", self.eod), ("--null-tokenizer-pad-id", max(pad, 0))):
-            if token >= vocab_size:
-                raise DataProblem(f"{name} {token} is not below --vocab-size {vocab_size}")
-        self.fingerprint = f"NullTokenizer-{vocab_size}" + ("" if eod is None else f"-{eod}")
-
-    def encode(self, text: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataProblem(f"NullTokenizer reads ids separated by spaces, not {text[:40]!r}") from error
-        invalid = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+        invalid = next((number for number in ids if not 0 <= number < vocab_size), None)
         if invalid is not None:
-            raise DataProblem(f"id {invalid} is not below the vocabulary size {self.vocab_size}; check --vocab-size")
+            raise DataProblem(f"id {invalid} is not below the vocabulary size {vocab_size}; check --vocab-size")
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(str(number) for number in ids)
+    return Tokenizer(
+        encode=encode,
+        decode=lambda ids: " ".join(map(str, ids)),
+        vocab_size=vocab_size,
+        eod=end,
+        pad=pad,
+        fingerprint=f"NullTokenizer-{vocab_size}" + ("" if eod is None else f"-{eod}"),
+    )
 
 
-class ByteTokenizer:
+def _byte_tokenizer() -> Tokenizer:
     """UTF-8 bytes as ids 0 to 255; 256 is end-of-document."""
-
-    vocab_size = 257
-    eod = 256
-    pad = NO_TOKEN
-    fingerprint = "ByteTokenizer"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(number for number in ids if number < 256).decode(errors="replace")
+    return Tokenizer(
+        encode=lambda text: list(text.encode()),
+        decode=lambda ids: bytes(number for number in ids if number < 256).decode(errors="replace"),
+        vocab_size=257,
+        eod=256,
+        fingerprint="ByteTokenizer",
+    )
 
 
-class SentencePieceTokenizer:
+def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
     """SentencePiece model; its end-of-sentence piece is end-of-document."""
-
-    def __init__(self, path: Path) -> None:
-        package = optional_package("sentencepiece", "this tokenizer")
-        content = _read(path)
-        self._processor = package.SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(content)
-        except RuntimeError as error:
-            raise DataProblem(f"{path} is not a SentencePiece model ({error}); check --tokenizer-type") from error
-        self.fingerprint = _fingerprint("SentencePieceTokenizer", content)
-        self.vocab_size = self._processor.get_piece_size()
-        unknown = self._processor.unk_id()
-        pieces = (self._processor.piece_to_id(name) for name in _END_NAMES)
-        self.eod = _end_id(path, [self._processor.eos_id(), *(piece for piece in pieces if piece != unknown)])
-        specials = (self._processor.bos_id(), self._processor.eos_id(), self._processor.unk_id(), self.eod)
-        self.pad = _unambiguous(self._processor.pad_id(), specials)
-
-    def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode(list(ids))
+    content = _read(path)
+    processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(content)
+    except RuntimeError as error:
+        raise DataProblem(f"{path} is not a SentencePiece model ({error}); check --tokenizer-type") from error
+    unknown = processor.unk_id()
+    pieces = (processor.piece_to_id(name) for name in _END_NAMES)
+    eod = _end_id(path, [processor.eos_id(), *(piece for piece in pieces if piece != unknown)])
+    return Tokenizer(
+        encode=processor.encode,
+        decode=lambda ids: processor.decode(list(ids)),
+        vocab_size=processor.get_piece_size(),
+        eod=eod,
+        pad=_unambiguous(processor.pad_id(), (processor.bos_id(), processor.eos_id(), unknown, eod)),
+        fingerprint=_fingerprint("SentencePieceTokenizer", content),
+    )
 
 
-class _TokenizersTokenizer:
-    """Tokenizer of the package `tokenizers`."""
-
-    _tokenizer: Any
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-class HuggingFaceTokenizer(_TokenizersTokenizer):
+def _hugging_face_tokenizer(path: Path) -> Tokenizer:
     """`tokenizer.json`, or a folder with one; `tokenizer_config.json` in that folder names the special tokens.
 
     Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
     """
+    package = optional_package("tokenizers", "this tokenizer")
+    file = path / "tokenizer.json" if path.is_dir() else path
+    content = _read(file)
+    model = _json(file, content).get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise DataProblem(
+            f"{file} has no model with a vocabulary, so it is not a tokenizer.json; check --tokenizer-type"
+        )
+    try:
+        tokenizer = package.Tokenizer.from_str(content.decode())
+    except Exception as error:
+        if type(error) is Exception:  # the package raises plain Exception
+            raise DataProblem(f"{file} is not a tokenizer.json ({error}); check --tokenizer-model") from error
+        raise
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    config_file = file.with_name("tokenizer_config.json")
+    config = _json(config_file, _read(config_file)) if config_file.is_file() else {}
 
-    def __init__(self, path: Path) -> None:
-        package = optional_package("tokenizers", "this tokenizer")
-        file = path / "tokenizer.json" if path.is_dir() else path
-        content = _read(file)
-        model = _json(file, content).get("model")
-        if not isinstance(model, dict) or "vocab" not in model:
-            raise DataProblem(
-                f"{file} has no model with a vocabulary, so it is not a tokenizer.json; check --tokenizer-type"
-            )
-        try:
-            self._tokenizer = package.Tokenizer.from_str(content.decode())
-        except Exception as error:
-            if type(error) is Exception:  # the package raises plain Exception
-                raise DataProblem(f"{file} is not a tokenizer.json ({error}); check --tokenizer-model") from error
-            raise
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        config_file = file.with_name("tokenizer_config.json")
-        config = _json(config_file, _read(config_file)) if config_file.is_file() else {}
-        self.fingerprint = _fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode())
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        ends = [self._named(config, "eos_token"), self._named(config, "sep_token"), *map(self._token_id, _END_NAMES)]
-        self.eod = _end_id(file, ends)
-        specials = [self._named(config, f"{name}_token") for name in ("bos", "eos", "unk", "sep", "cls")]
-        self.pad = _unambiguous(self._named(config, "pad_token"), (*specials, self.eod))
-
-    def _named(self, config: dict[str, Any], key: str) -> int:
-        """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
-        entry = config.get(key)
-        name = entry.get("content") if isinstance(entry, dict) else entry
-        return self._token_id(name) if isinstance(name, str) else NO_TOKEN
-
-    def _token_id(self, name: str) -> int:
-        found = self._tokenizer.token_to_id(name)
+    def token_id(name: object) -> int:
+        found = tokenizer.token_to_id(name) if isinstance(name, str) else None
         return NO_TOKEN if found is None else found
 
+    def named(role: str) -> int:
+        """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
+        entry = config.get(f"{role}_token")
+        return token_id(entry.get("content") if isinstance(entry, dict) else entry)
 
-class GPT2BPETokenizer(_TokenizersTokenizer):
+    eod = _end_id(file, [named("eos"), named("sep"), *map(token_id, _END_NAMES)])
+    return _of_package(
+        tokenizer,
+        vocab=tokenizer.get_vocab(with_added_tokens=True),
+        eod=eod,
+        pad=_unambiguous(named("pad"), (*map(named, ("bos", "eos", "unk", "sep", "cls")), eod)),
+        fingerprint=_fingerprint("HuggingFaceTokenizer", content, json.dumps(config, sort_keys=True).encode()),
+    )
+
+
+def _gpt2_bpe_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Byte-level BPE of GPT-2 from vocab.json and merges.txt; <|endoftext|> is end-of-document."""
-
-    pad = NO_TOKEN
-
-    def __init__(self, config: TokenizerConfig) -> None:
-        package = optional_package("tokenizers", "this tokenizer")
-        if config.vocab_file is None or config.merge_file is None:
-            raise DataProblem("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
-        contents = (_read(config.vocab_file), _read(config.merge_file))
-        vocab = _json(config.vocab_file, contents[0])
-        merges = _bpe_merges(config.merge_file, contents[1], vocab)
-        self._tokenizer = package.Tokenizer(package.models.BPE(vocab=vocab, merges=merges))
-        self._tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._tokenizer.decoder = package.decoders.ByteLevel()
-        self.fingerprint = _fingerprint("GPT2BPETokenizer", *contents)
-        self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.eod = _end_id(config.vocab_file, [int(vocab.get("<|endoftext|>", NO_TOKEN))])
+    package = optional_package("tokenizers", "this tokenizer")
+    if config.vocab_file is None or config.merge_file is None:
+        raise DataProblem("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+    contents = (_read(config.vocab_file), _read(config.merge_file))
+    vocab = _json(config.vocab_file, contents[0])
+    tokenizer = package.Tokenizer(
+        package.models.BPE(vocab=vocab, merges=_bpe_merges(config.merge_file, contents[1], vocab))
+    )
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    eod = _end_id(config.vocab_file, [int(vocab.get("<|endoftext|>", NO_TOKEN))])
+    return _of_package(tokenizer, vocab=vocab, eod=eod, fingerprint=_fingerprint("GPT2BPETokenizer", *contents))
 
 
-class TikTokenizer:
+def _of_package(tokenizer: Any, *, vocab: Mapping[str, int], **fields: Any) -> Tokenizer:
+    """Tokenizer of the package `tokenizers`."""
+    return Tokenizer(
+        encode=lambda text: tokenizer.encode(text).ids,
+        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        vocab_size=max(vocab.values(), default=-1) + 1,
+        **fields,
+    )
+
+
+def _tik_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
 
-    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers); ranks follow.
-    `config.vocab_size` truncates the ranks; Megatron's default is 131,072 ids in total.
+    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers), followed by the tokens in
+    rank order. `config.vocab_size` limits the number of ids; default, as in Megatron: 131,072 ids in total.
     """
-
-    def __init__(self, config: TokenizerConfig) -> None:
-        assert config.tokenizer_model is not None
-        package = optional_package("tiktoken", "this tokenizer")
-        content = _read(config.tokenizer_model)
-        num_special = config.tiktoken_num_special_tokens
-        ranks = _tiktoken_ranks(config.tokenizer_model, content)
-        ranks = ranks[: max(0, (config.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
-        names = _tiktoken_specials(config)
-        pattern = config.tiktoken_pattern or "v2"
-        if pattern not in _TIKTOKEN_PATTERNS:
-            raise DataProblem(f"--tiktoken-pattern must be v1 or v2, not {pattern}")
-        self._encoding = package.Encoding(
-            name=config.tokenizer_model.stem,
-            pat_str=_TIKTOKEN_PATTERNS[pattern],
-            mergeable_ranks={token: number + num_special for number, token in enumerate(ranks)},
-            special_tokens={name: number for number, name in enumerate(names)},
-        )
-        self.fingerprint = _fingerprint("TikTokenizer", content, repr((pattern, names, len(ranks))).encode())
-        self.vocab_size = num_special + len(ranks)
-        self.eod = names.index("</s>")
-        self.pad = names.index("<pad>")
-
-    def encode(self, text: str) -> list[int]:
-        return self._encoding.encode(text, allowed_special="all")
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode(list(ids))
+    assert config.tokenizer_model is not None
+    package = optional_package("tiktoken", "this tokenizer")
+    content = _read(config.tokenizer_model)
+    num_special = config.tiktoken_num_special_tokens
+    ranks = _tiktoken_ranks(config.tokenizer_model, content)
+    ranks = ranks[: max(0, (config.vocab_size or _TIKTOKEN_VOCAB) - num_special)]
+    names = _tiktoken_specials(config)
+    pattern = config.tiktoken_pattern or "v2"
+    if pattern not in _TIKTOKEN_PATTERNS:
+        raise DataProblem(f"--tiktoken-pattern must be v1 or v2, not {pattern}")
+    encoding = package.Encoding(
+        name=config.tokenizer_model.stem,
+        pat_str=_TIKTOKEN_PATTERNS[pattern],
+        mergeable_ranks={token: number + num_special for number, token in enumerate(ranks)},
+        special_tokens={name: number for number, name in enumerate(names)},
+    )
+    return Tokenizer(
+        encode=lambda text: encoding.encode(text, allowed_special="all"),
+        decode=lambda ids: encoding.decode(list(ids)),
+        vocab_size=num_special + len(ranks),
+        eod=names.index("</s>"),
+        pad=names.index("<pad>"),
+        fingerprint=_fingerprint("TikTokenizer", content, repr((pattern, names, len(ranks))).encode()),
+    )
 
 
 def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
+    """Reads the pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
     pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
     known = all(isinstance(number, int) and 0 <= number < 1 << 31 for number in vocab.values())
@@ -320,7 +303,7 @@ def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
-    """Bytes of every token, by rank."""
+    """Reads the bytes of every token, in rank order."""
     try:
         if path.suffix == ".tiktoken":
             pairs = [line.split() for line in content.splitlines() if line.strip()]
@@ -372,7 +355,7 @@ def _unambiguous(pad: int, others: Sequence[int]) -> int:
 
 
 def _end_id(path: Path, candidates: Sequence[int]) -> int:
-    """First existing id of the candidates. Raises `DataProblem` if there is none."""
+    """First candidate that is not `NO_TOKEN`. Raises `DataProblem` if there is none."""
     found = next((candidate for candidate in candidates if candidate != NO_TOKEN), None)
     if found is None:
         raise DataProblem(

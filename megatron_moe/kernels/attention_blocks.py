@@ -1,8 +1,8 @@
 """Attention mask between two parts of a sequence, as rectangles of query rows and keys with one diagonal band each.
 
-A part consists of chunks of consecutive positions, so the mask between a query chunk and a key chunk is two numbers:
-how many keys row i attends to on either side of key i. Fully masked rectangles are left out and unmasked ones need no
-mask; both are known on the host. Document boundaries are on the device and are applied by the kernels.
+A part consists of chunks of consecutive positions. The mask between a query chunk and a key chunk is a band around the
+diagonal, given by two numbers. Fully masked rectangles are omitted and unmasked ones need no mask; the host knows both
+cases without a synchronisation. Document boundaries are on the device and are applied by the kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,35 +12,36 @@ from itertools import pairwise
 from megatron_moe.config.attention import CoreAttentionConfig
 
 Chunks = tuple[range, ...]
-"""Ranges of consecutive positions, in the order of the rows."""
+"""Ranges of consecutive sequence positions; rows of q, k and v are stored in the order of the ranges."""
 
 
 @dataclass(frozen=True)
 class MaskBlock:
-    """Some rows of the queries and some of the keys; both are counted from the first of them."""
+    """Rectangle of query rows and keys with a diagonal mask band. Row i and key j are counted within the rectangle."""
 
     rows: slice
     keys: slice
     left: int | None = None
-    """Row i sees the keys from i - left ...; None: from the first. May be negative."""
+    """Query row i sees no key before key i - left; None: no limit on the left. `left` may be negative."""
     right: int | None = None
-    """... to i + right; None: to the last. May be negative."""
+    """Query row i sees no key after key i + right; None: no limit on the right. `right` may be negative."""
 
     @property
     def sees_all(self) -> bool:
-        """Every row sees every key."""
+        """Whether the rectangle is unmasked: every row sees every key."""
         return self.left is None and self.right is None
 
     @property
     def causal_square(self) -> bool:
-        """Row i sees the keys up to i, and there are as many keys as rows."""
+        """Whether the rectangle is square with a plain causal mask: row i sees the keys up to i."""
         return self.left is None and self.right == 0 and _length(self.rows) == _length(self.keys)
 
 
 def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list[MaskBlock]:
-    """What there is to see between these places, each pair of a query and a key in one rectangle at most.
+    """Splits the visible part of the mask into disjoint rectangles. Fully masked rectangles are omitted.
 
-    Under a causal mask alone every rectangle is one that sees all or a causal square, which any library knows.
+    Under a causal mask without window, each rectangle is either unmasked or a causal square, which every attention
+    library supports.
     """
     left, right = reach(config)
     everything = MaskBlock(slice(0, _total(query)), slice(0, _total(key)))
@@ -48,7 +49,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list
         return [everything]
     if left is None and right == 0:
         if query == key and _ascending(query) and _total(query) > 1:
-            return [replace(everything, right=0)]  # rows are in the order of their positions
+            return [replace(everything, right=0)]  # rows are sorted by position
         query, key = _cut_at_ends(query, key), _cut_at_ends(key, query)
     found = [
         pair
@@ -60,7 +61,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list
 
 
 def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
-    """How many places before and behind its own a query sees; None: all."""
+    """Number of positions that a query sees to its left and to its right; None: all."""
     left, right = (None if side < 0 else side for side in config.window or (-1, -1))
     return left, 0 if config.causal else right
 
@@ -68,7 +69,7 @@ def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
 def _between(
     first_row: int, queries: range, first_key: int, keys: range, left: int | None, right: int | None
 ) -> MaskBlock | None:
-    """None: they see nothing of each other."""
+    """Rectangle of one query chunk and one key chunk; None if it is fully masked."""
     shift = queries.start - keys.start
     farthest_ahead, farthest_back = keys[-1] - queries[0], queries[-1] - keys[0]
     nearest_ahead, nearest_back = -farthest_back, -farthest_ahead
@@ -83,7 +84,7 @@ def _between(
 
 
 def _cut_at_ends(chunks: Chunks, others: Chunks) -> Chunks:
-    """Splits chunks at the ends of `others`, so that each lies inside one of them or between two."""
+    """Splits chunks at the ends of `others`: each resulting chunk is inside one chunk of `others` or overlaps none."""
     ends = sorted({end for other in others for end in (other.start, other.stop)})
     cut = []
     for chunk in chunks:
@@ -93,7 +94,7 @@ def _cut_at_ends(chunks: Chunks, others: Chunks) -> Chunks:
 
 
 def _joined(found: Sequence[MaskBlock]) -> list[MaskBlock]:
-    """Rectangles that see all become one where they stand side by side: first along the keys, then along the rows."""
+    """Merges adjacent unmasked rectangles, first along the keys and then along the rows."""
     wide: list[MaskBlock] = []
     for pair in found:
         last = wide[-1] if wide else None
@@ -120,7 +121,7 @@ def _all_see_all(*mask_blocks: MaskBlock) -> bool:
 
 
 def with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
-    """Every chunk with the row at which it begins."""
+    """Yields every chunk with the index of its first row."""
     row = 0
     for chunk in chunks:
         yield row, chunk

@@ -1,4 +1,4 @@
-"""Differentiable matrix products; weight gradients go to the parameter's sink if it has one."""
+"""Differentiable linear, grouped linear and embedding; weight gradients are added to `weight.sink` if it is set."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,33 +12,34 @@ from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
 
 
 class ShardedInput(NamedTuple):
-    """Sequence-parallel input of `linear`: the shard is saved for backward, which gathers it again."""
+    """Sequence-parallel input of `linear`. Only the shard is saved; backward gathers it again."""
 
     shard: Tensor
-    """This rank's positions, [S / tp, B, I]."""
+    """Positions of this tensor-parallel rank, [S / tp, B, I]."""
     gather: Callable[[Tensor], Tensor]
-    """All-gathers the shard to [S, B, I], outside autograd."""
+    """All-gathers the shard to [S, B, I]; not recorded by autograd."""
 
 
 def linear(
     kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sharded: ShardedInput | None = None
 ) -> Tensor:
-    """x [..., I] times weight [O, I] transposed, plus bias [O] -> [..., O].
+    """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O].
 
-    The weight's gradient goes to `weight.sink` if the parameter has one, else to autograd. With `sharded`, of which x
-    is the gathered tensor, x is not saved.
+    The weight gradient is added to the accumulator `weight.sink` if it is set, and otherwise returned to autograd. With
+    `sharded`, x must be the gathered tensor; x itself is not saved for backward.
     """
-    out: Tensor = _Linear.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
     return out
 
 
 def grouped_linear(
     kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None = None
 ) -> Tensor:
-    """rows [R, I] sorted by expert, each times its expert's matrix of weight [e, O, I] -> [R, O].
+    """Grouped GEMM: multiplies the rows [R, I] of each expert by that expert's weight in [e, O, I] -> [R, O].
 
-    Rows past `offsets_e[-1]` are undefined in the result, and in the gradient of `rows`. With `index`, `rows` are
-    tokens [tokens, I]: they are saved once for all of their rows, and gathered again in backward.
+    Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
+    `index`, `rows` are tokens [T, I]: they are permuted here, only the tokens are saved, and backward permutes them
+    again.
     """
     out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     return out
@@ -46,11 +47,11 @@ def grouped_linear(
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
     """Rows `ids` (int64 [...]) of weight [V, H] -> [..., H]. The weight's gradient goes to its sink, as in `linear`."""
-    out: Tensor = _Embedding.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.kernels, ctx.weight = kernels, weight
@@ -65,10 +66,10 @@ class _Embedding(torch.autograd.Function):
         def compute(out: Tensor, accumulate: bool) -> None:
             kernels.embedding_grad(grad_TH, ids_T, out, accumulate)
 
-        return None, None, give(ctx.weight, compute) if ctx.needs_input_grad[2] else None
+        return None, None, accumulate_grad(ctx.weight, compute) if ctx.needs_input_grad[2] else None
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, sharded: ShardedInput | None
@@ -94,7 +95,7 @@ class _Linear(torch.autograd.Function):
             def compute(out: Tensor, accumulate: bool) -> None:
                 kernels.linear_weight_grad(grad, x, out, accumulate)
 
-            grad_weight = give(weight, compute)
+            grad_weight = accumulate_grad(weight, compute)
         if ctx.needs_input_grad[3]:
             wide = internal_dtype(grad.dtype)
             grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=wide).to(ctx.bias_dtype)
@@ -123,14 +124,14 @@ class _GroupedLinear(torch.autograd.Function):
             if index is not None:
                 grad_rows = kernels.unpermute(grad_rows, index, len(rows))
         if ctx.needs_input_grad[2]:
-            # a part may outlive this backward and must not keep the graph that produced the rows
+            # the weight gradient may be delayed until after this backward and must not keep the graph of the rows alive
             rows = rows.detach() if index is None else kernels.permute(rows.detach(), index)
             part = GroupedPart(grad, rows, offsets_e)
-            grad_weight = give(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
+            grad_weight = accumulate_grad(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
         return None, grad_rows, grad_weight, None, None
 
 
-def give(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
+def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
     """Adds the computation of a weight gradient to the weight's sink; without a sink, computes and returns it."""
     sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:

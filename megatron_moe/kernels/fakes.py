@@ -1,9 +1,9 @@
-"""Fakes of the GPU kernels for memory emulation: the backends' own wrappers, which launch nothing.
+"""Fake kernels for memory emulation: the wrappers of the backends, without kernel launches.
 
-The modules of a backend are executed a second time with a stand-in for Triton, which need not be installed, and with
-the functions of `_REPLACED` in place of library calls. A fake therefore allocates and saves for backward what its
-kernel does on an H100 or H200, and computes nothing. Its tensors are on torch's `meta` device, which the backends treat
-as a GPU.
+The modules of a backend are imported a second time with a fake Triton module, so that Triton need not be installed, and
+with the functions of `_REPLACED` in place of library calls. A fake allocates and saves for backward the same tensors as
+its kernel on an H100 or H200, and computes nothing. Tensors are on torch's `meta` device, which the backends treat as a
+GPU.
 """
 
 import builtins
@@ -23,12 +23,12 @@ _CUDNN_WIDEST_HEAD = 256
 
 
 def fake_backend(name: str) -> ModuleType:
-    """Module with a fake of every op of the backend "triton" or "torch_native"."""
+    """Imports the fakes of all ops of the backend "triton" or "torch_native"."""
     return _loader().load(f"{_BACKENDS}.{name}.backend")
 
 
 class _Triton:
-    """Stand-in for the modules, decorators, types and compiled kernels of Triton. A launch does nothing."""
+    """Fake Triton module, also used as each of its attributes, types and kernels. A launch does nothing."""
 
     def __getattr__(self, name: str) -> "_Triton":
         return self
@@ -47,7 +47,7 @@ class _Triton:
         return -(-number // divisor)
 
 
-class _Loader:
+class _BackendLoader:
     """Executes modules of the backends, which import each other and the stand-in."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Loader:
         return self._modules[name]
 
     def _import(self, name: str, *scope: Any, **named: Any) -> Any:
-        """`__import__` of the loaded modules."""
+        """Replaces `__import__` in the loaded modules."""
         if name.partition(".")[0] == "triton":
             return self._triton
         if not name.startswith((f"{_BACKENDS}.triton", f"{_BACKENDS}.torch_native")):
@@ -77,14 +77,14 @@ class _Loader:
         return module
 
 
-_loader = cache(_Loader)
+_loader = cache(_BackendLoader)
 
 
-# cuBLAS, whose products of wide sums have no `meta` kernel
+# cuBLAS matmuls with `out_dtype` have no `meta` kernel
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """In place."""
+    """Fake of an in-place op: allocates nothing."""
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> 
 
 
 def _attend(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float) -> Sequence[Tensor]:
-    """Output, log-sum-exp [B, N, S, 1], seed and offset of a dropout."""
+    """Returns output, log-sum-exp [B, N, S, 1], dropout seed and dropout offset."""
     batch, heads, seq, _ = q_BNSD.shape
     out_SBNE = q_BNSD.new_empty(seq, batch, heads, v_BGSE.shape[-1])
     lse_BNS1 = q_BNSD.new_empty(batch, heads, seq, 1, dtype=torch.float32)
@@ -115,8 +115,8 @@ def _attend(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **
 def _differentiate(
     grad_BNSE: Tensor, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float
 ) -> Sequence[Tensor]:
-    """Gradients of q, k and v. Workspace: gradients of the queries in fp32, and those of keys and values per query head
-    where several heads share them."""
+    """Returns the gradients of q, k and v. Workspace: the gradient of q in fp32; if several query heads share keys and
+    values, also the gradients of k and v per query head."""
     batch, heads, seq, _ = q_BNSD.shape
     grads = [x.new_empty([x.shape[i] for i in (2, 0, 1, 3)]).permute(1, 2, 0, 3) for x in (q_BNSD, k_BGSD, v_BGSE)]
     wide_q = q_BNSD.new_empty(q_BNSD.shape, dtype=torch.float32)
@@ -128,10 +128,10 @@ def _differentiate(
 def _dot_product_attention(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None, config: CoreAttentionConfig
 ) -> Tensor:
-    return _Attention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
+    return _FakeAttention.apply(q_SBND, k_SBGD, v_SBGE, mask)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Attention(torch.autograd.Function):
+class _FakeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None) -> Tensor:
         out_BNSE, *others = _attend(*(x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBGD, v_SBGE)))
@@ -156,4 +156,4 @@ _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
         f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
     }
 )
-"""Functions that replace those of a module."""
+"""Fake functions by module and function name."""

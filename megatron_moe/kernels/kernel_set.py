@@ -1,4 +1,4 @@
-"""Kernel set: one function per op, from the selected backends."""
+"""Kernel set: one function per op, each from the backend selected for that op."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_moe.kernels.ops import Kernels, QuantizedTensor
 
 OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
-"""Every op of the interface, in its order."""
+"""Names of all ops, in the order of the `Kernels` interface."""
 MATRIX_PRODUCTS = (
     "linear_forward",
     "linear_input_grad",
@@ -23,23 +23,23 @@ MATRIX_PRODUCTS = (
 
 
 class Priority(IntEnum):
-    """How well a backend serves one op on one device and dtype."""
+    """Suitability of a backend for one op on one device and dtype."""
 
     NO = 0
     """Not supported."""
     YES = 1
-    """Supported, but plain torch is as good."""
+    """Supported, but not better than plain torch."""
     BETTER = 2
-    """Measured faster, or with less memory, than plain torch."""
+    """Measured: faster or less memory than plain torch."""
     BEST = 3
-    """Measured faster, or with less memory, than every other portable backend."""
+    """Measured: faster or less memory than every other portable backend."""
     TAILORED = 4
-    """Written for this kind of device, and measured faster than every other."""
+    """Written for this device type and measured faster than every other backend."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """How well a backend serves one op, with the reason."""
+    """Suitability of a backend for one op, with the reason."""
 
     fit: Priority
     reason: str
@@ -47,7 +47,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Selection:
-    """Backend of one op, with the reason."""
+    """Selected backend of one op, with the reason."""
 
     op: str
     backend: str
@@ -55,13 +55,13 @@ class Selection:
 
 
 class KernelSet(Kernels):
-    """Implements `Kernels` with given functions. Created by `select_kernels` or `reference.bundle`."""
+    """Implements `Kernels` with the given functions. Created by `select_kernels` or `reference.bundle`."""
 
     choices: tuple[Selection, ...]
 
     @classmethod
     def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Selection, ...]) -> "KernelSet":
-        """Kernel set of exactly the ops of the interface. Ops named in `choices` reject `QuantizedTensor`s."""
+        """Kernel set of `functions`, one per op of the interface. Ops in `choices` reject `QuantizedTensor`."""
         missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
         bundle = cls()
@@ -74,7 +74,7 @@ class KernelSet(Kernels):
         return bundle
 
     def summary(self) -> str:
-        """Number of ops by backend."""
+        """Number of ops per backend, as a line for the log."""
         counts = Counter(choice.backend for choice in self.choices)
         return f"kernels: {', '.join(f'{count} {backend}' for backend, count in sorted(counts.items()))}"
 
@@ -86,7 +86,7 @@ class KernelSet(Kernels):
 
 
 def _without_quantized_operands(op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, raising TypeError for a `QuantizedTensor`: no backend implements one yet."""
+    """Wraps `function` to raise TypeError for a `QuantizedTensor`, which no backend implements yet."""
 
     @wraps(function)
     def product(first: Any, *others: Any, **named: Any) -> Any:

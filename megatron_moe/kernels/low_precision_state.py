@@ -1,15 +1,15 @@
 """Formats of low-precision optimizer state, defined in plain torch.
 
-- plain: the numbers themselves, in their tensor's dtype.
-- fp16, fp8 (e4m3, kept as bytes): blocks of 128 elements, each with a power of two as its scale, so that a block uses
-  the whole range of the format. The second moment is kept as its square root, which has half the range, and what is
-  above zero stays above zero: a step divides by it.
-- remainder: the 16 low bits of an fp32 number whose bf16 rounding is stored elsewhere (the parameter). Both together
-  are the number, bit for bit. That needs an invertible rounding: to nearest, ties away from zero. All forms of the
+- plain: unscaled values in the dtype of the tensor.
+- fp16, fp8 (e4m3, stored as uint8): each block of 128 elements has a power of two as its scale, so that it uses the
+  whole range of the format. The second moment is stored as its square root, which halves the range of exponents, and
+  nonzero values never round to zero, because AdamW divides by them.
+- remainder: the 16 low bits of an fp32 master weight whose bf16 rounding is the parameter. Both together restore the
+  fp32 value exactly. This requires an invertible rounding: to nearest, ties away from zero. All implementations of the
   optimizer round weights in this way.
 
-fp8 numbers are rounded stochastically: an average that changes by less than half a unit per step would otherwise not
-change at all. The random number is a hash of element and step.
+fp8 values are rounded stochastically: otherwise a moving average that changes by less than half a unit per step would
+not change at all. The random number is a hash of element index and step.
 """
 
 from dataclasses import dataclass
@@ -21,28 +21,28 @@ from torch import Tensor
 BLOCK = 128
 """Elements that share a scale."""
 LEAST_EXPONENT = -100
-"""Smallest exponent of a scale: blocks of smaller numbers lose digits."""
+"""Minimum exponent of a scale: blocks of smaller values lose precision."""
 FIRST_SALT, SECOND_SALT = 0, 1
-"""Salts that make the random numbers of the two moments of one element differ."""
+"""Salts that give the two moments of one element different random numbers."""
 
 Format = Literal["plain", "fp16", "fp8", "remainder"]
 
 
 @dataclass(frozen=True)
 class PackedState:
-    """A flat state of n numbers."""
+    """Flat state tensor of n elements in one of the formats."""
 
     format: Format
     data: Tensor
-    """[n]: any floating dtype (plain), fp16, uint8 (fp8) or int16 (remainder)."""
+    """[n] in any floating dtype (plain), fp16, uint8 (fp8) or int16 (remainder)."""
     exponents: Tensor | None = None
-    """[ceil(n / 128)] int8 of fp16 and fp8: a number is its data times 2^exponent."""
+    """Block exponents for fp16 and fp8, int8 [ceil(n / 128)]: an element's value is its data times 2^exponent."""
     root: bool = False
-    """fp16 and fp8: data and scale give the square root of a number."""
+    """For fp16 and fp8: the stored values are square roots."""
 
     @classmethod
     def zeros(cls, size: int, name: Format, dtype: torch.dtype, device: torch.device, *, root: bool) -> "PackedState":
-        """`dtype`: of the plain format."""
+        """State of zeros in format `name`; `dtype` is used by the plain format only."""
         dtypes = {"plain": dtype, "fp16": torch.float16, "fp8": torch.uint8, "remainder": torch.int16}
         data = torch.zeros(size, dtype=dtypes[name], device=device)
         if name not in ("fp16", "fp8"):
@@ -55,7 +55,7 @@ class PackedState:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors it is made of."""
+        """The tensors that store the state."""
         return (self.data,) if self.exponents is None else (self.data, self.exponents)
 
     @property
@@ -63,30 +63,30 @@ class PackedState:
         return sum(part.nbytes for part in self.parts)
 
     def part(self, start: int, end: int) -> "PackedState":
-        """A view of elements `start` to `end`; `start` begins a block."""
-        assert start % BLOCK == 0, f"element {start} is inside of a block"
+        """View of elements `start` to `end`; `start` must be the beginning of a block."""
+        assert start % BLOCK == 0, f"element {start} is not the beginning of a block"
         blocks = None if self.exponents is None else self.exponents[start // BLOCK : -(-end // BLOCK)]
         return PackedState(self.format, self.data[start:end], blocks, self.root)
 
     def like(self, device: torch.device) -> "PackedState":
-        """Room for the same on another device."""
+        """Uninitialised state of the same size and format on another device."""
         data, *exponents = (torch.empty_like(part, device=device) for part in self.parts)
         return PackedState(self.format, data, exponents[0] if exponents else None, self.root)
 
 
 def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
-    """The numbers: plain ones as they are (no copy), others in fp32. `weights`: bf16 [n], of remainders."""
+    """Unpacks to fp32; returns plain values unchanged, without a copy. `weights`: bf16 [n], for remainders."""
     match packed.format:
         case "plain":
             return packed.data
         case "remainder":
-            assert weights is not None, "remainders without their weights"
+            assert weights is not None, "format 'remainder' needs the weights"
             return ((weights.view(torch.int16).to(torch.int32) << 16) + packed.data.to(torch.int32)).view(torch.float32)
         case "fp16":
             wide = packed.data.to(torch.float32)
         case "fp8":
             wide = _from_e4m3(packed.data)
-    assert packed.exponents is not None, "numbers without scales"
+    assert packed.exponents is not None, "a scaled format needs exponents"
     wide = wide * _per_element(_power_of_two(packed.exponents.to(torch.int32)), packed.size)
     return wide.square() if packed.root else wide
 
@@ -94,18 +94,18 @@ def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
 def pack(
     numbers: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None
 ) -> PackedState:
-    """Converts numbers to the format of another state.
+    """Packs numbers in the format of another state.
 
     Args:
-        numbers: [n], fp32; of the plain format any.
-        weights: bf16 [n], of remainders: the rounded numbers.
-        dither: fp32 [n] in [0, 1), of fp8: rounds up what is above 1 minus it; None: to the nearest.
+        numbers: [n] in fp32; any dtype for the plain format.
+        weights: bf16 [n], the rounded numbers; for remainders only.
+        dither: fp32 [n] in [0, 1), for fp8 only: a fraction above 1 - dither is rounded up; None: rounds to nearest.
     """
     match like.format:
         case "plain":
             return PackedState("plain", numbers.to(like.data.dtype))
         case "remainder":
-            assert weights is not None, "remainders without their weights"
+            assert weights is not None, "format 'remainder' needs the weights"
             rest = numbers.view(torch.int32) - (weights.view(torch.int16).to(torch.int32) << 16)
             return PackedState("remainder", rest.to(torch.int16))
     wide = numbers.sqrt() if like.root else numbers
@@ -119,7 +119,7 @@ def pack(
 
 
 def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights in `dtype`: from fp32 to bf16 to the nearest, ties away from zero; else as torch rounds."""
+    """Rounds weights to `dtype`: fp32 to bf16 to nearest, ties away from zero; otherwise as torch rounds."""
     if (numbers.dtype, dtype) != (torch.float32, torch.bfloat16):
         return numbers.to(dtype)
     away = ((numbers.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -127,7 +127,7 @@ def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device) -> Tensor:
-    """fp32 [size] in [0, 1), multiples of 2^-16: a hash of element number (`first`, first + 1, ...), step and salt."""
+    """Random fp32 [size] in [0, 1), multiples of 2^-16: a hash of element index (from `first` on), step and salt."""
     number = torch.arange(first, first + size, device=device, dtype=torch.int64)
     mixed = (number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
@@ -136,9 +136,8 @@ def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device)
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
-    """int32 [ceil(n / 128)]: the smallest power of two that brings a block's largest number to at most 2^top times
-    (1 + mantissa / 2^23), the largest number of the format. Numbers that were packed before get a scale that holds them
-    exactly."""
+    """Exponents of the scales, int32 [ceil(n / 128)]. Each is the smallest that scales the block's largest value to at
+    most 2^top * (1 + mantissa / 2^23), the largest value of the format. Packing an unpacked state again is exact."""
     size = wide.numel()
     blocks = -(-size // BLOCK)
     padded = torch.nn.functional.pad(wide.abs(), (0, blocks * BLOCK - size))
@@ -147,7 +146,7 @@ def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 from int32 between -126 and 127."""
+    """fp32 2^exponent for int32 exponents from -126 to 127."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
@@ -156,7 +155,7 @@ def _per_element(scales: Tensor, size: int) -> Tensor:
 
 
 def _from_e4m3(codes: Tensor) -> Tensor:
-    """uint8 -> fp32. Seven ones, not a number in e4m3, never occur."""
+    """Converts e4m3 in uint8 to fp32. The nan codes (seven ones) never occur."""
     codes = codes.to(torch.int32)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     size = torch.where(exponent == 0, mantissa * 2.0**-9, (mantissa + 8) * _power_of_two(exponent - 10))
@@ -164,7 +163,7 @@ def _from_e4m3(codes: Tensor) -> Tensor:
 
 
 def _to_e4m3(scaled: Tensor, dither: Tensor | None) -> Tensor:
-    """fp32 of at most 448 -> uint8."""
+    """Converts fp32 values of at most 448 to e4m3 in uint8."""
     size = scaled.abs()
     exponent = ((size.view(torch.int32) >> 23) - 127).clamp(min=-6)
     units = size * _power_of_two(3 - exponent)

@@ -1,4 +1,4 @@
-"""Page pool for tensors of rows whose number of valid rows is on the device. The free list is on the device too."""
+"""Page pool for tensors whose number of valid rows is known only on the device. The free list is on the device too."""
 
 from dataclasses import dataclass
 
@@ -6,35 +6,35 @@ import torch
 from torch import Tensor
 
 NONE, NO_ROOM = -1, -2
-"""Table entries without a page: no row of the stretch is valid; no page was free."""
+"""Page table entries without a page: NONE if the entry has no valid rows, NO_ROOM if too few pages were free."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pages:
-    """P pages of equal size. The free list is a ring buffer: pages are allocated at `ends[0]` and freed at `ends[1]`,
-    both modulo P, so pages may be freed in any order."""
+    """Pool of P pages of equal size. The free list is a ring buffer: pages are allocated at `ends[0]` and freed at
+    `ends[1]`, both modulo P, so pages may be freed in any order."""
 
     data_PLW: Tensor
-    """[P + 1, rows of a page, W]; the last page receives rows that are discarded."""
+    """[P + 1, page size, W]; the last page is a dummy that receives discarded rows."""
     free_P: Tensor
-    """int32 [P + 1] numbers of free pages; the last entry is a dummy for entries without a page."""
+    """int32 [P + 1] free list of page indices; the last element is a dummy for table entries without a page."""
     ends: Tensor
-    """int64 [2]: pages allocated so far, and P plus pages freed so far."""
+    """int64 [2]: number of pages allocated so far, and P plus the number of pages freed so far."""
     overflowed: Tensor
-    """int32 scalar: 1 after an allocation failed."""
+    """int32 scalar: 1 after a failed allocation."""
 
     @property
     def num(self) -> int:
-        """P."""
+        """Number of pages, P."""
         return len(self.free_P) - 1
 
     @property
     def page_size(self) -> int:
-        """Rows of a page."""
+        """Rows per page."""
         return self.data_PLW.shape[1]
 
     def stretches(self, num_rows: int) -> int:
-        """Pages of `num_rows` valid rows."""
+        """Number of pages that hold `num_rows` rows."""
         return -(-num_rows // self.page_size)
 
 

@@ -13,21 +13,21 @@ from megatron_moe.kernels.ops import RowIndex
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Gather and scatter-add kernels of a backend, for indices with `rows_TK`."""
+    """A backend's gather and scatter-add kernels for routing indices with `rows_TK`."""
 
     gather: Callable[[Tensor, RowIndex], Tensor]
-    """[T, H] -> [R, H], zeros in rows that hold nothing."""
+    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0."""
     add: Callable[[Tensor, RowIndex], Tensor]
-    """[R, H] -> [T, H], one token's rows added in the internal dtype."""
+    """Sums the rows [R, H] of each token in the internal dtype -> [T, H]."""
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
-        """See `Kernels.permute`; the dense form is plain torch."""
+        """See `Kernels.permute`; indices without `rows_TK` use plain torch."""
         if index.rows_TK is None:
             return reference.permute(tokens_TH, index)
         return _Permute.apply(tokens_TH, index, self)  # type: ignore[no-untyped-call,no-any-return]
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-        """See `Kernels.unpermute`; the dense form is plain torch."""
+        """See `Kernels.unpermute`; indices without `rows_TK` use plain torch."""
         if index.rows_TK is None:
             return reference.unpermute(rows_RH, index, num_tokens)
         return _Unpermute.apply(rows_RH, index, self)  # type: ignore[no-untyped-call,no-any-return]

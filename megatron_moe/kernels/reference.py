@@ -1,7 +1,7 @@
-"""The meaning of every op, in plain torch. Every backend is tested against this file, and fp64 proofs run on it.
+"""Reference implementation of every op in plain torch. Backends are tested against it; fp64 verification runs on it.
 
-Written to be read, not to be fast. Runs on CPU and GPU; the three grouped products read the offsets on the host.
-Routing and rows are in `reference_routing.py`, attention between parts of a sequence in `reference_blocks.py`.
+Written for readability, not speed. Runs on CPU and GPU; the three grouped GEMMs read the offsets on the host. Routing
+and row ops are in `reference_routing.py`, attention between parts of a sequence in `reference_blocks.py`.
 """
 
 import math
@@ -48,15 +48,15 @@ from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
 
 NAME = "reference"
-REASON = "plain torch, defines the meaning"
+REASON = "plain torch reference"
 
 
 def bundle() -> KernelSet:
-    """All ops in plain torch."""
+    """Kernel set with the plain torch implementation of every op."""
     return KernelSet.of({op: globals()[op] for op in OPS}, tuple(Selection(op, NAME, REASON) for op in OPS))
 
 
-# matrix products
+# matrix multiplications
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,30 +96,30 @@ def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: b
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
     if not accumulate:
         out.zero_()
-    out.index_put_((ids_T,), grad_TH.to(out.dtype), accumulate=True)  # in a fixed order, unlike index_add_ on a GPU
+    out.index_put_((ids_T,), grad_TH.to(out.dtype), accumulate=True)  # deterministic, unlike index_add_ on a GPU
 
 
 def one_by_one(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[GroupedPart, bool]]:
-    """Every part, and whether its product is added: for products that know one part."""
+    """Yields every part with its accumulate flag, for GEMMs that process one part at a time."""
     for number, part in enumerate(parts):
         yield part, accumulate or number > 0
 
 
 def slices(offsets_e: Tensor) -> list[slice]:
-    """The rows of every expert. Reads the offsets on the host."""
+    """Row slice of every expert. Reads the offsets on the host."""
     ends = offsets_e.tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
-    """Writes or adds `value` to `out`."""
+    """Writes `value` to `out` or adds it."""
     if accumulate:
         out.add_(value)
     else:
         out.copy_(value)
 
 
-# norms, positions, attention
+# norms, RoPE, attention
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -192,7 +192,7 @@ def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tup
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Vaswani et al., arXiv 1706.03762 section 3.2; grouped queries: Ainslie et al., arXiv 2305.13245."""
+    """Attention: Vaswani et al., arXiv 1706.03762 section 3.2. Grouped queries: Ainslie et al., arXiv 2305.13245."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, dropout_key, head_part = inputs
     wide = internal_dtype(q_SBND.dtype)
     heads_per_group = q_SBND.shape[2] // k_SBGD.shape[2]
@@ -208,13 +208,13 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 
 def visible_pairs(seq: int, config: CoreAttentionConfig, segments_BS: Tensor | None, device: torch.device) -> Tensor:
-    """bool [S, S] or [B, 1, S, S]: query i (dim -2) sees key j (dim -1)."""
+    """Attention mask, bool [S, S] or [B, 1, S, S]: True where query i (dim -2) sees key j (dim -1)."""
     whole = PositionSpan(chunks=(range(seq),), segments_BS=segments_BS)
     return visible_between(whole, whole, config, device)
 
 
 def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: bool) -> Tensor:
-    """Softmax over keys whose denominator also counts one logit per head: learned (`sinks_N`) or 0 (`off_by_one`)."""
+    """Softmax over keys and one additional logit per head: learned (`sinks_N`) or 0 (`off_by_one`)."""
     if sinks_N is None and not off_by_one:
         return logits_BNSS.softmax(dim=-1)
     sinks_N = logits_BNSS.new_zeros(logits_BNSS.shape[1]) if sinks_N is None else sinks_N.to(logits_BNSS.dtype)
@@ -230,13 +230,13 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
     wide = x_RF.to(internal_dtype(x_RF.dtype))
     if probs_R is not None:
         probs = probs_R.to(wide.dtype)[..., None]
-        wide = torch.where(probs != 0, wide, 0)  # before anything else, so that nothing of an empty row gets out
+        wide = torch.where(probs != 0, wide, 0)  # first, because padding rows may contain nan
     out = gated(wide, config) if config.gated else nonlinearity(wide, config.kind)
     return (out if probs_R is None else out * probs).to(x_RF.dtype)
 
 
 def gated(x_RF: Tensor, config: ActivationConfig) -> Tensor:
-    """act(gate) * (up + offset), both clamped first if asked."""
+    """act(gate) * (up + offset), both clamped first if configured."""
     gate, up = x_RF.chunk(2, dim=-1)
     if config.clamp is not None:
         gate, up = gate.clamp(max=config.clamp), up.clamp(-config.clamp, config.clamp)
@@ -244,7 +244,7 @@ def gated(x_RF: Tensor, config: ActivationConfig) -> Tensor:
 
 
 def nonlinearity(x: Tensor, kind: ActivationKind) -> Tensor:
-    """Every kind is 0 at 0."""
+    """Activation function of MLPs; every kind maps 0 to 0."""
     match kind:
         case "silu":
             return F.silu(x)
@@ -302,7 +302,7 @@ def adamw_packed_(
 def step_unpacked(
     adamw_: Callable[..., None], states: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None, first: int
 ) -> None:
-    """`Kernels.adamw_packed_` around an `adamw_` for plain numbers: unpacked to fp32, stepped, packed again."""
+    """`Kernels.adamw_packed_` for a given `adamw_` on fp32 tensors: unpacks to fp32, steps, and packs again."""
     wide = [unpack(state, weights).to(torch.float32, copy=True) for state in states]
     adamw_(wide[0], grad.to(torch.float32, copy=True), *wide[1:], move)
     rounded = None if weights is None else round_weights(wide[0], weights.dtype)
@@ -314,7 +314,7 @@ def step_unpacked(
         for old_part, new_part in zip(state.parts, new.parts, strict=True):
             old_part.copy_(torch.where(move.proceed, new_part, old_part))
         if state.format == "plain" and state.data.dtype != moved.dtype:
-            mark_nonfinite(move, state.data)  # may be beyond the range of the narrower type
+            mark_nonfinite(move, state.data)  # fp32 results may overflow a narrower dtype
     if weights is not None and rounded is not None:
         weights.copy_(torch.where(move.proceed, rounded, weights))
         mark_nonfinite(move, weights)

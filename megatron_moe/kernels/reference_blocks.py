@@ -1,8 +1,8 @@
-"""The meaning of attention between two parts of a sequence, in plain torch.
+"""Reference implementation of attention between two parts of a sequence, in plain torch.
 
-Queries see the keys of one part only, and their log-sum-exp says how much weight that part has: outputs of several
+Queries see the keys of one part at a time, and the log-sum-exp gives the weight of that part: the outputs of several
 parts merge to softmax attention over all of them (Milakov and Gimelshein, arXiv 1805.02867; Liu et al., arXiv
-2310.01889). The backward takes the log-sum-exp over all parts, so that each part gives its share of the gradient.
+2310.01889). With the log-sum-exp over all parts, the backward of each part returns that part's gradients.
 """
 
 import math
@@ -25,9 +25,9 @@ def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) ->
 
 
 def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: Tensor) -> None:
-    """Takes the attention to another part of the keys into `out` and its log-sum-exp `lse`, in place."""
+    """Merges attention over another part of the keys into `out` and its log-sum-exp `lse`, in place."""
     total_SBN = torch.logaddexp(lse_SBN, part_lse_SBN)
-    # a query that has seen nothing yet has minus infinity on both sides; its weights are 0
+    # if a query has seen no key so far, both log-sum-exps are -inf; its weights must be 0, not nan
     base_SBN = total_SBN.masked_fill(total_SBN == -math.inf, 0.0)
     out_SBNE.mul_((lse_SBN - base_SBN).exp()[..., None])
     out_SBNE.add_(part_SBNE * (part_lse_SBN - base_SBN).exp()[..., None])
@@ -40,7 +40,7 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
     num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
     probs_BNSS = _probabilities(_logits(block), found.lse_SBN.permute(1, 2, 0))
     wide = probs_BNSS.dtype
-    # what dropout makes of ones: the factor of every probability
+    # dropout factor of every probability
     factor_BNSS = rng.dropout(torch.ones_like(probs_BNSS), config.dropout, block.dropout_key)
     grad_BNSE = _heads(found.grad_SBNE, num_heads, wide)
     grad_v_BNSE = (probs_BNSS * factor_BNSS).transpose(-1, -2) @ grad_BNSE
@@ -58,7 +58,7 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
 def visible_between(
     query: PositionSpan, key: PositionSpan, config: CoreAttentionConfig, device: torch.device
 ) -> Tensor:
-    """bool [Sq, Sk] or [B, 1, Sq, Sk]: query i (dim -2) sees key j (dim -1)."""
+    """Attention mask, bool [Sq, Sk] or [B, 1, Sq, Sk]: True where query i (dim -2) sees key j (dim -1)."""
     back = query.places(device)[:, None] - key.places(device)[None, :]
     visible = torch.ones_like(back, dtype=torch.bool)
     if config.causal:
@@ -67,13 +67,13 @@ def visible_between(
         left, right = config.window
         visible = visible & (back <= left if left >= 0 else visible) & (-back <= right if right >= 0 else visible)
     if query.segments_BS is not None:
-        assert key.segments_BS is not None, "queries have segments, keys have none"
+        assert key.segments_BS is not None, "queries have document ids, keys have none"
         visible = visible & (query.segments_BS[:, None, :, None] == key.segments_BS[:, None, None, :])
     return visible
 
 
 def _logits(block: AttentionBlock) -> Tensor:
-    """[B, N, Sq, Sk], minus infinity where a query does not see a key."""
+    """Attention logits [B, N, Sq, Sk]; -inf where the mask excludes the key."""
     q_SBND, k_SBGD, _, config, query, key, _ = block
     wide, num_heads = internal_dtype(q_SBND.dtype), q_SBND.shape[2]
     q_BNSD, k_BNSD = _heads(q_SBND, num_heads, wide), _heads(k_SBGD, num_heads, wide)
@@ -82,16 +82,16 @@ def _logits(block: AttentionBlock) -> Tensor:
 
 
 def _probabilities(logits_BNSS: Tensor, lse_BNS: Tensor) -> Tensor:
-    """exp(logits - lse); 0 for a query that sees nothing, whose lse is minus infinity."""
+    """exp(logits - lse); 0 for queries that see no key, whose lse is -inf."""
     return (logits_BNSS - lse_BNS.masked_fill(lse_BNS == -math.inf, 0.0)[..., None]).exp()
 
 
 def _heads(x_SBGD: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, N, S, D]: every group once per query head that reads it."""
+    """Expands groups to [B, N, S, D]: each group is repeated for its query heads."""
     x_BGSD = x_SBGD.to(dtype).permute(1, 2, 0, 3)
     return x_BGSD.repeat_interleave(num_heads // x_BGSD.shape[1], dim=1)
 
 
 def _groups(x_BNSD: Tensor, num_groups: int) -> Tensor:
-    """[S, B, G, D]: the sum over the query heads of every group."""
+    """Sums over the query heads of each group -> [S, B, G, D]."""
     return x_BNSD.unflatten(1, (num_groups, -1)).sum(dim=2).permute(2, 0, 1, 3)

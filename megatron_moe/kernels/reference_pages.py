@@ -1,4 +1,4 @@
-"""Rows in pages, in plain torch. See `reference.py` and `pages.py`."""
+"""Reference implementation of paged row storage, in plain torch. See `reference.py` and `pages.py`."""
 
 import torch
 import torch.nn.functional as F
@@ -39,5 +39,5 @@ def free_pages(table: Tensor, pages: Pages) -> None:
 
 
 def _somewhere(table: Tensor, pages: Pages) -> Tensor:
-    """int64; the page that takes what is written nowhere for those that are none."""
+    """int64 page of every table entry, with the dummy page for entries without a page."""
     return torch.where(table >= 0, table, pages.num).long()

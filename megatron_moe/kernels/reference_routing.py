@@ -1,4 +1,4 @@
-"""Reference implementation of the ops for routing and rows; see `reference.py`. Never synchronises with the host."""
+"""Reference implementation of the routing and row ops; see `reference.py`. Never synchronises with the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,18 +10,18 @@ from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype, most_rows
 
 EPSILON = 1e-20
-"""Keeps the normalisation of scores finite when all of them vanish."""
+"""Keeps the normalised scores of a token finite if all its scores are 0."""
 
 
 # routing
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _ReferenceGateProduct.apply(hidden_TH, weight_EH, dtype)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _GateProduct(torch.autograd.Function):
+class _ReferenceGateProduct(torch.autograd.Function):
     """Written out, so that the wide copies of hidden states and weight do not live until the backward."""
 
     @staticmethod
@@ -48,7 +48,7 @@ def route(
     balance_sets: int = 0,
     z: bool = False,
 ) -> RoutedTokens:
-    """Sigmoid scores, groups and bias: DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
+    """See `Kernels.route`. Sigmoid scores, groups and bias: DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
     wide_TE = valid_or_zero(logits_TE.to(internal_dtype(logits_TE.dtype)), valid_T)
     scores_TE = wide_TE if selects_on_logits(config) else score(wide_TE, config)
     plain_TE = scores_TE.detach()
@@ -58,7 +58,7 @@ def route(
     else:
         ids_TK = given_ids_TK
     ids_TK = valid_ids(ids_TK, valid_T)
-    probs_TK = weigh(scores_TE, ids_TK, config)
+    probs_TK = topk_probs(scores_TE, ids_TK, config)
     if config.scaling_factor is not None:
         probs_TK = probs_TK * config.scaling_factor
     balance = None
@@ -76,7 +76,7 @@ def route(
 
 
 def balance_scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Scores that sum to 1 per token, in promote(fp32, dtype)."""
+    """Scores normalised to a sum of 1 per token, in the internal dtype."""
     scores_TE = score(logits_TE.to(internal_dtype(logits_TE.dtype)), config)
     if config.score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
@@ -84,31 +84,31 @@ def balance_scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def squared_logsumexp(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Sum over tokens, in promote(fp32, dtype)."""
+    """Sum of logsumexp(logits)^2 over valid tokens, in the internal dtype."""
     squares_T = logits_TE.to(internal_dtype(logits_TE.dtype)).logsumexp(dim=-1).square()
     return valid_or_zero(squares_T, valid_T).sum()
 
 
 def valid_or_zero(values: Tensor, valid_T: Tensor | None) -> Tensor:
-    """[T, ...] with zeros for padding."""
+    """Sets the values [T, ...] of padding tokens to 0."""
     if valid_T is None:
         return values
     return torch.where(valid_T.view(-1, *[1] * (values.dim() - 1)), values, 0)
 
 
 def valid_ids(ids_TK: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Padding chooses nothing."""
+    """Sets the ids of padding tokens to -1."""
     return ids_TK if valid_T is None else ids_TK.masked_fill(~valid_T[:, None], -1)
 
 
 def sums_of_sets(values_TE: Tensor, num_sets: int) -> Tensor:
-    """[G, E]: token t belongs to set t % G."""
+    """Sums over each set of tokens -> [G, E]; token t belongs to set t % G."""
     num_tokens, num_experts = values_TE.shape
     return values_TE.view(num_tokens // num_sets, num_sets, num_experts).sum(dim=0)
 
 
 def count_in_sets(ids_TK: Tensor, num_experts: int, num_sets: int) -> Tensor:
-    """int64 [G, E]: counts per set of tokens; token t belongs to set t % G."""
+    """Number of choices per expert and set of tokens, int64 [G, E]; token t belongs to set t % G."""
     set_T = torch.arange(len(ids_TK), device=ids_TK.device) % num_sets
     own_TK = torch.where(ids_TK < 0, -1, ids_TK + set_T[:, None] * num_experts)
     return count_tokens(own_TK, num_sets * num_experts).view(num_sets, num_experts)
@@ -121,7 +121,7 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def selects_on_logits(config: RouterConfig) -> bool:
-    """Softmax after top-k: the choice is made on logits and the softmax runs over the chosen ones."""
+    """Whether softmax follows top-k: experts are selected by logits, and the softmax is over the selected ones."""
     return config.score_function == "softmax" and not config.pre_softmax
 
 
@@ -134,13 +134,13 @@ def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
             return logits_TE.sigmoid()
         case "sqrtsoftplus":
             softplus_TE = torch.logaddexp(logits_TE, torch.zeros_like(logits_TE))
-            # the root has an infinite slope at 0, which times a gradient of 0 is not a number
+            # sqrt has an infinite derivative at 0, which times a gradient of 0 is nan
             underflows_TE = softplus_TE == 0
             return softplus_TE.masked_fill(underflows_TE, 1).sqrt().masked_fill(underflows_TE, 0)
 
 
 def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    """-inf outside the `group_topk` best groups; a group is worth the sum of its topk // group_topk best experts."""
+    """Sets experts outside the best `group_topk` groups to -inf; group score: sum of its topk // group_topk best."""
     if config.group_topk is None:
         return ranking_TE
     assert config.num_groups is not None and config.group_topk <= config.topk, (
@@ -154,16 +154,16 @@ def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest per row, in descending order; the lowest id wins a tie."""
+    """Ids of the k largest values per row, in descending order; ties: the lowest id wins."""
     return ranking_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def weigh(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
+def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
     """Weight of every choice, 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
     if selects_on_logits(config):
-        # the lowest finite number, not -inf: a token without any expert must give 0, not nan
+        # the lowest finite number instead of -inf: a token without any expert must get 0, not nan
         chosen_TK = chosen_TK.masked_fill(none, torch.finfo(chosen_TK.dtype).min).softmax(dim=-1)
         return chosen_TK.masked_fill(none, 0)
     chosen_TK = chosen_TK.masked_fill(none, 0)
@@ -192,8 +192,8 @@ def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex
 def place(
     experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None, align: int = 1
 ) -> tuple[RowIndex, Tensor]:
-    """Assigns a row to every choice. `experts` [choices]: the expert of each, `num_experts` for none; choice c belongs
-    to token c // per_token. Returns the index, and the row of every choice (-1: none)."""
+    """Assigns a row to every choice. `experts` [choices]: expert of each choice, or `num_experts` if dropped;
+    choice c belongs to token c // per_token. Returns the routing index and the row of every choice (-1: none)."""
     device = experts.device
     order = experts.sort(stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
@@ -211,7 +211,7 @@ def place(
     ends = owned.cumsum(0)
     row = (ends - owned)[own] + rank_in_expert
     row = row.masked_fill(none | (row >= rows), -1)
-    # choices without a row are written to one additional row
+    # choices without a row are written to an additional row
     choice = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
     choice.scatter_(0, torch.where(row < 0, rows, row), torch.arange(len(row), device=device))
     choice = choice[:rows]
@@ -221,13 +221,13 @@ def place(
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    wide = tokens_TH.to(internal_dtype(tokens_TH.dtype))  # so that the backward sums in it
+    wide = tokens_TH.to(internal_dtype(tokens_TH.dtype))  # so that backward sums in the internal dtype
     return or_nothing(wide)[index.token_R].to(tokens_TH.dtype)
 
 
 def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
     wide = rows_RH.to(internal_dtype(rows_RH.dtype))
-    # one token more than there are: rows that hold nothing add to it, and it is left out
+    # padding rows are added to one additional token, which is then cut off
     token = torch.where(index.token_R < 0, num_tokens, index.token_R)
     sums = wide.new_zeros(num_tokens + 1, wide.shape[1]).index_add(0, token, wide)
     return sums[:num_tokens].to(rows_RH.dtype)
@@ -238,5 +238,5 @@ def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
 
 
 def or_nothing(values: Tensor) -> Tensor:
-    """Appends a row of zeros, which index -1 finds."""
+    """Appends a row of zeros, which index -1 selects."""
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])

@@ -1,9 +1,9 @@
-"""Selects the backend of every op from the user's requests and the device, with the reasons.
+"""Selects the backend of every op from the user's requests and the device, and reports the reasons.
 
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
-that it imports) and PROVIDES (ops) are read without importing it; its `judge(op, device, dtype) -> Support` returns how
-well it serves an op. `auto` selects the best backend, and plain torch where none is better. A backend with
-ON_REQUEST = True is excluded from `auto` and imported only when it is requested by name.
+that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
+op. `auto` selects the best backend, and plain torch where none is better. A backend with ON_REQUEST = True is excluded
+from `auto` and imported only when it is requested by name.
 """
 
 import ast
@@ -27,7 +27,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Backend:
-    """Declarations of a backend, read without importing it."""
+    """Constants of a backend file, read without importing it."""
 
     name: str
     needs: tuple[str, ...]
@@ -51,9 +51,9 @@ def is_installed(module: str) -> bool:
 
 
 def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
-    """Kernel set for parameters of `dtype` on `device`; its `table()` lists the selections with their reasons.
+    """Selects the kernels for parameters of `dtype` on `device`; their `table()` lists all selections and reasons.
 
-    Raises `EnvironmentProblem` when a request names an unknown op or backend, or one that is not supported.
+    Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op.
     """
     backends = {backend.name: backend for backend in discover(BACKENDS)}
     requests = dict(config.kernel_per_op)
@@ -72,13 +72,13 @@ def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtyp
 
 
 def discover(folder: Path) -> list[Backend]:
-    """Declarations of every backend of a folder, sorted by name. Imports none of them."""
+    """Reads the constants of every backend in a folder, sorted by name. Imports no backend."""
     paths = [*(path for path in folder.glob("*.py") if path.stem != "__init__"), *folder.glob("*/backend.py")]
     return sorted((read(path) for path in paths), key=lambda backend: backend.name)
 
 
 def read(path: Path) -> Backend:
-    """Reads the constants of a backend file from its text."""
+    """Parses a backend file and reads its constants."""
     constants = {}
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -86,58 +86,58 @@ def read(path: Path) -> Backend:
             if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST"):
                 constants[name] = ast.literal_eval(statement.value)
     on_request = constants.pop("ON_REQUEST", False)
-    assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, has {sorted(constants)}"
+    assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, but defines {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
-    assert not unknown, f"{path} provides ops that the contract does not know: {sorted(unknown)}"
+    assert not unknown, f"{path} provides ops that are not in the interface: {sorted(unknown)}"
     module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
     return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, module)
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
-    """The best backend, or plain torch where none is better; the reason lists why not."""
+    """Selects the best backend, or plain torch if no backend is better; the reason then lists the others' reasons."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}
-    judged = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
-    winner = max(judged, key=lambda name: judged[name].fit, default=None)
-    if winner is not None and judged[winner].fit >= Priority.BETTER:
-        return Selection(op, winner, judged[winner].reason)
-    against = "".join(f"; {name}: {judgement.reason}" for name, judgement in judged.items())
+    supports = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
+    winner = max(supports, key=lambda name: supports[name].fit, default=None)
+    if winner is not None and supports[winner].fit >= Priority.BETTER:
+        return Selection(op, winner, supports[winner].reason)
+    against = "".join(f"; {name}: {support.reason}" for name, support in supports.items())
     return Selection(op, reference.NAME, reference.REASON + against)
 
 
 def select_requested(
     op: str, request: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
 ) -> Selection:
-    """The requested backend. `required` False: the request was for all ops, and ops that the backend lacks use plain
-    torch."""
+    """Selects the requested backend. `required` False: the request is for all ops, and plain torch is used for ops that
+    the backend does not provide."""
     if request == reference.NAME:
         return Selection(op, request, reference.REASON)
     backend = backends[request]
     if not required and op not in backend.provides:
         return Selection(op, reference.NAME, f"{reference.REASON}; {request} has no {op}")
-    judgement = support_of(op, backend, device, dtype)
-    if judgement.fit is Priority.NO:
+    support = support_of(op, backend, device, dtype)
+    if support.fit is Priority.NO:
         able = [name for name, b in backends.items() if support_of(op, b, device, dtype).fit is not Priority.NO]
         raise EnvironmentProblem(
             f"Kernel backend '{request}' cannot compute '{op}' in {dtype_name(dtype)} on {device.type}: "
-            f"{judgement.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
+            f"{support.reason}. It can be computed by {listed([AUTO, reference.NAME, *able])}, "
             f"for instance with --kernel-per-op {op}={AUTO}."
         )
-    return Selection(op, request, f"requested; {judgement.reason}")
+    return Selection(op, request, f"requested; {support.reason}")
 
 
 def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> Support:
-    """Support of a backend for an op; it is imported only when all modules that it needs are installed."""
+    """Rates a backend for an op; imports the backend only if all modules that it needs are installed."""
     if op not in backend.provides:
-        return Support(Priority.NO, f"it has no {op}")
+        return Support(Priority.NO, f"it does not provide {op}")
     missing = backend.missing()
     if missing:
         return Support(Priority.NO, f"it needs {', '.join(missing)}, not installed here")
-    judgement: Support = backend.load().judge(op, device, dtype)
-    return judgement
+    support: Support = backend.load().support(op, device, dtype)
+    return support
 
 
 def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
-    """Raises `EnvironmentProblem` for requests of ops or backends that do not exist."""
+    """Raises `EnvironmentProblem` if a request names an op or a backend that does not exist."""
     known = [AUTO, reference.NAME, *backends]
     for op, request in config.kernel_per_op:
         if op not in OPS:
@@ -155,6 +155,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """a, b or c"""
+    """Formats names as "a, b or c"."""
     *most, last = dict.fromkeys(names)
     return f"{', '.join(most)} or {last}" if most else last

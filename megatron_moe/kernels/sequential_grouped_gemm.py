@@ -1,4 +1,4 @@
-"""Grouped products as a loop over experts of the linear products of a kernel set."""
+"""Grouped GEMM as a loop over experts that calls the linear ops of a kernel set."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ REASON = "loop over experts"
 
 
 def sequential(kernels: Kernels) -> KernelSet:
-    """Kernel set whose grouped products loop over experts. Reads the offsets on the host."""
+    """Kernel set whose grouped GEMMs are loops over experts. Reads the offsets on the host."""
 
     def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
         out_RO = rows.new_zeros(rows.shape[0], weight.shape[1])

@@ -1,4 +1,4 @@
-"""Errors injected into the ranks of a layout, to show that the comparison detects and explains them."""
+"""Faults injected into the ranks of a layout, to show that the layout check detects and explains them."""
 
 from dataclasses import dataclass, replace
 
@@ -10,24 +10,23 @@ SKIPPED_SUMS = "skip-partial-sums"
 
 
 class UnknownFaultSeed(RunError):
-    """Unknown name or factor of a fault seed."""
+    """Raised for an unknown name or factor of a fault seed."""
 
     code = ExitCode.CONFIG
 
 
 @dataclass(frozen=True)
 class FaultSeed:
-    """Changes a trainer before its first step."""
+    """Injects a fault into a trainer before the first step."""
 
     kind: str
     factor: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> "FaultSeed":
-        """Parses `scale-expert-grads:2` or `scale-attention-grads:0.5`, which scale the reduced gradients of one grid,
-        or `skip-partial-sums`, which omits the tensor-parallel reduction of partial gradients, such as those of norms
-        and routers. Raises UnknownFaultSeed.
-        """
+        """Parses `scale-expert-grads:2` or `scale-attention-grads:0.5`, which multiply the reduced gradients of one
+        grid by a factor, or `skip-partial-sums`, which omits the tensor-parallel reduction of partial gradients (for
+        example norms and routers). Raises UnknownFaultSeed."""
         kind, _, factor = text.partition(":")
         if kind == SKIPPED_SUMS and not factor:
             return cls(kind)

@@ -1,9 +1,9 @@
-"""Single-rank reference run for a layout, given the layout's partition of the tokens.
+"""Oracle of the layout check: a single-rank run that follows the layout's partition of the tokens.
 
 A layout's results are defined per microbatch, with two exceptions. Capacity limits, Sinkhorn and expert choice are
-defined per rank: the oracle's routers apply them to every rank's share of a microbatch. The global balancing loss
-counts the microbatches of all data-parallel ranks together: the oracle counts them in a forward pass before the one
-that trains.
+defined per rank: the oracle's routers apply them separately to each rank's tokens of a microbatch. The global balancing
+loss counts the microbatches of all data-parallel ranks together: the oracle counts them in an additional forward pass
+before the training step.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from megatron_moe.train.trainer import Trainer
 def record_oracle(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, datasets: Datasets, *, num_steps: int
 ) -> RankRecord:
-    """Record of a single-rank run with the token partition of the layout `plan`."""
+    """Trains `num_steps` steps on a single rank with the token partition of the layout `plan`, and records them."""
     return record_run(
         oracle_plan(plan),
         context,
@@ -50,7 +50,7 @@ def record_oracle(
 
 
 def oracle_plan(plan: RunPlan) -> RunPlan:
-    """Plan of one rank that processes the microbatches of all data-parallel ranks in order."""
+    """Single-rank plan whose steps process the microbatches of all data-parallel ranks in order."""
     return replace(
         plan,
         model=with_experts(plan.model, lambda moe: replace(moe, dispatcher="local", shared_overlap=False)),
@@ -64,8 +64,8 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
 
 
 def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
-    """Makes the oracle's routers select and limit tokens separately for every rank of the layout `plan`, where the
-    layout's routers do. Returns the function to call before every step, if any."""
+    """Makes the oracle's routers apply per-rank selection and capacity limits separately to the tokens of each rank of
+    the layout `plan`. Returns the function to call before every step, or None."""
     by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
     partition = _Partition(plan)
     if by_rank and plan.parallel.max_seqlen_per_dp_cp_rank is not None:
@@ -78,8 +78,8 @@ def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
 
 
 def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], iteration: int) -> None:
-    """Counts the choices of all microbatches of a step into `Router.counts_ahead`, from which the step's forward reads
-    the counts of the global balancing loss, as a recomputed forward does."""
+    """Counts the choices of all microbatches of a step into `Router.counts_ahead`. The forward of the step reads the
+    counts of the global balancing loss from there, as a recomputed forward does."""
     with torch.no_grad():
         for batch in trainer.prepare(batches, iteration):
             trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
@@ -88,11 +88,11 @@ def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], itera
 
 
 def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
-    """Turns running sums over microbatches, in order, into running sums over groups of `dp` microbatches: the layout's
-    data-parallel ranks route one microbatch each at the same time. Keys differ in the microbatch and the MTP depth."""
+    """Converts running sums per microbatch into running sums per group of `dp` microbatches, because the layout's
+    data-parallel ranks route one microbatch each at the same time. Keys identify the microbatch and the MTP depth."""
 
     def group_of(key: RNGKey | None) -> tuple[int, Key]:
-        assert key is not None, "a microbatch without a key"
+        assert key is not None, "a microbatch has no key"
         return key.microbatch // dp, key.scope
 
     of_groups: dict[tuple[int, Key], Tensor] = {}
@@ -109,35 +109,35 @@ def _chooses_by_rank(router: Router) -> bool:
 
 
 class _Partition:
-    """Tokens of the oracle's microbatch by rank of the layout."""
+    """Partition of the tokens of an oracle microbatch over the ranks of the layout."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self.parts = self._over(plan.parallel.cp)
-        """Token indices of every rank in its order, int64."""
+        """Token indices of every rank, in the order in which the rank stores them, int64."""
 
     def adopt_degree(self, model: nn.Module, arguments: tuple[MicroBatch, ...]) -> None:
-        """Forward pre-hook: adopts the context-parallel degree of the microbatch, which depends on its documents."""
+        """Forward pre-hook: sets the context-parallel degree of the microbatch, which depends on its documents."""
         self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
 
     def _over(self, degree: int) -> list[Tensor]:
-        """Splits each sequence over `degree` context-parallel ranks; groups of `degree` ranks share sequences."""
+        """Token indices of every rank if each sequence is split over `degree` context-parallel ranks."""
         num_sequences = self._plan.batch.micro_batch_size
         sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
-        # token t = s * B + b
+        # token index t = s * B + b
         return [(share[:, None] * num_sequences + group).flatten() for share in shares for group in sequences]
 
 
 def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> list[Tensor]:
-    """Positions of a sequence on each of `degree` x tp ranks, in the order of the rank, int64."""
+    """Sequence positions on each of the `degree` x tp ranks (int64), in the order in which that rank stores them."""
     shares = split_places(config.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]
 
 
 class _SelectionByRank(ExpertSelection):
-    """Applies the selection and the capacity limit of a router to the tokens of every rank separately."""
+    """Applies a router's selection and capacity limit separately to the tokens of every rank."""
 
     def __init__(self, router: Router, partition: _Partition) -> None:
         super().__init__(router.config, router.capacity, router.kernels)
@@ -195,10 +195,10 @@ class _SelectionByRank(ExpertSelection):
             ids_TK[part] = limited.ids_TK
             probs_TK = probs_TK.index_copy(0, part, limited.probs_TK)
             counts_E = counts_E + limited.counts_E
-        # one rank has no rows that pad experts to their capacity
+        # the result spans several ranks and has no fixed number of rows per expert
         return replace(routing, ids_TK=ids_TK, probs_TK=probs_TK, counts_E=counts_E, capacity=None)
 
 
 def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
-    """Results of all parts, in the order of the tokens."""
+    """Reassembles per-rank results in the order of the microbatch's tokens."""
     return torch.cat([each for each in of_parts if each is not None])[torch.cat(partition.parts).argsort()]

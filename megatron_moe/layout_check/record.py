@@ -1,6 +1,6 @@
 """Trains a few steps on this rank and records losses, norms, metrics, gradients, weights and token counts.
 
-A record is plain host data, so that ranks may be threads or processes.
+A record contains only host data, so that ranks can be threads or processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.datasets import Datasets
 from megatron_moe.kernels.kernel_set import KernelSet
-from megatron_moe.logs.metrics import Figure
+from megatron_moe.logs.metrics import MetricValue
 from megatron_moe.moe.router import Router
 from megatron_moe.moe.token_dispatcher.base import Routing
 from megatron_moe.parallel.context import ParallelContext
@@ -25,20 +25,20 @@ from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 
 STEADY_EPS = 1e-5
-"""AdamW epsilon for comparisons; with 1e-8 the rounding error of a gradient near zero changes its whole update."""
+"""AdamW epsilon for comparisons. With 1e-8, the rounding error of a gradient near zero would dominate its update."""
 
 MetricKey = tuple[str, int | None]
-"""Metric name and layer."""
+"""Metric name and layer index; None for metrics that are not per layer."""
 BeforeStep = Callable[[Sequence[MicroBatch], int], None]
-"""Called with the microbatches of a step and its iteration."""
+"""Callback that receives the microbatches of a step and its iteration number, before the step."""
 
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """Shard of a named tensor on one rank."""
+    """Shard of a named parameter's gradient or weight on one rank."""
 
     value: Tensor
-    """NaN in elements that another rank owns."""
+    """Values; NaN in elements that another rank owns."""
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
     meta: ParamMeta
@@ -46,25 +46,25 @@ class RecordedTensor:
 
 @dataclass
 class RankRecord:
-    """Everything recorded on one rank."""
+    """Results that one rank records for the comparison."""
 
     rank: int
     place: dict[str, int]
-    """Rank coordinates on both grids."""
+    """Rank coordinates on the attention grid and the expert grid, by axis name."""
     losses: list[float] = field(default_factory=list)
     """Reported loss per step."""
     norms: list[dict[str, float]] = field(default_factory=list)
     """Gradient norm and its parts per step."""
-    metrics: list[dict[MetricKey, Figure]] = field(default_factory=list)
+    metrics: list[dict[MetricKey, MetricValue]] = field(default_factory=list)
     """Metrics per step, reduced over the ranks that share them."""
     gradients: dict[str, RecordedTensor] = field(default_factory=dict)
-    """Reduced gradients of the first step, before clipping."""
+    """Gradients of the first step after reduction and before clipping."""
     weights: dict[str, RecordedTensor] = field(default_factory=dict)
     """Weights after the last step."""
     biases: dict[int, Tensor] = field(default_factory=dict)
-    """Expert biases after the last step, by layer."""
+    """Expert biases after the last step, by layer index."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Choices per expert over all steps on this rank, int64 [E] by layer."""
+    """Choices per expert on this rank, summed over all steps, int64 [E] by layer index."""
 
 
 def record_run(
@@ -76,14 +76,14 @@ def record_run(
     num_steps: int,
     prepare: Callable[[Trainer], BeforeStep | None] | None = None,
 ) -> RankRecord:
-    """Builds the plan's model and optimizer on this rank and trains them.
+    """Trains the plan's model for `num_steps` steps on this rank and records the results.
 
-    `prepare` receives the trainer before the first step and returns a function to call before every step.
+    `prepare` receives the trainer before the first step and returns a callback to run before every step, or None.
     """
     model = build.build_model(plan, context, kernels)
     trainer = build.build_trainer(plan, context, model, kernels)
     loader = build.build_train_loader(plan, context, datasets)
-    assert loader is not None, "a record needs training steps"
+    assert loader is not None, "the plan has no training steps to record"
     before_step = None if prepare is None else prepare(trainer)
     record = RankRecord(context.rank, place_of(context))
     _count_tokens(trainer, record)
@@ -109,7 +109,7 @@ def record_run(
 
 
 def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
-    """Reduced gradients; NaN in elements that another rank owns."""
+    """Yields reduced gradients by name; NaN in elements that another rank owns."""
     for buffer in trainer.buffers.buffers:
         finished = torch.full_like(buffer.grads, float("nan"))
         for start, end in buffer.owned:
@@ -119,7 +119,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
 
 
 def place_of(context: ParallelContext) -> dict[str, int]:
-    """Rank coordinates on pp, dp, cp, tp and on edp, ep, etp."""
+    """Rank coordinates by axis: pp, dp, cp, tp and edp, ep, etp."""
     attention = attention_grid(context.config).coordinates(context.rank)
     expert = expert_grid(context.config).coordinates(context.rank)
     place = {axis: attention[axis] for axis in ("pp", "dp", "cp", "tp")}
@@ -130,7 +130,7 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
     return RecordedTensor(value.detach().cpu().clone(), parameter.global_shape, parameter.boxes, parameter.meta)
 
 
-def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, Figure]]:
+def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, MetricValue]]:
     """Metrics of this step by name and layer."""
     for name, metric in trainer.metrics.cut().take(context).items():
         if metric.layers:
@@ -140,12 +140,12 @@ def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[Metri
 
 
 def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
-    """Accumulates the choices of the routers from now on."""
+    """Registers router hooks that accumulate the choices per expert in `record`."""
 
     def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         assert isinstance(router, Router)
         if inputs[1].metrics is not trainer.metrics:
-            return  # a recomputed forward
+            return  # recomputed forward, already counted
         counts_E = routing.counts_E.detach().cpu().long()
         record.tokens[router.layer] = counts_E + record.tokens.get(router.layer, 0)
 

@@ -1,4 +1,4 @@
-"""Random token sequences in memory, identical for every layout."""
+"""In-memory data sets of random token sequences, identical for every layout."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from megatron_moe.data.samples import PADDING
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """Sequences of uniformly distributed ids; the highest id ends a document.
+    """Sequences of uniformly distributed token ids; the highest id ends a document.
 
     Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. With `packed`, four
-    sequences of short documents, of four tokens on average, alternate with four of long ones.
+    sequences of short documents (four tokens on average) alternate with four sequences of long documents.
     """
 
     num_samples: int
@@ -32,7 +32,7 @@ class RandomSamples:
         return repr(self)
 
     def tokens(self, index: int) -> np.ndarray:
-        """int64 [seq_length + 1]"""
+        """Tokens of one sequence, int64 [seq_length + 1]."""
         draw = np.random.default_rng([self.seed, index])
         tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
         if self.packed and index % 8 < 4:
@@ -42,8 +42,8 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Inserts document ends. Documents of neighbouring sequences start with different tokens; otherwise rounding
-        would decide which of two identical tokens an expert at capacity drops."""
+        """Inserts document ends in place. Documents of neighbouring sequences start with different tokens; otherwise
+        rounding would decide which of two identical tokens is dropped at an expert's capacity."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1
@@ -54,9 +54,9 @@ class RandomSamples:
 
 
 def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
-    """Data sets with enough training sequences for `num_steps` and the plan's masks. Document ends are masked in the
-    loss, so that a mean over microbatches differs from the mean over tokens. With document masks, documents are short.
-    """
+    """Random data sets with enough training sequences for `num_steps` and with the plan's masks. The loss masks
+    document ends, so that the mean over microbatches differs from the mean over tokens. With document masks, documents
+    are short."""
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask
     samples = RandomSamples(num_steps * plan.batch.global_batch_size, data.seq_length, data.vocab_size, packed)

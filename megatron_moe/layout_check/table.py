@@ -1,7 +1,7 @@
-"""Assembles the records of all ranks, compares them with the oracle's and explains typical differences.
+"""Compares the records of all ranks of a layout with the oracle's record and explains typical differences.
 
 The relative error of a tensor is max|difference| / max|reference|. A constant ratio of actual to expected values
-indicates a missing or duplicated reduction; copies that differ indicate one that was never done.
+indicates a missing or duplicated reduction; differing copies of a tensor indicate a reduction that was never done.
 """
 
 import re
@@ -13,31 +13,31 @@ import torch
 from torch import Tensor
 
 from megatron_moe.layout_check.record import MetricKey, RankRecord, RecordedTensor
-from megatron_moe.logs.metrics import Figure
+from megatron_moe.logs.metrics import MetricValue
 from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12
-"""A different summation order costs 4e-16 in double precision (measured); an error of 0.1 % is far above."""
+"""Measured in double precision: a different summation order costs 4e-16; typical faults exceed 1e-3."""
 ABSOLUTE_TOLERANCE = 1e-14
 COPY_TOLERANCE = 1e-12
 """Allowed relative difference between two copies of one tensor."""
 CONSTANT = 1e-6
-"""A ratio is constant if the residual is below this share of the tensor."""
+"""Maximum residual of a constant ratio, relative to the largest element of the tensor."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One row of the table: a quantity, its relative error and a likely explanation."""
+    """One row of the table: compared quantity, relative error and likely explanation."""
 
     what: str
-    """gradient, weight, loss, norm, metric, tokens or expert bias."""
+    """Kind of quantity: gradient, weight, loss, norm, metric, tokens or expert bias."""
     name: str
     grid: str
     error: float
-    """Relative error; inf if there is nothing to compare with."""
+    """Relative error; inf if one side is missing or not finite."""
     ratio: float | None
-    """actual / expected if constant over the tensor."""
+    """actual / expected if that is constant over the tensor, otherwise None."""
     remark: str
     bad: bool
 
@@ -48,7 +48,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison."""
+    """Result of comparing a layout with the oracle."""
 
     rows: tuple[ComparisonRow, ...]
 
@@ -61,14 +61,14 @@ class Comparison:
         return not self.bad
 
     def verdict(self) -> str:
-        """Verdict in one sentence."""
+        """Summary of the comparison in one sentence."""
         largest = max((row.error for row in self.rows), default=0.0)
         if self.equal:
             return f"equal to one rank: {len(self.rows)} quantities, largest relative error {largest:.1e}"
         return f"NOT equal to one rank: {len(self.bad)} of {len(self.rows)} quantities differ, by up to {largest:.1e}"
 
     def text(self, *, every: bool = False) -> str:
-        """Table of the rows that differ (or all rows), followed by the verdict."""
+        """Formats the rows that differ (with `every`, all rows), followed by the verdict."""
         rows = list(self.rows) if every else self.bad
         header = ("quantity", "name", "grid", "rel. error", "ratio", "remark")
         cells = [(row.what, row.name, row.grid, f"{row.error:.2e}", row.ratio_text, row.remark) for row in rows]
@@ -76,11 +76,11 @@ class Comparison:
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Compares the records of all ranks, in rank order, with the oracle's."""
+    """Compares the records `ranks`, in rank order, with the record of the oracle."""
     axes = {axis: 1 + max(record.place[axis] for record in ranks) for axis in ranks[0].place}
     expected, figures = _figures(oracle), [_figures(record) for record in ranks]
     for record, of_rank in zip(ranks, figures, strict=True):
-        if record.place["pp"] < axes["pp"] - 1:  # only the last pipeline rank knows the loss
+        if record.place["pp"] < axes["pp"] - 1:  # only the last pipeline rank has the loss
             of_rank["loss"] = {}
     rows = [
         *(
@@ -95,7 +95,7 @@ def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float
     return Comparison(tuple(rows))
 
 
-def _figures(record: RankRecord) -> dict[str, dict[MetricKey, Figure]]:
+def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
     """Losses, gradient norms and metrics by (name with step, layer)."""
     norms, metrics = enumerate(record.norms, 1), enumerate(record.metrics, 1)
     return {
@@ -106,9 +106,9 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, Figure]]:
 
 
 def _figure_rows(
-    what: str, oracle: Mapping[MetricKey, Figure], ranks: Sequence[Mapping[MetricKey, Figure]], rtol: float
+    what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
-    """Compares metrics: every metric of the oracle must be on some rank and equal on all ranks that have it."""
+    """Compares scalars: each one of the oracle must be on some rank, and equal on all ranks that have it."""
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
@@ -143,7 +143,7 @@ def _tensor_rows(
 
 
 def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
-    """Global tensor from (rank, shard) pairs, and remarks on copies that differ or elements that no rank holds."""
+    """Assembles the global tensor from (rank, shard) pairs, with remarks on differing copies and missing elements."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
     copies: dict[tuple[ParamBox, ...], list[tuple[int, RecordedTensor]]] = {}
@@ -159,7 +159,7 @@ def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> t
 
 
 def _merged(copies: Sequence[Tensor]) -> Tensor:
-    """Merges copies: every element from the first copy that holds it."""
+    """Merges partial copies: takes every element from the first copy that has it (is not NaN)."""
     merged = copies[0]
     for copy in copies[1:]:
         merged = torch.where(torch.isnan(merged), copy, merged)
@@ -167,7 +167,7 @@ def _merged(copies: Sequence[Tensor]) -> Tensor:
 
 
 def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> str:
-    """Remark on copies of a tensor that should be equal."""
+    """Remark on copies of a tensor that should be equal but differ; empty if they agree."""
     (first, reference), others = group[0], group[1:]
     apart = [rank for rank, held in others if _apart(held.value, reference.value)]
     if not apart:
@@ -178,19 +178,19 @@ def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor)
     write_part(here, torch.ones_like(reference.value, dtype=torch.bool), reference.boxes, reference.meta)
     ratio = constant_ratio(total[here], expected[here])
     if ratio is None:
-        return f"{text}: a reduction over them is missing"
+        return f"{text}: a reduction over these ranks is missing"
     times = "" if abs(ratio - 1) < CONSTANT else f" {ratio:.4g} times"
-    return f"{text}; their sum is{times} the right value: a reduction over them is missing"
+    return f"{text}; their sum is{times} the right value: a reduction over these ranks is missing"
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two copies differ in elements that both hold."""
+    """Whether two copies differ in elements that are present in both."""
     both = ~torch.isnan(one) & ~torch.isnan(other)
     return _error(one[both], other[both]) > COPY_TOLERANCE
 
 
 def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
-    """actual / expected if it is constant over all elements."""
+    """actual / expected if it is constant over all elements, otherwise None."""
     actual, expected = actual.double(), expected.double()
     square = float((expected * expected).sum())
     if square == 0.0 or not torch.isfinite(actual).all():
@@ -201,7 +201,7 @@ def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
 
 
 def explain_ratio(ratio: float, axes: Mapping[str, int]) -> str:
-    """Explanation of a constant ratio, with the axes whose groups have that size."""
+    """Explains a constant ratio as a doubled or missing reduction, and names the axes whose group size fits."""
     for value, kind in ((ratio, "doubled"), (1 / ratio if ratio else 0.0, "missing")):
         size = round(value)
         if size > 1 and abs(value - size) < 1e-4 * size:
@@ -226,7 +226,7 @@ def _row(
 
 
 def _count_rows(oracle: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[ComparisonRow]:
-    """Compares token counts and expert biases bit for bit."""
+    """Compares token counts and expert biases, which must be bitwise equal."""
     for layer, wanted in oracle.tokens.items():
         parts = [record.tokens[layer] for record in ranks if layer in record.tokens]
         total = torch.stack(parts).sum(dim=0) if parts else torch.zeros_like(wanted)
@@ -261,25 +261,25 @@ def _both_tiny(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns; the last column is ragged."""
+    """Formats cells as lines with aligned columns; the last column is not padded."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
     return ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in cells]
 
 
 def summary(comparison: Comparison) -> str:
-    """One line per kind of quantity with its largest error over layers and steps, then the verdict."""
+    """Formats one line per kind of quantity, with the largest error over layers and steps, then the verdict."""
     header = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
     lines = _aligned([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
     return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
 
 
 def _diagnosis(comparison: Comparison) -> Iterator[str]:
-    """Gradient errors of the first step come first, because all later differences follow from them."""
+    """Yields lines on wrong gradients of the first step: all later differences follow from these."""
     wrong = [row for row in comparison.bad if row.what == "gradient"]
     if not wrong:
         return
     right = {_without_numbers(row.name) for row in comparison.rows if row.what == "gradient" and not row.bad}
-    yield f"gradients of the first step are wrong in {len(wrong)} parameters, and so is all that follows from them:"
+    yield f"gradients of the first step are wrong in {len(wrong)} parameters, which affects all later results:"
     for (_, name, _), rows in _kinds(wrong):
         some = " (in some layers)" if name in right else ""
         yield f"  {name}{some}  {rows[0].remark}".rstrip()

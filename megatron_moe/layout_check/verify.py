@@ -1,4 +1,4 @@
-"""Verifies a layout against one rank in double precision, on processes of this host."""
+"""Verifies a layout against a single-rank run in double precision, with one process per rank on this host."""
 
 import pickle
 import socket
@@ -25,24 +25,24 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class RankFailure(RunError):
-    """A rank raised an error, died or timed out."""
+    """Raised if a rank fails, dies or times out."""
 
     code = ExitCode.OTHER_RANK
 
 
-def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: FaultSeed | None = None) -> Comparison:
+def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: FaultSeed | None = None) -> Comparison:
     """Trains `num_steps` steps on all ranks of the plan and on one rank, and compares their records.
 
     Args:
         plan: in double precision, with the launch of any of its ranks.
         timeout: seconds that the ranks may take.
-        plant: fault seed for the ranks.
+        fault_seed: fault injected for the ranks.
 
     Raises:
         RankFailure: a rank failed or timed out.
     """
     plan = _without_forced_logits(plan)
-    ranks = RankProcesses(plan, num_steps=num_steps, plant=plant)
+    ranks = RankProcesses(plan, num_steps=num_steps, fault_seed=fault_seed)
     torch.set_num_threads(1)
     context = ParallelContext.single(seed=plan.loop.seed)
     kernels, datasets = build.build_kernels(plan, context), random_datasets(plan, num_steps=num_steps)
@@ -51,7 +51,7 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, plant: Fault
 
 
 def _without_forced_logits(plan: RunPlan) -> RunPlan:
-    """Removes forced logits of benchmarks, which would hide the router and differ between context-parallel ranks."""
+    """Disables forced router logits, which would bypass the router and differ between context-parallel ranks."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None))
@@ -60,9 +60,9 @@ def _without_forced_logits(plan: RunPlan) -> RunPlan:
 
 
 class RankProcesses:
-    """Processes that run a plan; started by the constructor."""
+    """Processes that run all ranks of a plan; the constructor starts them."""
 
-    def __init__(self, plan: RunPlan, *, num_steps: int, plant: FaultSeed | None) -> None:
+    def __init__(self, plan: RunPlan, *, num_steps: int, fault_seed: FaultSeed | None) -> None:
         # a fork server imports everything once; ranks are forked from it in milliseconds, without shared threads
         host = get_context("forkserver")
         host.set_forkserver_preload([__name__])
@@ -73,7 +73,7 @@ class RankProcesses:
         for rank in range(plan.parallel.world_size):
             launch = replace(plan.launch, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port)
             ours, theirs = host.Pipe(duplex=False)
-            arguments = (theirs, replace(plan, launch=launch), num_steps, plant)
+            arguments = (theirs, replace(plan, launch=launch), num_steps, fault_seed)
             process = host.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -81,7 +81,7 @@ class RankProcesses:
             self._pipes.append(ours)
 
     def records(self, timeout: float) -> list[RankRecord]:
-        """Records by rank. Raises RankFailure when a rank ends early, or after `timeout` seconds."""
+        """Returns the records in rank order. Raises RankFailure if a rank ends early, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         found: dict[int, RankRecord] = {}
         try:
@@ -90,7 +90,7 @@ class RankProcesses:
                 ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     missing = [self._pipes.index(pipe) for pipe in waiting]
-                    raise RankFailure(f"ranks {missing} still ran after {timeout:g} s, perhaps in a deadlock")
+                    raise RankFailure(f"ranks {missing} were still running after {timeout:g} s; possible deadlock")
                 for pipe in ready:
                     assert isinstance(pipe, Connection)
                     rank = self._pipes.index(pipe)
@@ -112,21 +112,21 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
     return record
 
 
-def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, plant: FaultSeed | None) -> None:
+def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
     """Process main of one rank: sends its record. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # torch warns about renamed collectives once per rank
+    warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)
     datasets = random_datasets(plan, num_steps=num_steps)
     kernels = build.build_kernels(plan, context)
-    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=plant)
+    record = record_run(plan, context, kernels, datasets, num_steps=num_steps, prepare=fault_seed)
     pipe.send_bytes(pickle.dumps(record))
     context.stop()
 
 
 def _reserved_port() -> socket.socket:
-    """Reserves a port until a rank listens on it: a bound socket that does not listen keeps other programs away, but
-    not a server with SO_REUSEADDR such as torch's."""
+    """Reserves a port until a rank listens on it: a bound socket that does not listen blocks other programs, but not a
+    server with SO_REUSEADDR such as torch's."""
     holder = socket.socket()
     holder.bind(("", 0))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

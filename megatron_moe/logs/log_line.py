@@ -15,32 +15,32 @@ from megatron_moe.logs.metrics import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step as host numbers."""
+    """Results of one step, as Python numbers."""
 
     iteration: int
     loss: float
     norms: Mapping[str, float]
     """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Values that only some runs measure: "num_zeros" (gradient elements that are exactly 0), "params_norm" (both only
-    when the log needs them), and "overflow" of expert rows."""
+    """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
+    only when the log needs them), and "overflow" of expert rows."""
     proceed: bool
     """True if the update was applied."""
     sound: bool
     """True if no update so far stored a non-finite weight or moment on any rank."""
     learning_rate: float
-    """Learning rate after the scheduler step, which Megatron logs."""
+    """Learning rate after the scheduler step, as Megatron logs it."""
     applied_learning_rate: float
-    """Learning rate of the step's update."""
+    """Learning rate that this step's update used."""
     num_samples: int
-    """Sequences over all ranks."""
+    """Number of sequences in the step, over all ranks."""
     seconds: float
     """Time on the device from the end of the previous step to the end of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Host values of the steps since the last report.
+    """Values for one log report about the steps since the last report.
 
     Losses are averaged over the steps whose update was applied, as in Megatron, and time over all steps; norm, learning
     rate and batch size are those of the last step.
@@ -79,12 +79,12 @@ class StepReport:
 
     @property
     def skipped_iterations(self) -> int:
-        """Number of rejected updates."""
+        """Number of steps whose update was skipped."""
         return sum(not step.proceed for step in self.steps)
 
     @property
     def nan_iterations(self) -> int:
-        """Number of non-finite losses."""
+        """Number of steps with a non-finite loss."""
         return sum(not math.isfinite(step.loss) for step in self.steps)
 
     @property
@@ -98,7 +98,7 @@ class StepReport:
 
     @property
     def model_flops_utilization(self) -> float | None:
-        """Model FLOPs per second over the device's peak (MFU, arXiv 2204.02311 appendix B)."""
+        """Model FLOP/s as a fraction of the device's peak (MFU, arXiv 2204.02311 appendix B)."""
         return None if self.peak_flops is None else self.tflops_per_gpu * 1e12 / self.peak_flops
 
     @property
@@ -119,11 +119,11 @@ class ValidationReport:
     data_set: str = ""
     """Name of the data set; empty if there is only one."""
     split: str = "validation"
-    """"validation" or "test"; part of the tags."""
+    """"validation" or "test"; part of the metric tags."""
 
 
 def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Scalar metrics, reduced over all layers."""
+    """Values of all scalar metrics by name, reduced over layers."""
     return {name: metric.value for name, metric in metrics.items() if not isinstance(metric.value, list)}
 
 
@@ -133,7 +133,7 @@ def perplexity(loss: float) -> float:
 
 
 def step_line(report: StepReport, config: LoggingConfig) -> str:
-    """Line of one report in the style of `--log-style`."""
+    """Formats a report as one line in the style of `--log-style`."""
     return short_line(report) if config.log_style == "short" else megatron_line(report, config)
 
 
@@ -170,7 +170,7 @@ def megatron_line(report: StepReport, config: LoggingConfig) -> str:
 
 
 def short_line(report: StepReport) -> str:
-    """Line of at most 120 columns: iteration, time left, loss, gradient norm, learning rate, speed, expert load."""
+    """One line of up to 120 columns: iteration, time left, loss, gradient norm, learning rate, speed, expert load."""
     width = len(str(report.train_iters))
     parts = [
         f"{report.iteration:{width}d}/{report.train_iters} {report.iteration / max(report.train_iters, 1):4.0%}",

@@ -7,7 +7,7 @@ result to the host once.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -17,24 +17,24 @@ from megatron_moe.parallel.collectives import all_reduce_, gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 Reduction = Literal["mean", "sum", "max"]
-Figure = float | list[float]
+MetricValue = float | list[float]
 """Value of a metric: a number, or one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
 """(name, layer)."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Records metrics of rows [n, ...], given the number of rows of each layer; rows are sorted by layer."""
+"""Function (accumulator, number of rows per layer, rows [n, ...] sorted by layer) that records the rows' metrics."""
 
 _ROWS_AT_A_TIME = 128
 
 
 @dataclass
-class _Entry:
+class _MetricEntry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
-    """Number of calls without `count`; each counts 1."""
+    """Number of `record` calls without `count`; each counts as 1."""
     counted: Tensor | None = None
-    """Sum of the given counts."""
+    """Sum of the `count` arguments."""
 
     @property
     def count(self) -> Tensor:
@@ -44,7 +44,7 @@ class _Entry:
 
 
 @dataclass
-class _Rows:
+class _PendingRows:
     """Rows whose metrics are not computed yet."""
 
     fold: Fold
@@ -52,25 +52,17 @@ class _Rows:
     number: int = 0
 
 
-@dataclass(frozen=True)
-class _Total:
-    """Entry reduced over all ranks, on the host."""
-
-    reduction: Reduction
-    values: list[float]
-    is_vector: bool
-
-    def figure(self) -> Figure:
-        return self.values if self.is_vector else self.values[0]
+_Total = tuple[Reduction, Tensor]
+"""(reduction, fp64 value in host memory) of an entry reduced over all ranks."""
 
 
 @dataclass(frozen=True)
 class Metric:
     """One reduced metric."""
 
-    value: Figure
+    value: MetricValue
     """Mean over the layers that recorded it, or their maximum if the reduction is "max"."""
-    layers: dict[int, Figure] = field(default_factory=dict)
+    layers: dict[int, MetricValue] = field(default_factory=dict)
     """Values by global layer index; empty for a metric recorded without a layer."""
 
 
@@ -78,8 +70,8 @@ class Metric:
 class MetricAccumulator:
     """Sums and counts of named metrics, each optionally per layer."""
 
-    entries: dict[Key, _Entry] = field(default_factory=dict)
-    _pending: dict[str, _Rows] = field(default_factory=dict)
+    entries: dict[Key, _MetricEntry] = field(default_factory=dict)
+    _pending: dict[str, _PendingRows] = field(default_factory=dict)
 
     def record(
         self,
@@ -99,7 +91,7 @@ class MetricAccumulator:
         value = value.detach()
         entry = self.entries.get((name, layer))
         if entry is None:
-            entry = _Entry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
+            entry = _MetricEntry(reduction, torch.empty_like(value, dtype=torch.float64).copy_(value))
             self.entries[name, layer] = entry
         else:
             recorded, given = (entry.reduction, entry.value.shape), (reduction, value.shape)
@@ -117,7 +109,7 @@ class MetricAccumulator:
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
         """Batches rows for `fold`, which records their metrics 128 rows at a time instead of launching a dozen small
         kernels per layer and microbatch. The caller must not modify `row` afterwards."""
-        pending = self._pending.setdefault(name, _Rows(fold))
+        pending = self._pending.setdefault(name, _PendingRows(fold))
         pending.of_layers.setdefault(layer, []).append(row.detach())
         pending.number += 1
         if pending.number >= _ROWS_AT_A_TIME:
@@ -136,7 +128,7 @@ class MetricAccumulator:
         return MetricAccumulator(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces all metrics over the ranks of the pipeline stage, gathers those of all stages, and resets.
+        """Reduces all metrics over the ranks of the pipeline stage, gathers the results of all stages, and resets.
 
         All ranks of a stage must have recorded the same names with the same shapes, in any order. A metric without a
         layer must be recorded on one stage only.
@@ -152,7 +144,7 @@ class MetricAccumulator:
         return {name: _metric(name, totals) for name in dict.fromkeys(name for name, _ in totals)}
 
 
-def _reduced(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Key, _Total]:
+def _reduced(entries: Mapping[Key, _MetricEntry], context: ParallelContext) -> dict[Key, _Total]:
     """Reduces every entry over the ranks of this stage; keeps the order of recording.
 
     Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
@@ -167,15 +159,16 @@ def _reduced(entries: Mapping[Key, _Entry], context: ParallelContext) -> dict[Ke
         reduced.append(all_reduce_(_flat(sums), group, "sum"))
     if maxima:
         reduced.append(all_reduce_(_flat(maxima), group, "max"))
-    numbers = iter(torch.cat(reduced).tolist() if reduced else ())
+    shapes = [tensor.shape for tensor in (*sums, *maxima)]
+    flat = torch.cat(reduced).cpu().split([shape.numel() for shape in shapes]) if reduced else ()
+    values = iter(value.view(shape) for value, shape in zip(flat, shapes, strict=True))
     totals: dict[Key, _Total] = {}
     for key in (*added, *largest):
-        entry = entries[key]
-        values = list(islice(numbers, entry.value.numel()))
-        count = 1.0 if entry.reduction == "max" else next(numbers)
-        if entry.reduction == "mean":
-            values = [value / count if count else math.nan for value in values]
-        totals[key] = _Total(entry.reduction, values, is_vector=entry.value.dim() > 0)
+        reduction, value = entries[key].reduction, next(values)
+        count = 1.0 if reduction == "max" else float(next(values))
+        if reduction == "mean":
+            value = value / count if count else torch.full_like(value, math.nan)
+        totals[key] = reduction, value
     return {key: totals[key] for key in entries}
 
 
@@ -186,11 +179,10 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
     """Combines the layers of one metric: their mean, or their maximum for "max"."""
     if (name, None) in totals:
-        return Metric(totals[name, None].figure())
+        return Metric(totals[name, None][1].tolist())
     recorded = {layer: total for (other, layer), total in totals.items() if other == name and layer is not None}
-    layers = {layer: recorded[layer] for layer in sorted(recorded)}
-    first = next(iter(layers.values()))
-    columns = zip(*(total.values for total in layers.values()), strict=True)
-    values = [max(column) if first.reduction == "max" else sum(column) / len(column) for column in columns]
-    whole = _Total(first.reduction, values, first.is_vector)
-    return Metric(whole.figure(), {layer: total.figure() for layer, total in layers.items()})
+    reduction, _ = next(iter(recorded.values()))
+    layers = {layer: recorded[layer][1] for layer in sorted(recorded)}
+    values = list(layers.values())
+    whole = reduce(torch.maximum, values) if reduction == "max" else reduce(torch.add, values) / len(values)
+    return Metric(whole.tolist(), {layer: value.tolist() for layer, value in layers.items()})

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.logging import LoggingConfig
 from megatron_moe.logs.log_line import StepReport, ValidationReport, perplexity, scalars
-from megatron_moe.logs.metrics import Figure, Metric
+from megatron_moe.logs.metrics import Metric, MetricValue
 
 Record = dict[str, Any]
 MEMORY_TAGS = ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes", "mem-allocated-count")
@@ -43,7 +43,7 @@ def step_tags(report: StepReport) -> dict[str, float]:
     return {name: value for name, value in tags.items() if value is not None}
 
 
-def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, Figure]:
+def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
     """`moe/{name}_layer_{i}` for every per-layer metric; i counts layers from 0."""
     return {
         f"moe/{name.removeprefix('moe/')}_layer_{layer}": figure
@@ -59,7 +59,7 @@ def validation_tags(report: ValidationReport) -> dict[str, float]:
 
 
 def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
-    """Tags sent to dashboards under the run's flags; metrics.jsonl keeps all of them."""
+    """Tags that the run's flags enable for TensorBoard and W&B; metrics.jsonl has all tags."""
     hidden: set[str] = set()
     if not config.log_timers_to_tensorboard:
         hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
@@ -75,7 +75,7 @@ def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, f
 
 
 def has_samples_variant(tag: str) -> bool:
-    """True if the tag is also drawn over consumed samples, as `{tag} vs samples`."""
+    """True if the tag is also plotted over consumed samples, as `{tag} vs samples`."""
     return not tag.startswith(_ONLY_BY_ITERATION)
 
 
@@ -108,7 +108,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def read_metrics(path: Path) -> list[Record]:
     """Reads the records in file order; an incomplete last line, left by a killed process, is skipped.
 
-    Raises DataProblem if another line is not a JSON object.
+    Raises DataProblem if any other line is not a JSON object.
     """
     records = []
     *lines, rest = path.read_bytes().split(b"\n")  # the rest after the last newline is empty or incomplete
@@ -141,7 +141,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON value: vectors rounded to six digits, integral floats as ints; a record holds layers x experts of them."""
+    """Converts a value to JSON: six digits for vectors (layers x experts numbers per record), null if non-finite."""
     if isinstance(value, list):
         return [_plain(float(f"{element:.6g}")) for element in value]
     if isinstance(value, float):

@@ -18,7 +18,7 @@ _END_OF_SCALE = 4.0
 
 
 def draw_plots(run_folder: Path) -> list[Path]:
-    """Draws plots/loss.png and plots/expert_load.png as far as the run has their metrics; returns the paths.
+    """Draws plots/loss.png and plots/expert_load.png if the run recorded the metrics; returns the paths of the plots.
 
     Raises OSError if a file cannot be read or written.
     """
@@ -96,7 +96,7 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
 def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
     """Draws memory by category over a step as a stacked area chart, one panel per rank.
 
-    `ranks`: title of the panel -> category -> bytes after each allocation or release.
+    `ranks`: panel title -> memory category -> bytes after each allocation or release.
     """
     figure, first = _new_figure(9.0, 3.6 * len(ranks))
     panels = [first]
@@ -134,7 +134,7 @@ def _number(value: float | None) -> float:
 
 
 def _new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Figure and axes outside pyplot's global state."""
+    """Creates a figure and its axes without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -148,7 +148,7 @@ def _new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _tokens_on_top(axes: Any, steps: list[Record]) -> None:
-    """Adds a top axis in tokens, which assumes equal steps."""
+    """Adds a top axis in tokens, assuming the same number of tokens in every step."""
     from matplotlib.ticker import EngFormatter
 
     last = steps[-1]

@@ -15,7 +15,7 @@ FOLDER = "profile"
 MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer")
 """Module names that get a profiler range, at any depth of the model."""
 _MOST_ALLOCATIONS = 1_000_000
-"""Number of allocations kept for a snapshot, some hundred bytes each."""
+"""Maximum number of allocations recorded for a snapshot, with some hundred bytes each."""
 
 
 class StepProfile:
@@ -49,7 +49,7 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Starts or stops profiling when a phase begins; `iteration` of phase "step" is the one that begins."""
+        """Starts or stops profiling at the begin of a phase. In phase "step", `iteration` begins; else it has ended."""
         done = iteration - 1 if phase == "step" else iteration
         if self._running and (phase != "step" or done >= self._config.profile_step_end):
             self._stop()
@@ -64,7 +64,7 @@ class StepProfile:
             self._write_snapshot()
 
     def close(self) -> None:
-        """Writes the trace and the snapshot of a run that ends."""
+        """Writes the trace and the snapshot at the end of a run."""
         if self._running:
             self._stop()
         self._write_snapshot()
@@ -114,7 +114,7 @@ def mark_parts(model: nn.Module, device: torch.device) -> None:
 
 
 class _Range:
-    """Profiler range as a pair of hooks; may be nested."""
+    """Profiler range that a pair of forward hooks begins and ends; ranges may be nested."""
 
     def __init__(self, name: str, *, nvtx: bool) -> None:
         self._name, self._nvtx = name, nvtx

@@ -43,10 +43,10 @@ from megatron_moe.logs.run_lock import RUN_FOLDER, RunLock
 from megatron_moe.logs.timers import Timers, timer_lines
 from megatron_moe.logs.writers import (
     Console,
-    Entry,
     Guard,
     JsonLines,
     LiveConsole,
+    LogEntry,
     LogFile,
     Sink,
     TensorBoard,
@@ -65,7 +65,7 @@ class Reporter:
 
     1. Construction checks that the run folder is writable and, if requested, that wandb is installed.
     2. `begin` sets the first iteration.
-    3. `observe` takes every step, `step` reports them when one is `due`; `validation` and `note` at any time.
+    3. `observe` receives every step, `step` reports them when `due`; `validation` and `note` may be called any time.
     4. `close` flushes the records and draws the plots.
 
     The last rank reports losses, as in Megatron; the first rank writes notes and provenance. All ranks may call every
@@ -88,9 +88,9 @@ class Reporter:
         """
         Args:
             run_yaml: text of run.yaml; empty: none is written.
-            sinks: used instead of metrics.jsonl, TensorBoard and W&B.
+            sinks: destinations that replace metrics.jsonl, TensorBoard and W&B.
         Raises:
-            EnvironmentProblem: the run folder cannot be written, another job has it, or a requested package is missing.
+            EnvironmentProblem: the run folder is not writable, another job uses it, or a requested package is missing.
         """
         self.config = config
         self.context = context
@@ -116,7 +116,7 @@ class Reporter:
         self._has_reported = False
 
     def _prepare(self) -> None:
-        """Checks packages and the run folder, locks it and writes provenance, in this order."""
+        """Checks packages and the run folder, locks the folder and writes provenance, in this order."""
         self._refuse_missing_packages()
         folder = self.config.run_dir
         if folder is None or not (self.context.is_first or self.context.is_last):
@@ -128,7 +128,7 @@ class Reporter:
         write_provenance(folder, run_yaml=self._run_yaml, command_line=self._command_line, device=self.context.device)
 
     def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
-        """Starts after `iteration` (0 in a new run); drops later records of an interrupted run."""
+        """Starts reporting after `iteration` (0 in a new run); drops later records of an interrupted run."""
         self._samples = consumed_samples
         self._last_iteration = last_iteration
         if self._sinks is None:
@@ -142,7 +142,7 @@ class Reporter:
         return iteration % self.config.log_interval == 0 or iteration in (1, self._last_iteration)
 
     def observe(self, result: StepResult) -> None:
-        """Takes the results of one step, for averages, progress bar and per-step curves."""
+        """Receives the results of one step, for averages, progress bar and per-step curves."""
         self._steps.append(result)
         self._samples += result.num_samples
         every = self.config.log_memory_interval
@@ -156,7 +156,7 @@ class Reporter:
             self._log(result.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
     def passed_over(self, iteration: int, num_samples: int) -> None:
-        """Counts and notes an iteration without a step."""
+        """Counts the samples of a skipped iteration and logs a note."""
         self._samples += num_samples
         self.note(f"iteration {iteration}: skipped its {num_samples} samples (--iterations-to-skip)")
 
@@ -237,7 +237,7 @@ class Reporter:
             self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=whole_device))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
-        """Scalars of a report that go to dashboards."""
+        """Scalars of a report for TensorBoard and W&B."""
         tags = wanted_tags({**step_tags(report), **extra}, self.config)
         if self.config.moe_per_layer_logging:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
@@ -247,7 +247,7 @@ class Reporter:
         return tags
 
     def _log(self, iteration: int, tags: Mapping[str, float], record: dict[str, Any] | None = None) -> None:
-        entry = Entry(iteration=iteration, samples=self._samples, tags=tags, record=record)
+        entry = LogEntry(iteration=iteration, samples=self._samples, tags=tags, record=record)
         for sink in self._sinks or ():
             self._guard.run(sink.name, partial(sink.log, entry), sink.rest_seconds)
 
@@ -281,7 +281,7 @@ class Reporter:
 
 
 def _flat_values(resolved_yaml: str) -> dict[str, Any]:
-    """Values of run.yaml by name, without its groups."""
+    """Values of run.yaml by name, with its groups flattened."""
     content = yaml.safe_load(resolved_yaml) if resolved_yaml else None
     values: dict[str, Any] = {}
     for name, value in (content if isinstance(content, dict) else {}).items():

@@ -16,14 +16,14 @@ RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run f
 """Keyword arguments of `RunLock` and `refuse_held` for run folders."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
-"""Time between two tries; `held_by` of another process takes the lock for a moment."""
+"""Time between two attempts; `held_by` in another process acquires the lock for a moment."""
 
 
 class RunLock:
     """Exclusive lock on a folder until `release` or the end of the process.
 
     Args:
-        does: use of the folder for the error message, such as "saves checkpoints to".
+        does: verb phrase for the error message, such as "saves checkpoints to".
         option: option that selects another folder.
 
     Raises:
@@ -80,14 +80,14 @@ class RunLock:
 
 
 def refuse_held(folder: Path, *, does: str, option: str) -> None:
-    """Raises EnvironmentProblem if another job holds the folder; for ranks that write before it is locked."""
+    """Raises EnvironmentProblem if another job has locked the folder; for ranks that write before it is locked."""
     holder = held_by(folder)
     if holder is not None:
         raise _refusal(folder, does, option, holder)
 
 
 def held_by(folder: Path) -> str | None:
-    """Description of the job that holds the folder; None if there is none or locks are unavailable."""
+    """Description of the job that has locked the folder; None if no job has, or if locks are unavailable."""
     try:
         with open(folder / LOCK) as file:
             try:

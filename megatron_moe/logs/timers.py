@@ -15,7 +15,7 @@ _NAME_COLUMNS = 48
 
 
 class Moment:
-    """Timestamp in the device's work: the wall clock on a CPU, an event on the current stream of a GPU."""
+    """Timestamp: the wall clock on a CPU, an event on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -25,16 +25,16 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Blocks until the device has reached the moment."""
+        """Blocks until the GPU has reached the event."""
         if self._event is not None:
             self._event.synchronize()
 
     def has_come(self) -> bool:
-        """True if the device has reached the moment; does not block."""
+        """True if the GPU has reached the event; does not block."""
         return self._event is None or self._event.query()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Seconds between two moments that the device has reached."""
+        """Seconds between two moments; the GPU must have reached both."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time
@@ -61,7 +61,7 @@ class Timers:
             self._spans.append((name, begin, Moment(self._device)))
 
     def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
-        """Seconds per step of each span, by rank; resets the timers. Synchronises with the recorded events.
+        """Span name -> seconds per step on every rank; resets the timers. Synchronises with the recorded events.
 
         Collective over "world", a few hundred bytes per rank, unless timers are off.
         """
@@ -78,7 +78,7 @@ class Timers:
 
 
 def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[str]:
-    """Megatron's timer lines, in milliseconds, from seconds per rank; empty without timings."""
+    """Formats timings (seconds per rank) as Megatron's timer lines in milliseconds; no lines without timings."""
     if not timings:
         return []
     timings = {name: [seconds * 1e3 for seconds in ranks] for name, ranks in timings.items()}

@@ -1,7 +1,7 @@
 """Destinations of text and scalars: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases.
 
-Any of them may fail at any time (full disk, lost network). `Guard` catches every `Exception` of theirs, because
-telemetry must not stop training.
+Every destination may fail at any time (full disk, lost network). `Guard` catches the exceptions, because telemetry must
+not stop training.
 """
 
 import os
@@ -24,11 +24,11 @@ from megatron_moe.logs.metrics_file import Record, encode, has_samples_variant
 HOUR = 3600.0
 _MAX_PENDING = 10_000
 _RECENT_STEPS = 20
-"""Number of steps whose median time gives speed and time left; a compiling first step does not affect the median."""
+"""Number of recent steps; their median time determines the displayed speed and time left, unaffected by compilation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LogEntry:
     """Scalars of one iteration."""
 
     iteration: int
@@ -44,14 +44,14 @@ class Sink(Protocol):
 
     name: str
     rest_seconds: float
-    """Time without attempts after a failure; 0 where an attempt is cheap."""
+    """Time until the next attempt after a failure; 0 if an attempt is cheap."""
 
-    def log(self, entry: Entry) -> None: ...
+    def log(self, entry: LogEntry) -> None: ...
     def close(self) -> None: ...
 
 
 class Guard:
-    """Runs telemetry so that its failures neither stop nor slow training; each sink's failures are reported hourly."""
+    """Runs telemetry so that its failures neither stop nor slow training; failures of a sink are reported hourly."""
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
@@ -60,7 +60,7 @@ class Guard:
         self._paused_until: dict[str, float] = {}
 
     def run(self, name: str, action: Callable[[], object], rest_seconds: float = 0.0) -> None:
-        """Runs `action` unless `name` failed less than its `rest_seconds` ago."""
+        """Runs `action`, unless an action of this `name` failed less than `rest_seconds` ago."""
         now = self._clock()
         if now < self._paused_until.get(name, now):
             return
@@ -79,14 +79,14 @@ class Console:
     """Console output as plain lines, for files and pipes."""
 
     def start(self, iteration: int, last_iteration: int) -> None:
-        """Begins to show progress after `iteration`."""
+        """Starts the progress display at `iteration`."""
 
     def write(self, line: str) -> None:
         """Prints a line."""
         try:
             print(line, flush=True)
         except BrokenPipeError:
-            # Discards the buffered rest, which the interpreter would otherwise fail to flush at exit.
+            # Discards the remaining buffer, which the interpreter would otherwise fail to flush at exit.
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, sys.stdout.fileno())
             os.close(devnull)
@@ -96,11 +96,11 @@ class Console:
         """Shows the results of a step."""
 
     def close(self) -> None:
-        """Ends the display of progress."""
+        """Ends the progress display."""
 
 
 class LiveConsole(Console):
-    """Lines above one live line with iteration, loss, tokens/s and time left; needs a terminal."""
+    """Console with lines above one live line that shows iteration, loss, tokens/s and time left; needs a terminal."""
 
     def __init__(self, seq_length: int) -> None:
         self._seq_length = seq_length
@@ -177,7 +177,7 @@ class JsonLines:
         self._pending: deque[bytes] = deque(maxlen=_MAX_PENDING)
         self._end: int | None = None
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         if entry.record is not None:
             self._pending.append(encode(entry.record))
             self._flush()
@@ -187,7 +187,7 @@ class JsonLines:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes after the last complete record, over anything a failed attempt left there."""
+        """Writes all pending records after the last complete one, overwriting the output of failed attempts."""
         payload = b"".join(self._pending)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -215,10 +215,10 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """First step whose earlier points a resumed run replaces."""
+        """First iteration that a resumed run writes again; TensorBoard hides older points from there on."""
         self._writer: Any = None
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         try:
             self._writer = self._writer or self._start()
             for tag, value in entry.tags.items():
@@ -255,7 +255,7 @@ def _hide_tracebacks_of_writers() -> None:
 
 
 class WandB:
-    """Weights & Biases; its variables (WANDB_MODE, WANDB_RUN_ID, ...) apply, and a given WANDB_RUN_ID resumes a run."""
+    """Weights & Biases. Its environment variables (WANDB_MODE, ...) apply; WANDB_RUN_ID resumes an existing run."""
 
     name = "Weights & Biases"
     rest_seconds = 600.0
@@ -265,7 +265,7 @@ class WandB:
         self._config = config
         self._run: Any = None
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         self._run = self._run or self._start()
         self._run.log({**entry.tags, "samples vs steps": entry.samples}, step=entry.iteration)
 

@@ -1,11 +1,11 @@
 """Offload of saved activations of selected modules to host memory.
 
-One call of a module forms a group. After the call its group is copied to the host, overlapped with the modules that
-follow; in backward a group is copied back while the module that ran after it is differentiated. The last group of every
-module stays on the device if the backward follows immediately, since no work could hide its copies. The groups of a
-model chunk are learned from its first forward, which offloads all of them.
+Tensors saved by one call of a module form a group. After the call, its group is copied to the host while the following
+modules run; in backward, a group is copied back during the backward of the module that ran after it. The last group of
+every module stays on the device if the backward follows immediately, since no work could hide its copies. The first
+forward of a model chunk records its groups and offloads all of them.
 
-Storages are offloaded, each once, however many tensors or views of it are saved. Parameters stay.
+A storage is offloaded once, even if several tensors or views of it are saved. Parameters are not offloaded.
 """
 
 from collections import defaultdict, deque
@@ -39,7 +39,7 @@ class BufferPool:
         self.bytes_to_device = 0
 
     def offload(self, flat: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy to the host: (buffer, event at its end). The caller may free `flat` immediately."""
+        """Starts a copy to the host; returns (buffer, event at its end). The caller may free `flat` immediately."""
         free = self._free[flat.numel(), flat.dtype]
         if free:
             buffer, read = free.pop()
@@ -50,7 +50,7 @@ class BufferPool:
         return buffer, self.copies.to_host(buffer, flat, read, free_source=True)
 
     def reload(self, buffer: Tensor, written: Event, device: torch.device) -> tuple[Tensor, Event]:
-        """Starts a copy back: (tensor on the device, event at its end)."""
+        """Starts a copy to the device; returns (tensor on the device, event at the end of the copy)."""
         self.bytes_to_device += buffer.nbytes
         flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=device)
         # work queued before this point may still use the memory that was just allocated
@@ -58,12 +58,12 @@ class BufferPool:
         return flat, self.copies.to_device(flat, buffer, allocated, written, free_into=True)
 
     def free(self, buffer: Tensor, read: Event) -> None:
-        """Returns a buffer that may be overwritten after `read`."""
+        """Returns a buffer to the pool; it may be overwritten after the event `read`."""
         self._free[buffer.numel(), buffer.dtype].append((buffer, read))
 
 
 class OffloadedTensor:
-    """Storage of a group, on the device, on the host or both. Owned by the saved tensors that use it."""
+    """One saved storage, on the device, on the host or on both. Owned by the saved tensors that use it."""
 
     def __init__(self, tensor: Tensor, pool: BufferPool) -> None:
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -82,13 +82,13 @@ class OffloadedTensor:
         return self._copied
 
     def reload(self) -> None:
-        """Starts the copy to the device, unless it has started or the data are there."""
+        """Starts the copy to the device, unless it was already started or the data are on the device."""
         if self._flat is None:
             assert self._buffer is not None, "neither on the device nor on the host"
             self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
 
     def on_device(self) -> Tensor:
-        """All elements, flat, ready for the current stream."""
+        """Flat device tensor of all elements. The current stream waits for its copy."""
         self.reload()
         assert self._flat is not None
         if self._buffer is not None:
@@ -102,7 +102,7 @@ class OffloadedTensor:
 
 @dataclass(eq=False)
 class OffloadGroup:
-    """Tensors saved by one call of a module. Also the policy of its scope (`saved_tensors.Policy`)."""
+    """Tensors saved by one call of a module; also implements `saved_tensors.Policy` for the scope of the call."""
 
     offload: "ActivationOffload"
     module: str
@@ -114,7 +114,7 @@ class OffloadGroup:
     nbytes: int = 0
 
     def alive(self) -> list[OffloadedTensor]:
-        """Tensors that are still saved."""
+        """Tensors that the autograd graph still references."""
         return [tensor for tensor in (reference() for reference in self.tensors) if tensor is not None]
 
     def reload(self) -> None:
@@ -151,19 +151,19 @@ class OffloadGroup:
 
 @dataclass(eq=False)
 class MicrobatchOffloads:
-    """Groups of a microbatch in one chunk, between forward and backward."""
+    """Groups of one microbatch in one model chunk, from its forward to its backward."""
 
     at: At
     groups: list[OffloadGroup] = field(default_factory=list)
     known: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, ReferenceType[OffloadedTensor]]] = field(
         default_factory=dict
     )
-    """Offloaded tensors by storage. The weak reference prevents reuse of the storage's identifier."""
+    """Offloaded tensors by (storage, dtype). The weak reference prevents reuse of the storage's identifier."""
     selected: frozenset[int] | None = None
     """Indices of the groups to offload; None: all."""
 
     def reload_before(self, index: int) -> bool:
-        """Starts to reload the last offloaded group before `index`; False: there is none."""
+        """Starts to reload the last offloaded group before `index`; returns False if there is none."""
         for group in reversed(self.groups[:index]):
             if group.offloaded:
                 group.reload()
@@ -175,7 +175,7 @@ class ActivationOffload:
     """Selects the groups to offload and schedules their copies. One object per rank."""
 
     def __init__(self, config: ActivationOffloadConfig, copies: HostCopies, *, stay_bytes: int = 0) -> None:
-        """`stay_bytes`: minimum that stays on the device, taken from the last groups of every microbatch and chunk."""
+        """`stay_bytes`: minimum bytes per microbatch and chunk that stay on the device; the last groups stay."""
         self.config = config
         self.pool = BufferPool(copies)
         self._stay_bytes = stay_bytes
@@ -185,11 +185,11 @@ class ActivationOffload:
         """(module, bytes) of every group, by chunk."""
         self._next_backward: Mapping[At, At] = {}
         self._immediate: frozenset[At] = frozenset()
-        """Microbatches whose backward follows their forward."""
+        """(microbatch, chunk) whose backward is this rank's next computation after their forward."""
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
-        """Sets the computations of the rank in the next pass, in order: ("forward" or "backward", at)."""
+        """Sets the ordered computations of this rank in the next pass: ("forward" or "backward", at)."""
         backwards = [at for kind, at in computations if kind == "backward"]
         self._next_backward = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)
@@ -247,10 +247,10 @@ class ActivationOffload:
 def select_groups(
     groups: Sequence[tuple[str, int]], *, fraction: float, stay_bytes: int, keep_last: bool
 ) -> frozenset[int]:
-    """Indices of the groups (module, bytes) of a forward to offload.
+    """Selects the groups to offload in one forward; returns their indices. `groups`: (module, bytes) of each group.
 
-    Selects the first `fraction` of them, except the last ones up to `stay_bytes` and, with `keep_last`, the last one of
-    every module.
+    Selects the first `fraction` of the groups, except the last group of every module if `keep_last`, and except the
+    last groups with at least `stay_bytes` in total.
     """
     first = groups[: ceil(fraction * len(groups))]
     last = {module: index for index, (module, _) in enumerate(groups)} if keep_last else {}

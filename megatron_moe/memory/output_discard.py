@@ -27,7 +27,7 @@ def storage_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PackedView:
-    """Packed form of a saved tensor: restores the base tensor and views it as the saved tensor did."""
+    """Packed form of a saved tensor: restores its storage and returns a view with its shape and strides."""
 
     restore: Callable[[], Tensor]
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class PackedView:
 
 
 class DiscardedOutput:
-    """Policy of the consumers of the discarded outputs of one computation."""
+    """Saved-tensor policy that discards the outputs of one computation; applies to the consumers of the outputs."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class DiscardedOutput:
         inputs: Sequence[PackedTensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """`make(*inputs)` returns the outputs in the same memory layout. The outputs must exist while `pack` is
+        """`make(*inputs)` recomputes the outputs, in the same memory layout. The outputs must exist while `pack` is
         called."""
         self._make = make
         self._inputs = inputs
         self._indices = {(storage_of(output), output.dtype): index for index, output in enumerate(outputs)}
         self._num_packed = 0
         self._recomputed: tuple[Tensor, ...] | None = None
-        """Kept from the first unpack to the last."""
+        """Recomputed outputs, referenced from the first unpack to the last."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         """See `Policy`. Applies to the outputs and their views."""

@@ -1,9 +1,9 @@
 """Paged stash: saves only the used rows of expert activations for backward, in pages of a shared buffer.
 
-If the host cannot determine the number of rows per rank, row tensors have the size of the worst case while their layer
-runs. The used rows are copied to pages shared by all layers and microbatches, and back into a worst-case tensor in
-backward; the allocator reuses the memory of the previous layer for it. The host does not synchronise. If pages run
-out, unpacked rows are NaN, so gradients are non-finite and every rank rejects the step.
+If only the device has the number of rows per rank, row tensors have worst-case size while their layer runs. The used
+rows are copied to pages shared by all layers and microbatches, and in backward into a worst-case tensor, for which the
+allocator reuses the memory of the previous layer. The host does not synchronise. If pages run out, unpacked rows are
+NaN, so gradients are non-finite and every rank rejects the step.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ class PagedStash:
     """Pages of one rank: one buffer per row width, allocated at first use."""
 
     def __init__(self, config: PagedStashConfig, num_pages: Mapping[int, int], kernels: Kernels) -> None:
-        """`num_pages`: by row width; rows of other widths are saved whole."""
+        """`num_pages`: row width -> number of pages. Tensors with rows of other widths are saved whole."""
         self.config = config
         self.kernels = kernels
         self._num_pages = num_pages
         self._pages: dict[int, Pages] = {}
 
     def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
-        """Policy of the consumers of these rows."""
+        """Policy for the consumers of `rows_RW`, of which the first `valid` rows are used."""
         return _RowsPolicy(self, rows_RW, valid)
 
     def pages_for(self, rows_RW: Tensor) -> Pages | None:
-        """Pages for rows of this width; None: they are saved whole."""
+        """Pages for rows of this width; None: the tensor is saved whole."""
         width = rows_RW.shape[1]
         if width not in self._num_pages:
             return None
@@ -83,7 +83,7 @@ class _RowsPolicy:
         return self._packed
 
     def close(self) -> None:
-        """Drops the references: the graph alone owns the packed rows."""
+        """Drops the references, so that only the autograd graph owns the packed rows."""
         self._rows_RW = self._packed = None
 
 

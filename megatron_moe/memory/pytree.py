@@ -13,9 +13,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 _COMPARED_BY_VALUE = (str, int, float, range, type(None), torch.dtype)
-"""Leaves whose values are part of the form; of other leaves only the type is."""
+"""Types of leaves whose values are part of the form; for other leaves, only the type is."""
 Form = tuple[Any, ...]
-"""Pytree without the data of its tensors: containers, other leaves, and for every tensor shape, dtype and position."""
+"""Structure of a pytree without tensor data: containers, other leaves; shape, dtype and position of every tensor."""
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Form]:
@@ -37,7 +37,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Form]:
 
 
 def unflatten(tree: Any, tensors: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:
-    """The pytree with each of its `tensors` replaced."""
+    """Copy of the pytree in which `tensors[i]` is replaced by `replacements[i]` for every i."""
     by_id = {id(tensor): replacement for tensor, replacement in zip(tensors, replacements, strict=True)}
     return _map(tree, lambda tensor: by_id[id(tensor)], lambda _: None)
 
@@ -60,7 +60,7 @@ def _map(tree: Any, change: Callable[[Tensor], Tensor], describe: Callable[[Any]
 
 
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
-    """The dataclass instance with `change` applied to each field in order; the same instance if nothing changes."""
+    """Copy of a dataclass instance with `change` applied to each field; the instance itself if nothing changes."""
     changed = {name: change(value) for name, value in vars(instance).items()}
     same = all(value is changed[name] for name, value in vars(instance).items())
     return instance if same else evolve(instance, changed)

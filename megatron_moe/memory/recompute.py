@@ -1,8 +1,7 @@
-"""Activation recomputation (checkpointing): saves the inputs of a function and runs it again in backward.
+"""Activation recomputation (checkpointing): saves the inputs of a function and reruns it in backward.
 
-Random draws are keyed (`parallel/rng.py`), so the second forward repeats those of the first. Metrics are recorded in
-the first forward; balancing losses and expert counts belong to the second (docs/decisions/0104), as do weight
-gradients.
+Random draws are keyed (`parallel/rng.py`), so the second forward repeats the draws of the first. Metrics are recorded
+in the first forward; the second forward attaches balancing losses and counts tokens per expert (docs/decisions/0104).
 """
 
 from collections.abc import Callable
@@ -16,18 +15,21 @@ from megatron_moe.parallel.context import ProcessGroup
 
 
 def checkpoint(
-    first: Callable[..., Tensor], again: Callable[..., Tensor], *tensors: Tensor, shard_over: ProcessGroup | None = None
+    forward: Callable[..., Tensor],
+    recompute: Callable[..., Tensor],
+    *tensors: Tensor,
+    shard_over: ProcessGroup | None = None,
 ) -> Tensor:
-    """Runs `first(*tensors)`; backward runs `again(*tensors)` and differentiates it.
+    """Runs `forward(*tensors)`; backward runs `recompute(*tensors)` and differentiates it.
 
     Both compute the same function of tensors and parameters and may differ in the metrics they record. In no-grad mode
-    only `first` runs. `shard_over`: ranks with the same tensors, each of which saves a shard; None: saves them whole.
+    only `forward` runs. `shard_over`: ranks with the same tensors, each of which saves a shard; None: saves them whole.
     """
     if not torch.is_grad_enabled():
-        return first(*tensors)
+        return forward(*tensors)
     # Parameters need gradients even if no input does.
     anchor = tensors[0].new_empty(0).requires_grad_()
-    out: Tensor = _Checkpoint.apply(anchor, first, again, shard_over, *tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = _Checkpoint.apply(anchor, forward, recompute, shard_over, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -36,15 +38,15 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        first: Callable[..., Tensor],
-        again: Callable[..., Tensor],
+        forward: Callable[..., Tensor],
+        recompute: Callable[..., Tensor],
         group: ProcessGroup | None,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.again, ctx.group = again, group
+        ctx.recompute, ctx.group = recompute, group
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.save_for_backward(*(_shard(tensor, group) for tensor in tensors))
-        return first(*tensors)
+        return forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,14 +54,14 @@ class _Checkpoint(torch.autograd.Function):
         whole = [_gather(saved, shape, ctx.group) for saved, shape in zip(ctx.saved_tensors, ctx.shapes, strict=True)]
         inputs = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(whole, wanted, strict=True)]
         with torch.enable_grad():
-            out = ctx.again(*inputs)
+            out = ctx.recompute(*inputs)
         # Not `autograd.grad`, which would return the gradients of parameters instead of accumulating them.
         torch.autograd.backward(out, grads[0])
         return None, None, None, None, *(tensor.grad for tensor in inputs)
 
 
 def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Copy of this rank's shard of the elements."""
+    """Copy of this rank's shard of the flattened tensor; without a group, the tensor."""
     if group is None:
         return tensor
     size = tensor.numel()

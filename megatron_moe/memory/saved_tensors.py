@@ -19,11 +19,11 @@ from megatron_moe.memory.recompute import checkpoint
 from megatron_moe.parallel.context import ProcessGroup
 
 Scope = AbstractContextManager[object]
-"""Context in which some of the tensors saved for backward are kept in another form."""
+"""Context manager in which some of the tensors saved for backward are packed by a `Policy`."""
 
 
 class Policy(Protocol):
-    """Packs some of the tensors that are saved for backward."""
+    """Interface of a policy, which packs some of the tensors that are saved for backward."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         """Packed form of the tensor; None: the policy does not apply to it."""
@@ -58,18 +58,18 @@ class SavedTensorPolicy:
         return self._recompute.recompute_granularity == "selective" and module in self._recompute.recompute_modules
 
     def run(self, module: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """`run(*tensors)`; for a recomputed module only the inputs are saved."""
+        """Runs `run(*tensors)`; if `module` is recomputed, only its inputs are saved."""
         return checkpoint(run, run, *tensors) if self.is_recomputed(module) else run(*tensors)
 
     def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, mb: MicrobatchContext) -> Tensor:
-        """`run(*tensors, mb)`, recomputed in backward. Metrics are recorded in the forward only."""
+        """Runs `run(*tensors, mb)` and recomputes it in backward. Metrics are recorded only in the first forward."""
         group, unrecorded = self._shard_over, replace(mb, metrics=None)
         return checkpoint(lambda *x: run(*x, mb), lambda *x: run(*x, unrecorded), *tensors, shard_over=group)
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
-        """Groups of a stage's layers, in order: (number of layers, whether the group is recomputed).
+        """Divides a stage's `number` layers into groups, in order: (number of layers, whether the group is recomputed).
 
-        `ahead`: layers of multi-token prediction, which form groups of one.
+        `ahead`: True for layers of multi-token prediction, which form groups of one layer.
         """
         config = self._recompute
         if config.recompute_granularity != "full":

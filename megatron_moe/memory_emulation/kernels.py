@@ -1,7 +1,7 @@
-"""Selection of kernel fakes for memory emulation on a machine without the target GPU.
+"""Selects kernel fakes for memory emulation on a machine without the target GPU.
 
-A fake allocates and saves for backward what its kernel does, and computes nothing (`kernels/fakes.py`). Ops without one
-are plain torch on the GPU too.
+A fake allocates and saves for backward the same tensors as its kernel, and computes nothing (`kernels/fakes.py`). Ops
+without a fake run on plain torch, as they do on the GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
-    """Kernel set of fakes of the backends that `auto` selects on a Hopper GPU, or of the requested ones.
+    """Kernel set of fakes, for the backends that `auto` selects on a Hopper GPU or for the requested backends.
 
-    Raises EnvironmentProblem for backends without fakes.
+    Raises EnvironmentProblem for a backend that has no fakes.
     """
     requests, functions, choices = dict(config.kernel_per_op), {}, []
     for op in OPS:
         name, function = _selected(op, requests.get(op, config.kernel_backend), dtype)
         functions[op] = function
         choices.append(
-            Selection(op, name, "memory only, nothing is computed" if name != reference.NAME else "plain torch")
+            Selection(op, name, "emulates memory, computes nothing" if name != reference.NAME else "plain torch")
         )
     return KernelSet.of(functions, tuple(choices))
 
@@ -36,11 +36,11 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:
     if request not in ("auto", "hopper", *_FAKED, reference.NAME):
         raise EnvironmentProblem(
-            f"memory emulation on a CPU does not know the memory of '{op}' in kernel backend '{request}'; use auto, "
+            f"memory emulation on a CPU does not support kernel backend '{request}' for '{op}'; use auto, "
             f"hopper, {', '.join(_FAKED)} or {reference.NAME}, or emulate on a GPU"
         )
     if request == reference.NAME or dtype is torch.float64:
-        # emulated tensors have no sizes that the reference could read on the host
+        # the reference would read row offsets on the host, but emulated tensors have no data
         return reference.NAME, getattr(fake_backend(_HOST_READS[op]) if op in _HOST_READS else reference, op)
     for name in (torch_native.NAME,) if request == torch_native.NAME else _FAKED:
         backend = fake_backend(name)
@@ -50,8 +50,8 @@ def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[
 
 
 _FAKED = ("triton", torch_native.NAME)
-"""Backends with fakes, in the order of preference on a Hopper GPU."""
+"""Backends with fakes, in order of preference on a Hopper GPU."""
 _HOST_READS: Mapping[str, str] = MappingProxyType(
     {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Ops whose reference implementation reads sizes on the host, and the backends whose fakes replace it."""
+"""Ops whose reference implementation reads offsets on the host, with the backend whose fake is used instead."""

@@ -1,4 +1,4 @@
-"""Labels tensors of the memory tracker by module, and marks persistent state."""
+"""Labels the memory tracker's tensors by module and marks persistent state."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,7 @@ from megatron_moe.train.pipeline_stage import Pipeline
 from megatron_moe.train.trainer import Trainer
 
 _METHODS = ("forward", "loss", "logits", "first", "second")
-"""Methods through which a module runs."""
+"""Module methods that are wrapped to set the label."""
 _OUTSIDE_LAYERS = MappingProxyType({"mtp": "mtp", "embedding": "embedding", "output_layer": "head"})
 _IN_LAYER = MappingProxyType(
     {
@@ -31,7 +31,7 @@ _EXCHANGE = ("start_dispatch", "finish_dispatch", "start_combine", "finish_combi
 
 
 def label_model(model: nn.Module, tracker: Tracker) -> None:
-    """Labels memory allocated inside every module with its part of the model, named as in a dry run."""
+    """Labels memory allocated inside each module with the part of the model, named as in the dry-run report."""
     for path, module in model.named_modules():
         label = _label(path)
         if label:
@@ -41,7 +41,7 @@ def label_model(model: nn.Module, tracker: Tracker) -> None:
 
 
 def _label(path: str) -> str:
-    """Part of the model for a module path; empty: that of the enclosing module."""
+    """Label for a module path; empty if the module uses the label of the enclosing module."""
     words = path.split(".")
     if words[0] in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[words[0]]
@@ -49,7 +49,7 @@ def _label(path: str) -> str:
 
 
 def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) -> None:
-    """Wraps methods of one object so that they run under the label."""
+    """Wraps methods of one object so that their allocations get the label."""
 
     def labelled(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -71,7 +71,7 @@ def label_links(pipeline: Pipeline, tracker: Tracker) -> None:
 
 
 def mark_state(trainer: Trainer, tracker: Tracker) -> None:
-    """Marks weights, gradients, master weights and moments as persistent state."""
+    """Marks weights, gradients, master weights and optimizer moments as persistent state."""
     for buffer in trainer.buffers.buffers:
         tracker.is_state(buffer.weights, "weights")
         tracker.is_state(buffer.grads, "gradients")
@@ -86,7 +86,7 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
 
 
 def mark_pages(trainer: Trainer, tracker: Tracker) -> None:
-    """Labels the pages of the activation stash, which are allocated in the first step."""
+    """Labels the pages of the activation stash when the first step allocates them."""
     if trainer.model.saved_tensors.stash is not None:
         for tensor in trainer.model.saved_tensors.stash.buffers():
             tracker.is_state(tensor, "activations")

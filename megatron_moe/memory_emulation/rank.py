@@ -1,7 +1,7 @@
-"""Runs a training step of one rank without peers and tracks its memory.
+"""Runs a training step of one rank without the other ranks and tracks its memory.
 
-Model, schedule and optimizer are those of a real run. On the `meta` device tensors have no data and kernels are the
-fakes of `kernels.py`. On a GPU the step is real, except for data from other ranks.
+Model, schedule and optimizer are those of a real run. On the `meta` device, tensors have no data and kernels are the
+fakes selected by `kernels.py`. On a GPU the step is real, except for data from other ranks.
 """
 
 from collections.abc import Iterator
@@ -37,24 +37,24 @@ from megatron_moe.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class EmulatedRun:
-    """Memory of one rank during a step."""
+    """Memory of one rank during the emulated step."""
 
     rank: int
     """Global rank."""
     pipeline_rank: int
     num_microbatches: int
-    """Microbatches of the emulated step, enough to reach the peak."""
+    """Microbatches in the emulated step, enough to reach the peak."""
     timeline: Timeline
     allocator_peak: int | None
-    """Peak bytes of the CUDA allocator; None without a GPU."""
+    """Peak of allocated bytes in the CUDA caching allocator; None without a GPU."""
     requested_peak: int | None
-    """Peak of the requested bytes, before the CUDA allocator rounds them; None without a GPU."""
+    """Peak of requested bytes, before the CUDA caching allocator rounds sizes up; None without a GPU."""
 
 
 def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbatches: int | None = None) -> EmulatedRun:
-    """Builds global rank `rank` of the plan on this device, runs two steps and reports the second.
+    """Emulates global rank `rank` of the plan on this device: runs two steps and reports the second.
 
-    `num_microbatches`: microbatches per step; None: the fewest that reach the peak.
+    `num_microbatches`: microbatches per step; None: the smallest number that reaches the peak.
     """
     emulation = plan.emulation
     assert emulation is not None, "the plan has no emulation"
@@ -74,7 +74,7 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs a warm-up step and a tracked step. Without `load`, the other ranks of `context` take part."""
+    """Runs a warm-up step and a tracked step. `load`: assumed expert load; None: the other ranks take part."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:
@@ -104,8 +104,8 @@ def take_steps(
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Microbatches until the peak: the warm-up of the first pipeline rank, two more rounds, and those with delayed
-    expert weight gradients."""
+    """Number of microbatches that reaches the memory peak: the pipeline warm-up of the first rank, two more rounds, and
+    the microbatches whose expert weight gradients are delayed."""
     whole = plan.num_microbatches
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
@@ -115,7 +115,7 @@ def enough_microbatches(plan: RunPlan) -> int:
 
 
 class _Spans(Timers):
-    """Timers that set the phase of the tracker and measure nothing."""
+    """Timers that measure no time but set the phase of the memory tracker."""
 
     def __init__(self, tracker: Tracker, device: torch.device) -> None:
         super().__init__(0, device)
@@ -130,7 +130,7 @@ class _Spans(Timers):
 
 
 class _TrackedHostCopies(MetaHostCopies):
-    """Copies of meta tensors whose host buffers are counted as host memory."""
+    """Host copies of meta tensors; the tracker counts their host buffers as host memory."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -147,7 +147,7 @@ def _trainer(
     host_copies = None
     if context.device.type == "meta":
         host_copies = _TrackedHostCopies(tracker)
-        # a loop over experts would read their offsets on the host; it uses the same memory
+        # the reference loop over experts reads offsets on the host; the grouped fakes use the same memory
         grouped = with_experts(plan.model, lambda moe: replace(moe, experts=replace(moe.experts, grouped=True)))
         plan = replace(plan, model=grouped)
     model = build.build_model(plan, context, kernels, initial=load is None, host_copies=host_copies)
@@ -161,12 +161,12 @@ def _trainer(
 
 
 def make_batches(plan: RunPlan, context: ParallelContext, number: int) -> list[MicroBatch]:
-    """This rank's part of `number` microbatches of placeholder tokens."""
+    """Returns this rank's part of `number` microbatches of placeholder tokens."""
     return [split_sequence(_batch(plan, context.device), context) for _ in range(number)]
 
 
 def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
-    """Placeholder tokens in one document per sequence."""
+    """Microbatch of placeholder tokens with one document per sequence."""
     size, length = plan.batch.micro_batch_size, plan.data.seq_length
     tokens_BS = torch.arange(size * length, device=device).remainder(plan.data.vocab_size).view(size, length)
     wide = torch.promote_types(torch.float32, torch_dtype(plan.precision.params))
@@ -182,13 +182,13 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
 
 
 def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
-    """Expert load that all ranks are assumed to have; `imbalance`: see `RoutedLoad`."""
+    """Expert load that is assumed for all ranks; `imbalance`: see `RoutedLoad`."""
     ep = context.group("ep")
     return RoutedLoad(ep.size, ep.rank, imbalance)
 
 
 def assume_load(model: GPT, load: RoutedLoad) -> None:
-    """Makes all-to-all dispatchers exchange the rows of the assumed load instead of reading counts."""
+    """Makes all-to-all dispatchers use the row counts of the assumed load instead of exchanging real counts."""
 
     def assumed_rows(dispatcher: AllToAllDispatcher, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
         counts_E = load.counts(dispatcher.ep.size * dispatcher.num_local, num_choices)
@@ -201,7 +201,7 @@ def assume_load(model: GPT, load: RoutedLoad) -> None:
 
 
 def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
-    """Kernels whose router selects experts by the assumed load, with the probabilities of the logits."""
+    """Kernel set whose `route` selects experts by the assumed load, with probabilities from the real logits."""
 
     def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
         ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)
@@ -213,10 +213,10 @@ def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
 
 
 def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
-    """Choices with the counts of the load, no expert twice for a token; int64 [T, K]."""
+    """Expert ids, int64 [T, K], whose counts match the assumed load; each token's experts are distinct."""
     num_choices = num_tokens * config.topk
     counts_E = torch.tensor(load.counts(config.num_experts, num_choices), device=device)
     experts = torch.arange(config.num_experts, device=device)
     ids = experts.repeat_interleave(counts_E, output_size=num_choices)
-    # an expert has at most num_tokens consecutive places, so it occurs at most once per token
+    # an expert has at most num_tokens consecutive entries of `ids`, so each token gets it at most once
     return ids.view(config.topk, num_tokens).T.contiguous()

@@ -1,4 +1,4 @@
-"""Memory emulation of the requested ranks (`--fake-init-process-group`): JSON facts, table and plot."""
+"""Memory emulation of the requested ranks (`--fake-init-process-group`): JSON report, table and plot."""
 
 import gc
 import json
@@ -17,20 +17,20 @@ from megatron_moe.parallel.grid import all_groups
 
 Facts = dict[str, Any]
 _LEAST_SHARE = 0.0005
-"""Share of the total below which an item is merged into 'other'."""
+"""Items below this fraction of the total are omitted from the table."""
 _POINTS = 1500
-"""Number of points of the timeline plot."""
+"""Number of points in the timeline plot."""
 
 
 def emulate(plan: RunPlan) -> str:
-    """Returns the table; writes facts and plot to the paths of the plan.
+    """Emulates the requested ranks and returns the table; writes the JSON report and the plot to the plan's paths.
 
-    Raises RunError for what cannot be emulated.
+    Raises RunError if the plan cannot be emulated.
     """
     config = plan.emulation
     assert config is not None, "the plan has no emulation"
     device = _device(plan)
-    # the first rank of every pipeline stage
+    # default: the first rank of every pipeline stage
     ranks = config.ranks or tuple(all_groups(plan.parallel)["pp"][0])
     runs = []
     for rank in ranks:
@@ -51,21 +51,21 @@ def emulate(plan: RunPlan) -> str:
 
 
 def _device(plan: RunPlan) -> torch.device:
-    """Device of the emulation: a GPU if available and not declined, else `meta`."""
+    """Device of the emulation: a GPU if one is available and the plan does not request the CPU, else `meta`."""
     if plan.device == "cpu" or not torch.cuda.is_available():
         if plan.device == "cuda":
             raise EnvironmentProblem("--device cuda was requested, but torch finds no CUDA device; use --device cpu")
         return torch.device("meta")
     if plan.parallel.ep > 1 and any("sinkhorn" in moe.router.balancing for moe in plan.model.moe_configs):
         raise EnvironmentProblem(
-            "on a GPU, sinkhorn balancing selects experts itself and does not follow the load that the emulation "
-            "assumes for all ranks; emulate with --device cpu"
+            "on a GPU, sinkhorn balancing selects experts itself, which is incompatible with the expert load that the "
+            "emulation assumes; emulate with --device cpu"
         )
     return torch.device("cuda", 0)
 
 
 def facts_of(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool) -> Facts:
-    """Facts of the report in bytes. `real`: measured on a GPU."""
+    """Values shown in the report, in bytes. `real`: the runs were measured on a GPU rather than emulated."""
     assert plan.emulation is not None
     return {
         "world_size": plan.parallel.world_size,
@@ -99,7 +99,7 @@ def _modules(peak: MemoryPeak, category: str) -> dict[str, int]:
 
 
 def report(facts: Facts) -> str:
-    """Formats the facts as a table."""
+    """Formats the report as a table."""
     return "\n".join([*_head(facts), *_table(facts["ranks"]), *_fit(facts)])
 
 

@@ -1,4 +1,4 @@
-"""Tracks every allocation and release of a run and reports the memory at the peak.
+"""Tracks every allocation and release of tensor memory in a run and reports the memory at the peak.
 
 Works on tensor storages, real or `meta`. `rounded` models the rounding of the CUDA caching allocator; fragmentation is
 not modelled.
@@ -23,29 +23,29 @@ BLOCK = 512
 
 
 def rounded(num_bytes: int) -> int:
-    """Bytes that the CUDA caching allocator counts for a tensor of this size."""
+    """Tensor size in bytes, rounded up as by the CUDA caching allocator."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
 @dataclass
 class TrackedPiece:
-    """Lifetime of one storage. Times are event indices."""
+    """One tensor storage, with size and lifetime. Times are event indices."""
 
     bytes: int
     phase: Phase
-    """Phase in which it was allocated."""
+    """Phase of the step in which the storage was allocated."""
     label: str
-    """Label of the allocating module; empty: outside of modules."""
+    """Label of the module that allocated the storage; empty if allocated outside all modules."""
     born: int
     state: str = ""
-    """Kind of persistent state; empty: not persistent."""
+    """Kind of persistent state, for example "weights"; empty if not persistent."""
     died: int | None = None
     outlived: bool = False
-    """Whether autograd ran during its lifetime."""
+    """Whether a backward pass ran during the storage's lifetime."""
 
     @property
     def category(self) -> str:
-        """Category, derived at its release."""
+        """Category of the storage, derived when it is released."""
         if self.state:
             return self.state
         if self.phase == "setup" or self.died is None:
@@ -56,40 +56,40 @@ class TrackedPiece:
 
 
 CATEGORIES = ("weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", "other")
-"""Categories in display order."""
+"""Memory categories in display order."""
 HOST = "host"
-"""State in host memory; excluded from categories and totals."""
+"""State kind of buffers in host memory, which categories and totals exclude."""
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Bytes at one event."""
+    """Breakdown of the live bytes after one event."""
 
     event: int
     total: int
     categories: Mapping[str, int]
     modules: Mapping[tuple[str, str], int]
-    """(category, label)."""
+    """Bytes by (category, module label)."""
     phase: Phase
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """All storages of a run, with peak and timeline."""
+    """All storages of a run, from which totals, peak and curves are computed."""
 
     pieces: tuple[TrackedPiece, ...]
     begin: int
-    """First event considered for the peak."""
+    """First event that counts for the peak."""
     num_events: int
     phases: tuple[Phase, ...] = field(repr=False)
     """Phase of every event."""
 
     def totals(self) -> list[int]:
-        """Bytes after every event."""
+        """Live bytes after every event."""
         return self._sums(piece for piece in self.pieces if piece.state != HOST)
 
     def _sums(self, pieces: Iterable[TrackedPiece]) -> list[int]:
-        """Bytes of some pieces after every event."""
+        """Live bytes of the given storages after every event."""
         change = [0] * self.num_events
         for piece in pieces:
             change[piece.born] += piece.bytes
@@ -98,25 +98,25 @@ class Timeline:
         return list(accumulate(change))
 
     def peak(self) -> MemoryPeak:
-        """Breakdown at the event with the most bytes."""
+        """Breakdown at the event with the most live bytes."""
         totals = self.totals()
         return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
 
     def at(self, event: int) -> MemoryPeak:
-        """Breakdown after an event."""
+        """Breakdown of the live bytes after an event."""
         categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         modules: dict[tuple[str, str], int] = defaultdict(int)
         for piece in self.pieces:
             if piece.state != HOST and piece.born <= event and (piece.died is None or piece.died > event):
                 category = piece.category
                 categories[category] += piece.bytes
-                # dispatched rows that are saved for backward belong to the experts
+                # dispatched rows that are saved for backward are inputs of the experts
                 label = "experts" if (category, piece.label) == ("activations", "dispatch") else piece.label
                 modules[category, label] += piece.bytes
         return MemoryPeak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
 
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
-        """(events, bytes by category) at about this many points from `begin` on: the peak of every interval."""
+        """Downsamples the timeline to about `num_points` intervals: (events, peak bytes per interval by category)."""
         totals = self.totals()
         width = max((self.num_events - self.begin) // num_points, 1)
         starts = range(self.begin, self.num_events, width)
@@ -132,7 +132,7 @@ class Tracker(TorchDispatchMode):
     """Dispatch mode that records every tensor produced by an operation.
 
     Args:
-        device_type: only storages of this device type are tracked; None: all.
+        device_type: device type of the tracked storages; None: all device types.
     """
 
     def __init__(self, *, device_type: str | None = None) -> None:
@@ -140,16 +140,16 @@ class Tracker(TorchDispatchMode):
         self._device_type = device_type
         self._pieces: list[TrackedPiece] = []
         self._alive: dict[int, TrackedPiece] = {}
-        """Live storages by address."""
+        """Live storages by memory address."""
         self._phases: list[Phase] = []
         self._phase: Phase = "setup"
         self._last_backward = -1
-        """Latest event during autograd."""
+        """Index of the latest event in a backward pass."""
         self._labels: list[str] = []
         self._begin = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see_all(args)  # tensors created from host values are not outputs of an operation
+        self._see_all(args)  # tensors created from host values appear only as inputs
         result = func(*args, **(kwargs or {}))
         self._see_all(result)
         return result
@@ -169,7 +169,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Sets the phase of the body; autograd always counts as "backward"."""
+        """Sets the phase for the body; events in a backward pass always have phase "backward"."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -178,7 +178,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, label: str) -> Iterator[None]:
-        """Labels allocations of the body; the innermost label wins."""
+        """Labels allocations in the body; the innermost label wins."""
         self._labels.append(label)
         try:
             yield
@@ -193,11 +193,11 @@ class Tracker(TorchDispatchMode):
             piece.state = kind
 
     def begin(self) -> None:
-        """Starts the interval considered for the peak."""
+        """Starts the interval that counts for the peak."""
         self._begin = max(len(self._phases) - 1, 0)
 
     def timeline(self) -> Timeline:
-        """Timeline of all events so far."""
+        """Returns the timeline of all events so far."""
         return Timeline(tuple(map(replace, self._pieces)), self._begin, len(self._phases), tuple(self._phases))
 
     def _see(self, tensor: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Multi-head and grouped-query attention (arXiv 1706.03762, 2305.13245).
 
-1. one projection to q, k and v (and the output gate), its rows ordered by query group
+1. one projection to q, k, v and optionally an output gate, with rows ordered by query group
 2. optional norm of q and k, per head or over all heads together
 3. rotary position embedding of q and k
 4. softmax(q k^T * scale + mask) v, optionally with a sliding window and sinks
@@ -27,7 +27,7 @@ from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 def local_heads(number: int, ctx: ParallelContext) -> int:
-    """Number of heads or query groups of this tensor-parallel rank, of `number` in all."""
+    """Number of heads or query groups on this tensor-parallel rank; `number`: total over all ranks."""
     num_ranks = ctx.group("tp").size
     assert number % num_ranks == 0, f"{num_ranks} tensor parallel ranks do not divide {number} heads or query groups"
     return number // num_ranks
@@ -41,7 +41,7 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
 def rotate(
     kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, mb: MicrobatchContext, start: int = 0
 ) -> Tensor:
-    """Rotates `config.dim` channels of every head, from channel `start` on, by the positions of `mb`."""
+    """Applies rotary embedding to `config.dim` channels of every head, starting at channel `start`."""
     if config is None:
         return x_SBND
     assert mb.rotary is not None, "the rotary tables are not attached to the context"
@@ -50,7 +50,7 @@ def rotate(
 
 
 class Mixer(nn.Module):
-    """Common part of the attention modules. `site`, the module's path in the model, names its dropout."""
+    """Base class of the attention modules. `site`: path of the module in the model, used in its dropout key."""
 
     sinks: Parameter | None
 
@@ -62,16 +62,16 @@ class Mixer(nn.Module):
         self.num_heads = local_heads(config.num_heads, self.ctx)
 
     def _attend(self, mb: MicrobatchContext, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
-        """[S, B, N, E]"""
+        """Output of core attention, [S, B, N, E]."""
         return core_attention(q_SBND, k_SBGD, v_SBGE, self.sinks, self.core, mb, self.site, self.ctx, self.kernels)
 
 
 class Attention(Mixer):
     """Multi-head or grouped-query self-attention.
 
-    N and G are the heads and query groups of this tensor-parallel rank. With fewer query groups than ranks, G is 1:
-    ranks share a group and each computes an equal part of its heads. As in Megatron-Core, the rows of `linear_qkv` are
-    then sharded evenly, and its outputs are gathered.
+    N and G are the numbers of heads and query groups on this tensor-parallel rank. With fewer query groups than ranks,
+    G is 1: several ranks share a group, and each computes an equal part of the group's heads. As in Megatron-Core, the
+    rows of `linear_qkv` are then sharded evenly, and its outputs are gathered.
     """
 
     def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:
@@ -124,12 +124,12 @@ class Attention(Mixer):
             return self.linear_proj(context_SBND.flatten(2))
 
     def _rows(self, num_heads: int) -> tuple[int, ...]:
-        """Rows of q, the output gate if there is one, k and v for this many heads of one query group."""
+        """Projection rows of q, output gate (if configured), k and v for `num_heads` heads of one query group."""
         q_rows, kv_rows = num_heads * self.config.head_dim, self.config.head_dim
         return (q_rows, *((q_rows,) if self.config.output_gate else ()), kv_rows, kv_rows)
 
     def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
-        """Outputs of `linear_qkv` by query group [S, B, G, C]; gathers shared groups."""
+        """Outputs of `linear_qkv` by local query group [S, B, G, C]; gathers them first if ranks share a group."""
         if self.ranks_per_group == 1:
             return qkv_SBC.unflatten(-1, (self.num_groups, -1))
         tp = self.ctx.group("tp")
@@ -143,13 +143,13 @@ class Attention(Mixer):
 
     @property
     def _is_fused(self) -> bool:
-        """Whether the fused op for norm and rotation of q and k supports this config."""
+        """Whether the fused kernel for norm and rotary embedding of q and k supports this config."""
         config = self.config
         normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
         return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")
 
     def _fused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q [S, B, N, D], k and v [S, B, G, D]"""
+        """Returns q [S, B, N, D], k and v [S, B, G, D]."""
         config = self.config
         assert config.rope is not None and mb.rotary is not None, "the rotary tables are not attached to the context"
         cos_SBD, sin_SBD = mb.rotary[config.rope]
@@ -160,7 +160,7 @@ class Attention(Mixer):
         return self.kernels.query_key_value(qkv_SBGC, q_weight, k_weight, transform)
 
     def _unfused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """q and the gate (None without) [S, B, N, D], k and v [S, B, G, D]"""
+        """Returns q and the output gate (or None) [S, B, N, D], k and v [S, B, G, D]."""
         *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.config.head_dim)) for x in of_q)
         if self.config.qk_norm != "none":
@@ -171,7 +171,7 @@ class Attention(Mixer):
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor, num_copies: int = 1) -> Tensor:
-        """Normalises q or k. `num_copies` neighbouring ranks hold the same heads."""
+        """Normalises q or k. `num_copies`: number of adjacent ranks that have the same heads."""
         if self.config.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")

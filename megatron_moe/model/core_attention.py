@@ -3,14 +3,14 @@
 Each context-parallel rank holds a few chunks of the sequence (`TokenMeta.part`). Four communication types give the same
 result (`--cp-comm-type`):
 
-  p2p        Keys and values are sent around the ring; the output and log-sum-exp of every received part are merged
-             (arXiv 2310.01889). In backward the gradients of keys and values follow the same ring.
+    p2p        Keys and values are sent around the ring; each rank merges the outputs and log-sum-exps of all parts
+             (arXiv 2310.01889). In backward, keys, values and their gradients are sent around the ring.
   allgather  Keys and values of all ranks are gathered; their gradients are reduce-scattered.
   a2a        Heads are scattered and the sequence is gathered: each rank has all positions for its share of the heads
              (arXiv 2309.14509).
-  a2a+p2p    a2a among neighbouring ranks, p2p among these groups.
+    a2a+p2p    a2a within groups of adjacent ranks, p2p between these groups.
 
-Masks follow from positions and documents in the whole sequence, never from local indices.
+Masks are computed from positions and document ids in the whole sequence, never from local indices.
 """
 
 import math
@@ -70,7 +70,7 @@ def core_attention(
     ctx: ParallelContext,
     kernels: Kernels,
 ) -> Tensor:
-    """Attention output [S, B, N, E]; N and G count this rank's heads and groups, `site` names the dropout."""
+    """Attention output [S, B, N, E]; N and G: heads and query groups of this rank; `site`: used in the dropout key."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1
@@ -84,17 +84,17 @@ def core_attention(
 
 @dataclass(frozen=True)
 class _CoreAttention:
-    """Attention over one microbatch."""
+    """Core attention of one microbatch."""
 
     config: CoreAttentionConfig
     segments_BS: Tensor | None
-    """Document ids of the whole sequence."""
+    """Document ids of the whole sequence; None: a single document."""
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
 
     def whole(self, heads: Heads) -> Tensor:
-        """Attention over a sequence that this rank holds whole and in order."""
+        """Attention over a sequence that is completely on this rank, in order."""
         (q_SBND, k_SBGD, v_SBGE, sinks_N), tp = heads, self.ctx.group("tp")
         state = (self.config, sinks_N, self.segments_BS, self.dropout_key, (tp.rank, tp.size))
         return self.kernels.attention(AttentionInputs(q_SBND, k_SBGD, v_SBGE, *state))
@@ -113,14 +113,14 @@ class _CoreAttention:
                 return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), part.of_ranks, heads)
 
     def _ring(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
-        """Ring attention: every rank holds queries, keys and values of its part."""
-        # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; in the backward once
-        # more, and size times their gradients in promote(fp32, dtype)
+        """Ring attention over `group`; `parts`: chunks of positions on each of its ranks."""
+        # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; the same again in
+        # backward, plus size times the gradients of k and v in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
     def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
-        """Gathers keys and values of the whole sequence; each chunk of queries reads those that its mask allows."""
+        """All-gathers keys and values; each chunk of queries attends to the keys that its mask allows."""
         own, everywhere = part.chunks, part.of_ranks
         # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
         k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
@@ -135,8 +135,8 @@ class _CoreAttention:
     def _by_heads(
         self, inner: ProcessGroup, outer: ProcessGroup | None, everywhere: Sequence[Chunks], heads: Heads
     ) -> Tensor:
-        """Exchanges heads for positions within the `inner` group; with an `outer` ring of such groups, runs ring
-        attention over it."""
+        """All-to-all within `inner`: scatters heads and gathers positions; then attention, over the ring `outer` unless
+        None."""
         groups = [everywhere[first : first + inner.size] for first in range(0, len(everywhere), inner.size)]
         held = groups[0 if outer is None else outer.rank]
         sinks_N = None if heads.sinks_N is None else heads.sinks_N.chunk(inner.size)[inner.rank]
@@ -163,8 +163,7 @@ class _CoreAttention:
 
 
 def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
-    """Repeats query groups where there are fewer than ranks, so that each rank receives the group of its query
-    heads."""
+    """Repeats query groups if there are fewer groups than ranks, so that each rank receives the group of its heads."""
     num_groups = x_SBGD.shape[2]
     if num_groups % num_ranks == 0:
         return x_SBGD
@@ -187,8 +186,8 @@ class _Blocks:
     dropout_key: Key | None
 
     def visible(self, source: int) -> tuple[slice, slice, Mask] | None:
-        """Smallest ranges of query rows and of the rows of rank `source`'s keys that the mask does not exclude, and the
-        mask arguments of the kernels; None if the mask excludes all keys."""
+        """Smallest ranges of query rows and of key rows of rank `source` that contain all unmasked (query, key) pairs,
+        and the mask arguments of the kernels; None if all pairs are masked."""
         key = self.keys[source]
         seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
@@ -200,11 +199,11 @@ class _Blocks:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Blockwise attention over the parts of a ring.
+    """Blockwise attention over the keys and values of all ranks of a ring, one block b per rank.
 
-    Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). The sinks are merged first, as a part
+    Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). The sinks are merged first, as a block
     whose output is 0, so that the denominator counts them once.
-    Backward: given lse and delta = sum(grad * out) over all parts, the gradients of each part are independent.
+    Backward: given lse and delta = sum(grad * out) over all blocks, the gradients of each block are independent.
     """
 
     @staticmethod
@@ -215,7 +214,7 @@ class _BlockAttention(torch.autograd.Function):
         out_SBNE = q_SBND.new_zeros(*q_SBND.shape[:3], v_SBGE.shape[3], dtype=wide)
         seq, *batch_and_heads = q_SBND.shape[:3]
         nothing = 0.0 if blocks.config.off_by_one else -math.inf
-        lse_SBN = q_SBND.new_full((*batch_and_heads, seq), nothing, dtype=wide).permute(2, 0, 1)  # as kernels store it
+        lse_SBN = q_SBND.new_full((*batch_and_heads, seq), nothing, dtype=wide).permute(2, 0, 1)  # kernel layout
         if sinks_N is not None:
             lse_SBN[:] = sinks_N
         for source, (k_held, v_held) in blocks.ring.circulate((k_SBGD, v_SBGE)):
@@ -244,7 +243,7 @@ class _BlockAttention(torch.autograd.Function):
                 given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
                 found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows], delta_SBN[rows])
                 blocks.kernels.attention_block_grad(given, found, (grad_q_SBND[rows], grad_k[keys], grad_v[keys]))
-            # The gradient sum follows its keys around the ring and returns to their owner after the last step.
+            # The gradient sum moves around the ring with its keys and ends on their rank after the last step.
             if landing is not None:
                 total += landing()
             landing = blocks.ring.pass_on(total)
@@ -257,9 +256,9 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:
-    """Smallest ranges of query rows and key rows that contain every visible pair; None if there is none.
+    """Smallest ranges of query rows and key rows that contain every unmasked (query, key) pair; None if all are masked.
 
-    Under a causal mask this skips the half of the work that a zigzag split balances.
+    With a causal mask and a zigzag split, this skips the fully masked blocks, about half of the work of every rank.
     """
     left, right = config.window or (-1, -1)
     right = 0 if config.causal else right
@@ -278,8 +277,8 @@ def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tup
 
 
 def _near(chunk: range, other: range, *, before: int, after: int) -> range:
-    """Positions of `chunk` from `before` positions before the first of `other` to `after` positions after its last; -1:
-    unlimited."""
+    """Positions of `chunk` at most `before` before the first and at most `after` after the last of `other`; -1: no
+    limit."""
     first = chunk.start if before < 0 else max(chunk.start, other.start - before)
     end = chunk.stop if after < 0 else min(chunk.stop, other.stop + after)
     return range(first, max(first, end))

@@ -16,7 +16,7 @@ from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, my_posi
 
 
 class Table(nn.Module):
-    """Table with one learned row per id; vocabulary-parallel if `meta` shards the rows."""
+    """Embedding table with one learned row per id; vocabulary-parallel if `meta` shards the rows."""
 
     def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Table(nn.Module):
         self.weight = new_parameter((rows, width), meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., width]; zeros for rows that another rank holds."""
+        """int64 ids [...] -> [..., width]; zeros for ids whose rows are on another rank."""
         if self.weight.shape == self.weight.global_shape:
             return autograd.embedding(self.kernels, ids, self.weight)
         num_held = len(self.weight)
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.ctx = ctx
         self.dropout = config.embedding_dropout
-        # Megatron's rule: with --embedding-init-method-std the embedding keeps its scale, so it has no weight decay.
+        # As in Megatron, the embedding has no weight decay with --embedding-init-method-std, which sets its scale.
         decay = config.init.embedding_std is None
         # A tied head sums over hidden_size inputs, which decides the fan-in of unit-gain initialisation.
         fan_in = config.hidden_size if config.tied_embeddings else 1
@@ -57,7 +57,7 @@ class Embedding(nn.Module):
             self.position_embeddings = Table(config.max_positions, config.hidden_size, meta, ctx, kernels)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[B, S] -> [S, B, H], under sequence parallelism this rank's [S / tp, B, H]. Multi-token prediction passes
+        """[B, S] -> [S, B, H]; with sequence parallelism this rank's [S / tp, B, H]. Multi-token prediction passes
         shifted positions."""
         words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
         hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
             for chunk in chunks
             for i in chunk.layers
         }
-        """`layers` by global index."""
+        """Same modules as `layers`, by global index."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
         self._layer_nodes = [self._whole_layers(chunk, resources.saved_tensors) for chunk in chunks]
         self.final_layernorm = None
@@ -74,8 +74,8 @@ class Decoder(nn.Module):
             self._final_nodes = (norm_node(self.final_layernorm),)
 
     def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
-        """Nodes of the layers of one chunk and the final norm. `by_node`: every layer as its nodes; otherwise each
-        layer is one node, to which full recompute applies."""
+        """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: True: all nodes of each
+        layer; False: one node per layer, as full recompute requires."""
         stage, final = self.chunks[chunk], self._final_nodes
         if not by_node:
             return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], mb)]
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         self._final_nodes = acquire_nodes(self._final_nodes, store)
 
     def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
-        """One node per layer, or per group of layers that is recomputed together."""
+        """One node per layer, or one per group of layers that are recomputed together."""
         layers, nodes = iter(stage.layers), []
         for number, recomputed in saved_tensors.layers(len(stage.layers)):
             group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
@@ -109,8 +109,8 @@ class GPT(nn.Module):
 
     Args:
         chunks: pipeline stages of this rank; empty: one stage with the whole model.
-        saved_tensors: saved-tensor policies; None: all tensors are kept.
-        expert_comm: shared by the dispatchers of all layers; None: every layer makes its own.
+        saved_tensors: saved-tensor policies; None: no recompute or offload.
+        expert_comm: see `ModelResources`.
     """
 
     def __init__(
@@ -144,18 +144,17 @@ class GPT(nn.Module):
         self._count_uses()
 
     def forward(self, batch: MicroBatch, received: Tensor | None = None, *, chunk: int = 0) -> LossOutput | Tensor:
-        """One stage: the losses of a microbatch; before the last stage the tensor that the next one receives.
+        """Runs one stage. Returns the losses (last stage) or the tensor to send to the next stage.
 
-        Stages send the hidden state [S, B, H], and from a stage of multi-token prediction on the hidden states of all
-        depths, [(1 + D) S, B, H]. The first stage receives nothing. Multi-token prediction serves training only and is
-        left out in evaluation.
+        Stages send the hidden state [S, B, H]; a stage with MTP layers sends the hidden states of all depths, [(1 + D)
+        S, B, H]. `received` is None in the first stage. Multi-token prediction is skipped in evaluation.
         """
         output: LossOutput | Tensor = run_chain(self._chain(batch, chunk, by_node=False), received)
         return output
 
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
-        """`forward` of one stage as steps of a schedule (`pair_slots`). The first step takes what the stage receives,
-        the last one returns what `forward` returns."""
+        """`forward` of one stage as steps of an overlapped schedule (`pair_slots`). The first step takes `received`,
+        the last one returns the result of `forward`."""
         return schedule_steps(self._chain(batch, chunk, by_node=True))
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
@@ -168,7 +167,7 @@ class GPT(nn.Module):
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
     def acquire_from(self, store: UnitStore) -> None:
-        """Makes all nodes acquire the units of their parameters from `store`, and `state_dict` all units."""
+        """Makes all nodes acquire their parameters from `store` before they run, and `state_dict` all parameters."""
         self._store = store
         self.decoder.acquire_from(store)
         if self.mtp is not None:
@@ -176,16 +175,16 @@ class GPT(nn.Module):
         self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
 
     def capture(self, modules: Iterable[str]) -> None:
-        """Replaces the nodes of these modules (`CAPTURED_NODES`) in the layers of the decoder by captured ones. Layers
-        of multi-token prediction are not captured."""
+        """Makes the decoder layers run these modules (keys of `CAPTURED_NODES`) as CUDA graphs. MTP layers are not
+        captured."""
         wanted = frozenset(modules)
         if self.ctx.group("etp_ep").size > 1:
-            wanted -= {"moe_preprocess"}  # sends rows, and collectives are not captured
+            wanted -= {"moe_preprocess"}  # it exchanges rows, and collectives are not captured
         for layer in self.decoder.by_index.values():
             layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
-        """The microbatch with the forced logits of the decoder's routers, because a graph replay draws no random
+        """Adds the forced logits of the decoder's routers, if any, to the microbatch: a graph replay draws no random
         numbers."""
         layers = self.decoder.by_index.values()
         routers = (layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer))
@@ -197,12 +196,12 @@ class GPT(nn.Module):
         return replace(batch, context=replace(batch.context, forced_logits=drawn))
 
     def _chain(self, batch: MicroBatch, chunk: int, *, by_node: bool) -> list[BoundNodes]:
-        """All nodes of one stage; the last one returns what `forward` returns."""
+        """All nodes of one stage; the last one returns the result of `forward`."""
         stage, mb = self.chunks[chunk], self.rotations.attach(batch.context)
         batch = replace(batch, context=mb)
         chain = self._hidden_states(batch.tokens_BS, mb, chunk, by_node=by_node)
         if stage.num_mtp and mb.training:
-            assert self.mtp is not None, "a stage of multi-token prediction without its layers"
+            assert self.mtp is not None, "this rank has no MTP layers"
             chain += self.mtp.chain(batch, self.embedding, len(stage.layers), by_node=by_node)
         last = self._head_node(partial(self._losses, batch)) if stage.loss else (Node("send", "head", _sent),)
         return [*chain, BoundNodes(last, mb)]
@@ -222,9 +221,9 @@ class GPT(nn.Module):
         return [BoundNodes(first, mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
 
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, mb: MicrobatchContext) -> LayerState:
-        """The embedded tokens, or the hidden states of all depths that an earlier stage sent as one tensor."""
+        """State before the first layer, from the embedding or the received hidden states of all depths."""
         stage = self.chunks[chunk]
-        assert stage.embedding == (received is None), "exactly the first stage starts from tokens"
+        assert stage.embedding == (received is None), "exactly the first stage receives no tensor"
         if received is None:
             return LayerState(hidden_SBH=self.embedding(tokens_BS, mb.tokens.positions_BS, mb))
         depths = self.config.mtp.num_layers if self.config.mtp and stage.loss and mb.training else 0
@@ -234,7 +233,7 @@ class GPT(nn.Module):
         return LayerState(hidden_SBH=hidden_SBH, earlier=tuple(earlier))
 
     def _losses(self, batch: MicroBatch, state: LayerState, mb: MicrobatchContext) -> LossOutput:
-        """Head and loss of the hidden states of all depths."""
+        """Losses of the model and of every MTP depth, from their hidden states."""
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
         detach = self.config.mtp is not None and self.config.mtp.detach_heads
         loss_BS, mtp_losses = self._head(own_SBH, self._tied_VH, labels_BS=batch.labels_BS), []
@@ -244,7 +243,7 @@ class GPT(nn.Module):
         return LossOutput(loss_BS, tuple(mtp_losses))
 
     def _count_uses(self) -> None:
-        """Sets `Parameter.uses` of embedding and head, which multi-token prediction reads too."""
+        """Sets `Parameter.uses` of embedding and head, which multi-token prediction also uses."""
         mtp = self.config.mtp
         depths = mtp.num_layers if mtp is not None and not mtp.detach_heads else 0
         num_products = 1 + depths if self.output_layer is not None else 0
@@ -268,22 +267,22 @@ class GPT(nn.Module):
 
 
 def _sent(state: LayerState, mb: MicrobatchContext) -> Tensor:
-    """The tensor that the next stage receives: the hidden states of all depths, one after the other along S."""
+    """Tensor to send to the next stage: the hidden states of all depths, concatenated along S."""
     return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
 
 def objective(
     output: LossOutput, batch: MicroBatch, *, mtp: MTPConfig | None, per_token: bool
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Scalar to differentiate for this microbatch, and the (sum, count) pairs to report.
+    """Returns the scalar to differentiate for this microbatch, and (sum, count) of each loss to report.
 
     By default the scalar is the weighted mean over the tokens, which the step averages over microbatches. With
     `per_token` it is the weighted sum, which the step divides once by the number of tokens of the global batch. Depth d
-    of multi-token prediction adds factor / D times its mean; with `per_token` that mean is multiplied by the tokens of
-    the microbatch, so that a depth with fewer tokens has the same weight. Records the metric "mtp_{d} loss".
+    of multi-token prediction adds its mean loss times factor / D; with `per_token` this mean is multiplied by the
+    tokens of the microbatch, so that a depth with fewer tokens has the same weight. Records the metric "mtp_{d} loss".
 
     A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence; the
-    means are multiplied by the number of ranks because gradients and metrics are averaged over them.
+    means are multiplied by the number of ranks because gradients and metrics are averaged over ranks.
     """
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()

@@ -30,7 +30,7 @@ def init_parameters(model: nn.Module, seed: int, config: InitConfig) -> None:
 
 
 def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig) -> Tensor:
-    """Initial values of this rank's shard. Experts of other ranks are not drawn."""
+    """Initial values of this rank's shard. No values are drawn for experts of other ranks."""
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:
         return local_part(_draw(shape, meta, (seed, name), config), boxes, meta)
@@ -48,7 +48,7 @@ def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitCon
 
 
 def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
-    """Standard deviation of a parameter; 0: it is initialised to a constant."""
+    """Standard deviation of the initial values of a parameter; 0: they are constant."""
     if config.method == "unit_gain":
         constant = meta.init in ("zeros", "ones") or meta.role in ("norm", "bias")
         return SPREAD if constant else 1 / math.sqrt(meta.fan_in)

@@ -1,10 +1,10 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1).
 
 1. q from the hidden state, directly or through a low-rank latent
-2. k and v from a low-rank latent; one rotated key part, shared by all heads, comes straight from the hidden state
+2. k and v from a low-rank latent; one rotated key part, shared by all heads, is projected from the hidden state
 3. rotary positions on the last `qk_rope_dim` channels of q and on the shared key part
 4. attention, whose value width differs from that of q and k
-5. output matrix
+5. output projection
 """
 
 from functools import partial
@@ -59,13 +59,13 @@ class MLA(Mixer):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Down projections: q latent [S, B, q_lora_rank] (the hidden state without q LoRA), and kv latent with the
-        rotated key part that all heads share [S, B, kv_lora_rank | rope]."""
+        """Down projections: the q latent [S, B, q_lora_rank] (without q LoRA the hidden state itself), and the kv
+        latent concatenated with the key part that all heads share [S, B, kv_lora_rank | rope]."""
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 
     def _up(self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k [S, B, N, nope | rope], v [S, B, N, E]"""
+        """Up projections: q and k [S, B, N, nope | rope], v [S, B, N, E]."""
         config = self.config
         if config.q_lora_rank is None:
             q = self.linear_q_proj(q_latent)

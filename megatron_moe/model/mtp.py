@@ -6,7 +6,7 @@ Depth d = 1 .. D predicts the token d positions further ahead than the model its
   h_d = final_layernorm(layer(z_d))
 
 with h_0 the model's hidden state after its final norm; embedding and head are shared with the model. Labels and loss
-weights are shifted with the tokens, so a position whose label lies beyond the sequence (or its document) has weight 0.
+weights are shifted like the tokens, so a position whose label lies beyond the sequence (or its document) has weight 0.
 Rotary positions are those of the hidden state; only learned positions are shifted. A context-parallel rank shifts the
 whole sequence and then takes its part, because the next token of a position may belong to another rank.
 """
@@ -43,7 +43,7 @@ from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
 class MTPLayer(nn.Module):
-    """One depth: joins hidden state and embedding of a later token, then runs one layer like the model's last."""
+    """One depth: projects hidden state and embedding of a later token, then runs a layer like the model's last."""
 
     def __init__(self, config: ModelConfig, depth: int, resources: ModelResources) -> None:
         super().__init__()
@@ -67,16 +67,16 @@ class MTPLayer(nn.Module):
         return run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb).hidden_SBH
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        """Projection of the normed embedding and hidden state to the input of the transformer layer."""
-        # The head reads the hidden state too. Through a view its gradient is summed in the same order whatever order
-        # the nodes run in.
+        """Projects the normed embedding and hidden state to the input of the transformer layer."""
+        # The head reads the hidden state too. With a view, its gradients are summed in an order that does not depend on
+        # the order of the nodes.
         hidden_SBH = state.hidden_SBH.view_as(state.hidden_SBH)
         joined = torch.cat([self.enorm(state.embedded_SBH), self.hnorm(hidden_SBH)], dim=-1)
         return state.evolve(hidden_SBH=columns_to_residual(self.eh_proj(joined), self.ctx), embedded_SBH=None)
 
 
 class MTP(nn.Module):
-    """All depths in order; with a repeated layer they share one set of weights."""
+    """All depths of multi-token prediction in order; with a repeated layer they share one set of weights."""
 
     def __init__(self, config: ModelConfig, resources: ModelResources) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class MTP(nn.Module):
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
         self.by_index = [MTPLayer(config, index, resources) for index in range(self.num_layers)]
-        """`layers` in order."""
+        """Same modules as `layers`, in order."""
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(self.by_index)})
         if config.mtp.repeated_layer:
             for parameter in self.parameters():
@@ -105,10 +105,10 @@ class MTP(nn.Module):
             layer.nodes = acquire_nodes(layer.nodes, store)
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
-        """Nodes of every depth; `first` is the position of the first depth among the layers of the chunk.
+        """Yields the nodes of every depth. `first`: layer index of the first depth in the chunk.
 
-        The hidden state before a depth is appended to `LayerState.earlier`. `by_node`: every layer as its nodes;
-        otherwise as one node, which recompute policies apply to.
+        The hidden state before a depth is appended to `LayerState.earlier`. `by_node`: True: all nodes of each layer;
+        False: one node per layer, as full recompute requires.
         """
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
@@ -140,7 +140,7 @@ class MTP(nn.Module):
         return replace(
             mb,
             tokens=replace(mb.tokens, valid_BS=valid_BS),
-            # A repeated layer adds its balancing losses once per depth; their sum has the weight of one layer.
+            # A repeated layer adds its balancing losses once per depth; scaled, their sum has the weight of one layer.
             aux_loss_scale=mb.aux_loss_scale / (self.config.num_layers if self.config.repeated_layer else 1),
             rng=None if mb.rng is None else mb.rng.within("mtp", depth),
             forced_logits=None,  # drawn for the decoder's layers, which may be captured; MTP layers are not
@@ -153,13 +153,13 @@ class _Depth:
 
     is_first: bool
     tokens_BS: Tensor
-    """Shifted left by the depth's number of positions."""
+    """Token ids, shifted left by d positions for depth d = 1 .. D."""
     positions_BS: Tensor
     mb: MicrobatchContext
 
 
 def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields (labels, loss weights, sum of the weights over the whole sequence) of every depth."""
+    """Yields (labels, loss weights, sum of the weights over the whole sequence) for every depth."""
     whole = batch.whole or batch
     labels_BS, weights_BS = whole.labels_BS, whole.loss_mask_BS
     for _ in range(num_depths):
@@ -169,7 +169,7 @@ def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:
-    """Shifts every document left by one position; its last position becomes `fill`."""
+    """Shifts x left by one position within every document; the last position of a document becomes `fill`."""
     last = torch.full_like(x_BS[:, :1], fill)
     moved_BS = torch.cat([x_BS[:, 1:], last], dim=1)
     if segments_BS is None:

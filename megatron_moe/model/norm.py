@@ -13,12 +13,12 @@ from megatron_moe.parallel.parameter import new_parameter
 
 
 class Norm(nn.Module):
-    """RMSNorm has a weight, LayerNorm a weight and a bias. A zero-centred weight is stored as gamma - 1."""
+    """RMSNorm (with weight) or LayerNorm (with weight and bias). A zero-centred weight is stored as gamma - 1."""
 
     def __init__(
         self, config: NormConfig, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
     ) -> None:
-        """`over_heads`: normalises this rank's heads; otherwise the residual stream or a latent."""
+        """`over_heads`: True for a norm of this rank's q or k heads, False for the residual stream or a latent."""
         super().__init__()
         partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config

@@ -1,5 +1,4 @@
-"""Output head: logits over the vocabulary and the cross-entropy, vocabulary-parallel and optionally fused chunk by
-chunk."""
+"""Output head: vocabulary-parallel logits and cross-entropy, optionally computed in chunks of tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.model import ModelConfig
-from megatron_moe.kernels.autograd import give
+from megatron_moe.kernels.autograd import accumulate_grad
 from megatron_moe.kernels.ops import Kernels, internal_dtype
 from megatron_moe.kernels.reference import store
 from megatron_moe.parallel.collectives import all_reduce_
@@ -47,7 +46,7 @@ class Head(nn.Module):
         labels_BS: Tensor | None = None,
         detach: bool = False,
     ) -> Tensor:
-        """Logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: no gradient to the head's weights."""
+        """Returns logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: weight and bias get no gradient."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
         assert weight_VH is not None, "a tied head needs the word embedding weight"
@@ -61,8 +60,8 @@ class Head(nn.Module):
     def _chunked_loss(
         self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_BS: Tensor, chunk: int
     ) -> Tensor:
-        """Loss [B, S] from chunks of tokens, without materialising all logits. Weight and bias are this rank's part of
-        the vocabulary, so the gradient of the hidden state is partial."""
+        """Loss [B, S], computed in chunks of `chunk` tokens to avoid materialising all logits. Weight and bias are this
+        rank's part of the vocabulary, so the gradient of the hidden state is partial."""
         whole_SBH = enter_tensor_parallel(hidden_SBH, self.ctx)
         seq, batch, hidden = whole_SBH.shape
         settings = (self.kernels, self.ctx.group("tp"), chunk)
@@ -84,10 +83,10 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
     """
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
-    return _CrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits_TV, labels_T, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Gradient of this rank's logits: softmax minus one at the label; no communication."""
 
     @staticmethod
@@ -139,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         work = _Gradients(ctx, grads[0])
-        grad_weight = give(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
+        grad_weight = accumulate_grad(ctx.weight, work.run) if ctx.needs_input_grad[1] else None
         if work.grad_hidden_TH is None:  # no weight gradient, or it is deferred
             work.run(None, False)
         grad_bias = work.grad_bias_V if ctx.needs_input_grad[2] else None
@@ -153,7 +152,7 @@ def _slices(num_tokens: int, chunk: int) -> Iterator[slice]:
 
 
 class _Gradients:
-    """Backward of `_LinearCrossEntropy` in chunks of tokens."""
+    """Computes the gradients of `_LinearCrossEntropy` in chunks of tokens."""
 
     def __init__(self, ctx: Any, grad_T: Tensor) -> None:
         self._hidden_TH, self._labels_T, self._bias_V = ctx.saved_tensors
@@ -163,8 +162,7 @@ class _Gradients:
         self.grad_bias_V: Tensor | None = None
 
     def run(self, out: Tensor | None, accumulate: bool) -> None:
-        """Writes the weight gradient to `out` if given; the first call also computes those of hidden states and
-        bias."""
+        """Writes or adds the weight gradient to `out` unless None; the first call also computes the other gradients."""
         # chunks are accumulated in promote(fp32, dtype)
         wide = out
         if out is not None and out.dtype is not internal_dtype(out.dtype):

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): frequencies of every scaling and the cos/sin tables.
+"""Rotary position embedding (arXiv 2104.09864): frequencies for every scaling method, and the cos/sin tables.
 
 Angles are computed in fp64 for every dtype, because position times frequency loses one decimal digit per decade of
 position in fp32; the tables are built once per microbatch.
@@ -18,7 +18,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class Rotations:
-    """Builds the tables of every distinct rotation among the mixers of a stage."""
+    """Builds the cos/sin tables of every distinct `RopeConfig` among the attention modules of a stage."""
 
     def __init__(self, mixers: Iterable[AttentionConfig | MLAConfig], ctx: ParallelContext) -> None:
         configs = dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None)
@@ -26,7 +26,7 @@ class Rotations:
         self.frequencies = {config: inverse_frequencies(config).to(ctx.device) for config in configs}
 
     def attach(self, mb: MicrobatchContext) -> MicrobatchContext:
-        """`mb` with the cos and sin of its positions."""
+        """Returns `mb` with the cos/sin tables of its positions."""
         tables = {
             config: self._table(config, freqs, mb.tokens.positions_BS) for config, freqs in self.frequencies.items()
         }
@@ -52,16 +52,16 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def _llama3_weights(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Share of each unscaled frequency in Llama 3.1 scaling (arXiv 2407.21783): 0 for wavelengths above the original
-    context, 1 for short ones, linear between `low_freq_factor` and `high_freq_factor` wavelengths per context."""
+    """Interpolation weight of each unscaled frequency in Llama 3.1 scaling (arXiv 2407.21783): 0 below
+    `low_freq_factor` wavelengths per original context, 1 above `high_freq_factor`, linear in between."""
     waves_per_context = config.original_max_positions * plain / (2 * math.pi)
     keep = (waves_per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return keep.clamp(0, 1)
 
 
 def _yarn_weights(config: RopeConfig) -> Tensor:
-    """Share of each unscaled frequency in YaRN (arXiv 2309.00071 section 3.2): 1 for pairs with more than `beta_fast`
-    rotations in the original context, 0 below `beta_slow`, with a linear ramp over the pairs between."""
+    """Interpolation weight of each unscaled frequency in YaRN (arXiv 2309.00071 section 3.2): 1 for channel pairs with
+    more than `beta_fast` rotations in the original context, 0 below `beta_slow`, linear in between."""
     low, high = _turning_dim(config, config.beta_fast), _turning_dim(config, config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -73,12 +73,12 @@ def _yarn_weights(config: RopeConfig) -> Tensor:
 
 
 def _turning_dim(config: RopeConfig, turns: float) -> float:
-    """Fractional index of the pair with `turns` rotations in the original context."""
+    """Fractional index of the channel pair with `turns` rotations in the original context."""
     return config.dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.base))
 
 
 def concentration(config: RopeConfig) -> float:
-    """Factor on cos and sin, YaRN's attention temperature for the longer context."""
+    """Factor on cos and sin: YaRN's attention temperature for extended contexts; 1 for other scalings."""
     if config.scaling != "yarn":
         return 1.0
     if config.concentration is not None:

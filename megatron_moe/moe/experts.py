@@ -1,4 +1,4 @@
-"""The routed experts: one MLP each, over rows sorted by expert."""
+"""Routed experts: one MLP per expert, applied to rows sorted by expert."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,17 +19,16 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
 class Experts(nn.Module):
-    """fc2_e(p * act(fc1_e(x))) for every row x with probability p of every expert e.
+    """Computes fc2_e(p * act(fc1_e(x))) for every row x of expert e, where p is the row's probability.
 
-    The probability is applied before the second matrix, so that combine is a plain sum and the output of the second
-    matrix is not saved for backward (memory-efficient permutation); a bias of the second matrix is multiplied by it.
-    With `probs_on_input` it multiplies x only; with `probs_on_output` it multiplies the output and its bias, and the
-    output is saved (standard permutation).
+    p is applied before fc2 and to its bias, so that combine is a plain sum and the output of fc2 is not saved for
+    backward (memory-efficient permutation). With `probs_on_input`, p multiplies only x. With `probs_on_output`, p
+    multiplies the output of fc2, which is then saved (standard permutation).
 
-    The experts of a rank are two stacks, `linear_fc1` [e, F or 2F, H] (gate rows first) and `linear_fc2` [e, H, F],
-    computed as one grouped product or one by one. An expert without rows has a gradient of zero. Each ep rank has a
-    range of the experts. Each etp rank has a range of the F columns of gate and up, so that its outputs are partial
-    sums, which combine adds.
+    The weights of a rank's experts are two stacked tensors, `linear_fc1` [e, F or 2F, H] (gate rows first) and
+    `linear_fc2` [e, H, F], multiplied in one grouped GEMM or in one GEMM per expert. The weight gradient of an expert
+    without rows is zero. Each ep rank has a range of the experts; each etp rank has a range of the F channels, so its
+    outputs are partial sums, which combine adds.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Rows of tokens -> rows of outputs; rows that hold nothing are undefined in the output."""
+        """Maps token rows to output rows, sorted by expert; padding rows of the output are undefined."""
         data, index, offsets_e = rows.data, rows.index, rows.offsets_e
         probs_R: Tensor | None = rows.probs_R
         if self.config.probs_on_input:
@@ -61,7 +60,7 @@ class Experts(nn.Module):
         elif self.config.probs_on_output:
             probs_R = None
         used = offsets_e[-1]
-        # token-major storage has no rows after the last offset, so a stash would save nothing
+        # token-major storage has no padding rows, so a stash would not reduce memory
         stash = self.saved_tensors.stash_rows(data, used) if index is None else nullcontext()
         with stash, self.saved_tensors.offload_scope("expert_fc1"):
             ffn_RF = self.linear_fc1(data, offsets_e, index=index)
@@ -72,7 +71,7 @@ class Experts(nn.Module):
         with self.saved_tensors.stash_rows(act_RF, used), discard:
             out_RH = self.linear_fc2(act_RF, offsets_e, probs_R=probs_R)
         if self.config.probs_on_output:
-            out_RH = _Weigh.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
+            out_RH = _ScaleByProbs.apply(out_RH, rows.probs_R)  # type: ignore[no-untyped-call]
         return replace(rows, data=out_RH, index=None)
 
     def _activate(self, ffn_RF: Tensor, probs_R: Tensor | None = None) -> Tensor:
@@ -80,7 +79,7 @@ class Experts(nn.Module):
 
 
 class ExpertStack(nn.Module):
-    """One matrix per expert: y = x W_e^T + b_e with `weight` [e, outputs, inputs] and `bias` [e, outputs]."""
+    """One linear layer per expert: y = x W_e^T + b_e with `weight` [e, outputs, inputs] and `bias` [e, outputs]."""
 
     bias: Parameter | None
 
@@ -96,7 +95,7 @@ class ExpertStack(nn.Module):
         splits: int = 1,
         init: Literal["normal", "output"] = "normal",
     ) -> None:
-        """`splits`: number of parts of the outputs that tensor parallelism shards separately (gate and up)."""
+        """`splits`: number of equal output blocks (gate and up) that are each sharded over etp."""
         super().__init__()
         self.kernels = kernels
         num = config.num_experts
@@ -107,39 +106,39 @@ class ExpertStack(nn.Module):
         if config.bias:
             meta = replace(meta, role="bias", init="zeros", tp_dim=0 if tp_dim == 0 else None, decay=False)
             self.bias = new_parameter((num, outputs), meta, ctx)
-        # combine sums the outputs of the etp ranks, so only the first one adds the bias
+        # combine sums the outputs of the etp ranks, so only the first etp rank adds the bias
         self._bias_is_here = tp_dim == 0 or ctx.group("etp").rank == 0
 
     def forward(
         self, rows: Tensor, offsets_e: Tensor, *, index: RowIndex | None = None, probs_R: Tensor | None = None
     ) -> Tensor:
-        """[R, I], or with `index` token-major [tokens, I], -> [R, O]; `probs_R` multiplies the bias."""
+        """Maps `rows` [R, I] (with `index`: token-major [tokens, I]) to [R, O]; `probs_R` multiplies only the bias."""
         out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
         if self.bias is None:
             return out_RO
-        # zero on the other etp ranks but with the full gradient, so that all copies stay equal
+        # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal
         bias_eO = self.bias if self._bias_is_here else self.bias - self.bias.detach()
         bias_RO = _bias_of_rows(bias_eO, offsets_e, len(out_RO))
         return out_RO + (bias_RO if probs_R is None else _scale(bias_RO, probs_R)).to(out_RO.dtype)
 
 
 def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """[R, O] in the internal dtype, in which the gradient of the bias is summed; 0 after the last offset."""
+    """Bias of each row's expert [R, O], 0 for padding rows. It and its gradient have the internal dtype."""
     wide_eO = bias_eO.to(internal_dtype(bias_eO.dtype))
     with_none = torch.cat([wide_eO, wide_eO.new_zeros(1, wide_eO.shape[1])])
     return with_none.index_select(0, expert_of_rows(offsets_e, num_rows))
 
 
 def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
-    """Rows times their probability, multiplied in the internal dtype."""
+    """Multiplies each row by its probability, in the internal dtype."""
     return (rows_RH * probs_R.to(internal_dtype(rows_RH.dtype))[:, None]).to(rows_RH.dtype)
 
 
-class _Weigh(torch.autograd.Function):
+class _ScaleByProbs(torch.autograd.Function):
     """Rows [R, H] times probabilities [R], for probabilities applied to the experts' output.
 
-    Rows with probability 0 hold nothing: their result and gradient are 0. Arithmetic is in the internal dtype; the rows
-    are saved for backward in their own dtype.
+    Rows with probability 0 are padding rows: their results and gradients are 0. Arithmetic is in the internal dtype;
+    the rows are saved for backward in their own dtype.
     """
 
     @staticmethod

@@ -17,13 +17,19 @@ from megatron_moe.moe.shared_experts import SharedExperts
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
+from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
-    {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": SymmetricDispatcher}
+    {
+        "allgather": AllGatherDispatcher,
+        "alltoall": AllToAllDispatcher,
+        "flex": SymmetricDispatcher,
+        "flex with deepep": DeepEPDispatcher,
+    }
 )
 
 
@@ -34,7 +40,7 @@ class ModelResources(NamedTuple):
     kernels: Kernels
     saved_tensors: SavedTensorPolicy
     expert_comm: ExpertComm | None = None
-    """Shared by the dispatchers of all layers; None: every layer makes its own."""
+    """Communication state that the token dispatchers of all layers share; None: every layer makes its own."""
 
 
 class MoELayer(nn.Module):
@@ -44,14 +50,14 @@ class MoELayer(nn.Module):
 
     1. route    The router scores all experts for x_t, selects K of them, and gives each choice a weight p. Choices
                 beyond an expert's capacity are dropped.
-    2. dispatch x_t (or its latent projection) is copied once per choice into rows sorted by expert, together with p.
+    2. dispatch x_t (or its latent projection) and p are copied to one row per choice; rows are sorted by expert.
     3. experts  Every expert computes fc2(p * act(fc1(x))) for its rows.
     4. combine  The rows of a token are summed: sum over its choices of p * expert(x_t).
-    5. post     The latent projection is undone, and the shared experts' output for x_t is added.
+    5. post     A latent sum is projected back to the hidden size, and the shared experts' output for x_t is added.
 
-    `nodes` is this chain, with dispatch and combine split into start and finish; `forward` runs it. With
-    `config.shared_overlap` the first matrix of the shared experts is a node between the halves of dispatch, and the
-    second one a node between the halves of combine.
+    `nodes` are these steps as a node chain, with dispatch and combine split into start and finish; `forward` runs it.
+    With `config.shared_overlap`, fc1 of the shared experts is a node between start and finish of dispatch, and fc2 is a
+    node between start and finish of combine.
     """
 
     fc1_latent_proj: Linear | None
@@ -67,15 +73,15 @@ class MoELayer(nn.Module):
         saved_tensors: SavedTensorPolicy | None = None,
         expert_comm: ExpertComm | None = None,
     ) -> None:
-        """`layer`: global index, under which metrics are reported. `expert_comm`: None makes one for this layer."""
+        """`layer`: global layer index, used to report metrics. `expert_comm`: see `ModelResources`."""
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         hidden_size = config.router.hidden_size
         width = config.latent_size or hidden_size
-        assert config.experts.hidden_size == width, f"experts of width {config.experts.hidden_size}, tokens of {width}"
-        assert config.experts.num_experts == config.router.num_experts, f"{config.router.num_experts} experts routed"
-        assert not config.shared_overlap or config.latent_size is None, "shared expert overlap in a latent layer"
-        assert not config.experts.probs_on_input or config.router.topk == 1, "probabilities on the input need k = 1"
+        assert config.experts.hidden_size == width, f"expert width {config.experts.hidden_size}, not {width}"
+        assert config.experts.num_experts == config.router.num_experts, f"{config.router.num_experts} experts in router"
+        assert not config.shared_overlap or config.latent_size is None, "shared expert overlap with latent projections"
+        assert not config.experts.probs_on_input or config.router.topk == 1, "probabilities on the input need top-1"
         replicated = ctx.group("tp").size > 1 and not ctx.config.sequence_parallel
         assert not replicated, "tensor parallelism with MoE layers needs sequence parallelism"
         self.router = Router(config.router, config.capacity, layer, ctx, kernels)
@@ -83,7 +89,7 @@ class MoELayer(nn.Module):
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, ctx, kernels)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.latent_size is not None:
-            # [L, H] before dispatch and [H, L] after combine; router and shared experts have the full width
+            # weights [L, H] before dispatch and [H, L] after combine; router and shared experts use width H
             self.fc1_latent_proj = Linear(hidden_size, config.latent_size, ctx, kernels)
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, ctx, kernels, init="output")
         self.expert_comm = expert_comm or new_expert_comm(config, ctx, kernels)
@@ -91,7 +97,7 @@ class MoELayer(nn.Module):
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
-        """[S, B, H] -> [S, B, H]. `given_ids_TK` replays a routing (`Routing.chosen_TK`)."""
+        """[S, B, H] -> [S, B, H]. `given_ids_TK`: expert ids of an earlier routing to replay (`Routing.chosen_TK`)."""
         return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
 
     def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:
@@ -165,16 +171,17 @@ class MoELayer(nn.Module):
 
 
 def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
-    """Shared resources of the dispatchers of `--moe-token-dispatcher-type`. With all experts on one rank every kind is
-    the local dispatcher."""
+    """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
+    if every rank has all experts."""
     num_ranks = ctx.group("etp_ep").size
-    assert num_ranks == 1 or config.dispatcher in DISPATCHERS, (
-        f"dispatcher '{config.dispatcher}' over {num_ranks} ranks"
-    )
+    kind: str = "local" if num_ranks == 1 else config.dispatcher
+    if kind == "flex" and config.flex_dispatcher_backend == "deepep" and has_deepep():
+        kind = "flex with deepep"
+    assert kind == "local" or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {num_ranks} ranks"
     return ExpertComm(
         ctx,
         kernels,
-        LocalDispatcher if num_ranks == 1 else DISPATCHERS[config.dispatcher],
+        LocalDispatcher if kind == "local" else DISPATCHERS[kind],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
     )

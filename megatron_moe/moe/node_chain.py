@@ -1,9 +1,9 @@
 """Node chains: the computation of a layer as a sequence of nodes, and the functions that run them.
 
 A node maps one `LayerState` to the next. Plain execution (`run_nodes`), recompute (`recompute_nodes`), CUDA-graph
-capture (`capture_nodes`), waiting for new weights (`acquire_nodes`) and a schedule that interleaves two microbatches
-(`schedule_steps`) are functions over the same nodes, so they compose. `moe` is the lowest package that knows all types
-in a `LayerState`.
+capture (`capture_nodes`), waiting for gathered weights (`acquire_nodes`) and a schedule that interleaves two
+microbatches (`schedule_steps`) are functions over the same nodes, so they compose. The file is in `moe` because this is
+the lowest package that may import all types in a `LayerState`.
 """
 
 import itertools
@@ -41,38 +41,38 @@ because collectives are not captured."""
 
 @dataclass(frozen=True, kw_only=True)
 class LayerState:
-    """Activations between two nodes. A field is None before the node that sets it and after its last consumer, so that
-    no tensor is kept alive longer than needed."""
+    """Activations passed from node to node. A field is None before the node that sets it and after its last consumer,
+    so that no tensor is kept alive longer than needed."""
 
     hidden_SBH: Tensor = _UNSET
     """Residual stream."""
     normed_SBH: Tensor = _UNSET
     """Input of the feed-forward module."""
     discard: Scope = _NO_SCOPE
-    """Entered by consumers of `normed_SBH`: they save no copy of it if layernorm outputs are recomputed."""
+    """Context manager in which operations do not save `normed_SBH` if layernorm outputs are recomputed."""
     given_ids_TK: Tensor | None = None
-    """Expert ids to replay; None: the router selects."""
+    """Expert ids to replay; None: the router selects experts."""
     routing: Routing = _UNSET
     tokens_SBH: Tensor = _UNSET
     """Tokens to dispatch: `normed_SBH` or its latent projection."""
     pending: Any = None
-    """The dispatcher's exchange between its start and its finish."""
+    """Dispatch or combine that has been started and not yet finished."""
     rows: DispatchedTokens = _UNSET
     handle: Any = None
-    """Dispatcher state for the combine of `rows`."""
+    """State of the dispatch, which the combine of `rows` needs."""
     shared: Any = None
-    """Overlapped shared experts: activation [S, B, F] after the first matrix, output [S, B, H] after the second."""
+    """Result of overlapped shared experts so far: activation [S, B, F] after fc1, output [S, B, H] after fc2."""
     routed_TH: Tensor = _UNSET
-    """Sum of every token's expert outputs."""
+    """Sum of the expert outputs of each token."""
     out_SBH: Tensor = _UNSET
     """Output of the feed-forward module."""
     embedded_SBH: Tensor = _UNSET
-    """Multi-token prediction: embeddings of the later tokens."""
+    """Multi-token prediction: embeddings of the shifted tokens."""
     earlier: tuple[Tensor, ...] = ()
     """Multi-token prediction: hidden states of the model and of the depths before this one, each [S, B, H]."""
 
     def evolve(self, **changes: Any) -> "LayerState":
-        """Copy with changed fields, at a tenth of the host time of `dataclasses.replace`."""
+        """Returns a copy with changed fields, in a tenth of the host time of `dataclasses.replace`."""
         copy = object.__new__(LayerState)
         copy.__dict__.update(self.__dict__)
         copy.__dict__.update(changes)
@@ -84,7 +84,7 @@ EMPTY_STATE = LayerState()
 
 
 class UnitStore(Protocol):
-    """Owner of the weights; see `optim.param_store.ParamStore`."""
+    """Interface of the parameter store, which gathers weights in units; see `optim.param_store.ParamStore`."""
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]: ...
     def acquire(self, unit: str) -> None: ...
@@ -94,22 +94,22 @@ class UnitStore(Protocol):
 
 @dataclass(frozen=True)
 class Node:
-    """One part of a chain."""
+    """One step of a layer's computation in a node chain."""
 
     name: str
     slot: SlotName | None
-    """Slot of a schedule that interleaves two microbatches; None: that of the node before."""
+    """Slot of this node in a schedule that interleaves two microbatches; None: the slot of the previous node."""
     run: Callable[[Any, MicrobatchContext], Any]
-    """`run(state, mb) -> state`. The first and the last node of a pipeline stage receive and return other types."""
+    """`run(state, mb) -> state`. At the start and end of a pipeline stage the state is not a `LayerState`."""
     parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
     store: UnitStore | None = None
-    """Store from which `units` are acquired for `run`; None: the weights are never pending."""
+    """Store from which `units` are acquired before `run` and released after it; None: weights are always available."""
     units: tuple[str, ...] = ()
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
-    """The parameters of modules, and parameters themselves, for `Node.parameters`."""
+    """Parameters of the given modules plus the parameters given directly, without duplicates."""
     found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in sources if each is not None)
     return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
@@ -129,14 +129,14 @@ def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> Sta
 
 
 def acquire_nodes(nodes: Iterable[Node], store: UnitStore | None) -> tuple[Node, ...]:
-    """Nodes that acquire the units of their parameters before they run; None: the nodes as they are."""
+    """Returns nodes that acquire their parameters from `store` before they run; None: returns the nodes unchanged."""
     if store is None:
         return tuple(nodes)
     return tuple(replace(node, store=store, units=store.units_of(node.parameters)) for node in nodes)
 
 
 def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
-    """One node for a whole layer: `hidden_SBH = module(*inputs, mb)`. The hooks of the module run."""
+    """One node for a whole layer: `hidden_SBH = module(*inputs, mb)`, called such that the module's hooks run."""
 
     def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         out_SBH = module(*(getattr(state, name) for name in inputs), mb)
@@ -146,7 +146,7 @@ def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> N
 
 
 def norm_node(norm: nn.Module) -> Node:
-    """A norm of the hidden state after the last node of a layer."""
+    """Node that applies a norm to the hidden state, after the last node of a layer."""
 
     def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(hidden_SBH=norm(state.hidden_SBH))
@@ -155,16 +155,16 @@ def norm_node(norm: nn.Module) -> Node:
 
 
 class BoundNodes(NamedTuple):
-    """Consecutive nodes on one microbatch."""
+    """Consecutive nodes and the microbatch context to run them with."""
 
     nodes: Sequence[Node]
     mb: MicrobatchContext
     layer: int | None = None
-    """Position of their layer in the chunk, see `Slot.layer`."""
+    """Index of the nodes' layer in the chunk, as in `Slot.layer`."""
 
 
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
-    """Runs all nodes in order."""
+    """Runs all nodes of the chain in order."""
     for bound in chain:
         state = run_nodes(bound.nodes, state, bound.mb)
     return state
@@ -178,9 +178,9 @@ def recompute_nodes(
     inputs: Sequence[str] = ("hidden_SBH",),
     output: str = "hidden_SBH",
 ) -> Node:
-    """One node that saves only the fields `inputs` of the state and runs `nodes` again in backward.
+    """Returns one node that saves only the state fields `inputs` and recomputes `nodes` in backward.
 
-    The nodes receive no other field and set the field `output`. Later nodes do not receive `inputs`.
+    `nodes` receive no other field and set the field `output`. The new node sets the fields `inputs` to None.
     """
 
     def chain(*tensors_and_mb: Any) -> Any:
@@ -196,10 +196,10 @@ def recompute_nodes(
 
 
 def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:
-    """The chain of the layer `site` with one captured node per module of `modules` (keys of `CAPTURED_NODES`).
+    """Merges the nodes of each of `modules` (keys of `CAPTURED_NODES`) to one captured node. `site`: path of the layer.
 
-    For a microbatch with graph memory, a captured node replays its nodes as a CUDA graph, captured at the first use;
-    otherwise it runs them. Modules that the layer does not have are skipped.
+    If the microbatch has a graph instance, a captured node replays a CUDA graph of its nodes, captured at first use;
+    otherwise it runs the nodes. Modules that the layer does not have are skipped.
     """
     chain = list(nodes)
     for module in modules:
@@ -208,7 +208,7 @@ def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> t
         if first in names and last in names:
             span = slice(names.index(first), names.index(last) + 1)
             store = chain[span.start].store
-            # The captured node acquires for all of them: a graph does not contain waits for other streams.
+            # The captured node acquires the units of its nodes: a graph contains no waits for other streams.
             group = tuple(replace(node, store=None) for node in chain[span])
             parameters = _all_parameters(group)
             part = CapturedModule(
@@ -226,8 +226,8 @@ def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext
 
 
 def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
-    """The chain as steps of a schedule. Consecutive compute nodes of one slot form one step; the halves of an exchange
-    are separate steps."""
+    """Converts the chain to the steps of an overlapped schedule. Consecutive compute nodes of one slot form one step;
+    start and finish of an exchange are separate steps."""
     steps: list[Step] = []
     for nodes, mb, layer in chain:
         groups: list[tuple[SlotName, list[Node]]] = []

@@ -1,7 +1,7 @@
 """Router: selects experts for every token and computes their weights.
 
-Order: input jitter, gate projection, forced logits (benchmarks), selection with all sums over tokens in one op,
-capacity, losses, counts.
+Order of operations: input jitter, gate projection, forced logits (benchmarks), selection (one op, which also computes
+all sums over tokens), capacity, losses, counts.
 """
 
 from dataclasses import replace
@@ -51,10 +51,10 @@ class ExpertSelection:
 
         Args:
             given_ids_TK: ids to use instead of selecting.
-            thresholds_E: of quantile balancing.
-            balance: in training, where Sinkhorn balances the experts.
-            balance_sets: see `Kernels.route`; 0: no sums for balancing losses.
-            z: with the sum of the z loss.
+            thresholds_E: thresholds of quantile balancing, subtracted from the logits for the selection.
+            balance: True in training, where Sinkhorn routing selects by the balanced matrix.
+            balance_sets: number of sets of tokens with their own balancing sums (`Kernels.route`); 0: no sums.
+            z: whether to compute the sum for the z loss.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -72,7 +72,7 @@ class ExpertSelection:
         )
 
     def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """Every expert selects as many tokens as its capacity."""
+        """Every expert selects tokens up to its capacity (expert choice)."""
         config = self.config
         factor = 1.0 if self.capacity is None else self.capacity.factor
         capacity = routing_methods.expert_capacity(len(logits_TE), config.topk, config.num_experts, factor)
@@ -83,7 +83,7 @@ class ExpertSelection:
         )
 
     def limit(self, routing: Routing) -> Routing:
-        """Drops choices beyond the capacity of their expert, if there is one."""
+        """Drops the choices that exceed the capacity of their expert; does nothing without a capacity limit."""
         config, ids_TK, probs_TK = self.capacity, routing.ids_TK, routing.probs_TK
         if config is None:
             return routing
@@ -106,7 +106,7 @@ class Router(nn.Module):
 
     Parameters: `weight` [E, H], and `bias` [E] if configured. fp32 buffers, saved with the model: `expert_bias` [E]
     (aux-loss-free balancing, arXiv 2408.15664) and `quantile_thresholds` [E], each only if its method is enabled.
-    Statistics between two updates are not saved, because checkpoints are written between global batches.
+    Statistics accumulated between two updates are not saved, because checkpoints are written between global batches.
     """
 
     weight: Parameter
@@ -129,7 +129,7 @@ class Router(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.selection = ExpertSelection(config, capacity, kernels)
-        """May be replaced by one that selects and limits parts of the tokens separately."""
+        """Can be replaced by a subclass, for example one that selects for several parts of the tokens separately."""
         num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
         partial = ctx.config.sequence_parallel
@@ -151,19 +151,19 @@ class Router(nn.Module):
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """Token counts of the global loss by microbatch, kept by a forward without gradients for its recomputation."""
+        """Token counts for global_aux_loss by microbatch: the forward stores them for its recomputation in backward."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
         self.register_buffer(name, value, persistent=saved)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
-        """hidden [S, B, H] -> where its T = S * B tokens go, t = s * B + b.
+        """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
-        `given_ids_TK` replays a selection (an earlier `Routing.chosen_TK`) with the current weights. In training,
-        losses enter the gradient and choices are counted where gradients are enabled; metrics are recorded where
-        `meta.metrics` is set. A recomputed forward has metrics in its first pass and gradients in its second, so each
-        happens once.
+        `given_ids_TK` replays a selection (an earlier `Routing.chosen_TK`) with probabilities of the current logits. In
+        training, losses are attached and choices counted if gradients are enabled, and metrics are recorded if
+        `mb.metrics` is set. With recompute the first forward has only metrics and the second only gradients, so nothing
+        is counted twice.
         """
         recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
@@ -202,8 +202,8 @@ class Router(nn.Module):
         return routing
 
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
-        """Logits [T, E]. Forward and backward multiply in their dtype; hidden states and weight are saved in their own
-        dtype."""
+        """Logits [T, E]. The GEMMs of forward and backward run in the dtype of the logits; hidden states and weight are
+        saved in their original dtypes."""
         config, eps = self.config, self.config.input_jitter_eps
         if eps and (key := mb.key("router jitter", self.layer)) is not None:
             # samples of U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961)
@@ -226,11 +226,11 @@ class Router(nn.Module):
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
     def draw(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
-        """Forced logits [T, E] for benchmarks whose load must not depend on the weights.
+        """Random logits [T, E] for benchmarks, so that the expert load does not depend on the weights.
 
         N(0, 1) noise that differs between tokens, microbatches and layers, drawn in fp32 so that fp64 runs use the same
-        values. `force_biased` adds a sample of N(0, |std|) per expert, for a load of known imbalance. It is common to
-        all ranks: redrawn every step, or fixed for the run if std is negative.
+        values. `force_biased` adds a sample of N(0, |std|) per expert, for a load of known imbalance. This sample is
+        the same on all ranks. It is redrawn every step, or fixed for the run if std is negative.
         """
         num_experts, std, device = self.config.num_experts, self.config.force_biased, self.ctx.device
         dtype, part = self._logits_dtype(dtype), sequence_part(self.ctx)
@@ -263,7 +263,7 @@ class Router(nn.Module):
         return made
 
     def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], mb: MicrobatchContext) -> Routing:
-        """Records the losses and attaches them to the gradient of the probabilities."""
+        """Records the losses as metrics and attaches their gradients to the probabilities."""
         if not made:
             return routing
         names, losses, coeffs = zip(*made, strict=True)
@@ -285,7 +285,7 @@ class Router(nn.Module):
             counts_E = self.global_counts + losses.counts_over(self.ctx.group("tp_dp_cp"))
             self.global_counts.copy_(counts_E)
             if not torch.is_grad_enabled():
-                # in the recomputed forward other microbatches or depths have been counted, in another order
+                # by the recomputed forward, global_counts also includes later microbatches and MTP depths
                 self.counts_ahead[mb.rng] = counts_E
         return losses.with_shares_of(counts_E)
 
@@ -307,11 +307,11 @@ class Router(nn.Module):
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()
             record_drops(metrics, self.layer, num_tokens - met_T.sum(), num_tokens)
-        asked_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
+        requested_E, dropless = routing.counts_E, routing.map_TE is None and self.capacity is None
         if routing.chosen_TK is not None and not dropless:
-            asked_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
-            record_drops(metrics, self.layer, (asked_E - routing.counts_E).sum(), asked_E.sum())
-        record_load(metrics, self.layer, asked_E, self.ctx.group("tp_cp"), dropless=dropless)
+            requested_E = self.kernels.count_tokens(routing.chosen_TK, self.config.num_experts)
+            record_drops(metrics, self.layer, (requested_E - routing.counts_E).sum(), requested_E.sum())
+        record_load(metrics, self.layer, requested_E, self.ctx.group("tp_cp"), dropless=dropless)
 
     def record_bias(self, metrics: MetricAccumulator) -> None:
         """Records max - min of the expert bias as moe/expert_bias_range, once per step."""
@@ -320,7 +320,7 @@ class Router(nn.Module):
             metrics.record("moe/expert_bias_range", spread, layer=self.layer)
 
     def batch_sums(self) -> Tensor:
-        """Statistics since the last update, to be summed over ranks: fp64 [n], n may be 0."""
+        """Statistics since the last update, to be summed over ranks: fp64 [n]; n is 0 if the router has none."""
         parts: list[Tensor] = []
         if self.expert_bias is not None:
             parts.append(self.tokens_since_update.double())
@@ -330,7 +330,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """Updates expert bias and thresholds from the summed statistics unless `proceed` is False; resets them."""
+        """Updates expert bias and thresholds from `sums` unless `proceed` is False, then resets the statistics."""
         num_experts = self.config.num_experts
         if self.expert_bias is not None:
             tokens_E, sums = sums[:num_experts], sums[num_experts:]
@@ -356,20 +356,20 @@ class Router(nn.Module):
 def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
     """Asserts combinations that the flag checks already reject with an explanation."""
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
-    assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} with {config.aux_loss_coeffs}"
-    assert not config.expert_bias or config.score_function != "softmax", "expert bias with softmax scores"
+    assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} and {config.aux_loss_coeffs}"
+    assert not config.expert_bias or config.score_function != "softmax", "softmax scores do not support expert bias"
     for kind in ("sinkhorn", "quantile_balancing", "expert_choice"):
         alone = config.balancing == (kind,) and not config.aux_loss_coeffs[0] and not config.expert_bias
-        assert kind not in config.balancing or alone, f"{kind} goes with no other balancing: {config}"
-        assert kind not in config.balancing or not config.group_topk, f"{kind} knows no expert groups: {config}"
+        assert kind not in config.balancing or alone, f"{kind} excludes other balancing: {config}"
+        assert kind not in config.balancing or not config.group_topk, f"{kind} does not support groups: {config}"
     unlimited = {"sinkhorn", "quantile_balancing"} & set(config.balancing)
-    assert not unlimited or capacity is None, f"{unlimited} goes with no capacity: {capacity}"
+    assert not unlimited or capacity is None, f"{unlimited} does not support a capacity: {capacity}"
     if "quantile_balancing" in config.balancing:
-        assert config.topk < config.num_experts, f"quantile balancing needs an expert that is not chosen: {config}"
+        assert config.topk < config.num_experts, f"quantile balancing needs topk < num_experts: {config}"
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Replaces the logits; the gradient passes through to them, so that the gate has a backward."""
+    """Straight-through estimator: forward returns the replacement, backward passes the gradient to the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, replacement_TE: Tensor) -> Tensor:

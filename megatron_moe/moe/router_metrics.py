@@ -1,4 +1,4 @@
-"""Load metrics of a router per layer, recorded on the device in every training step."""
+"""Expert load metrics of the router of each layer, recorded on the device in every training step."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from megatron_moe.parallel.context import ProcessGroup
 def record_load(
     metrics: MetricAccumulator, layer: int, counts_E: Tensor, group: ProcessGroup, *, dropless: bool = False
 ) -> None:
-    """Records the load balance of one microbatch, which the ranks of `group` share. `counts_E`: choices per expert on
-    this rank before dropping. `dropless`: no choice was dropped.
+    """Records the load balance of one microbatch, which is split over the ranks of `group`. `counts_E`: number of
+    choices per expert on this rank before dropping. `dropless`: True if the router never drops choices.
 
     moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664)
-    moe/load_entropy       entropy of the load shares / log E: 1 if even, 0 if all tokens choose one expert
+    moe/load_entropy       entropy of the load fractions / log E: 1 if even, 0 if all tokens choose one expert
     moe/dead_experts       number of experts without tokens
-    moe/tokens_per_expert  [E], summed over microbatches and ranks
-    moe/dropped_tokens     0 with `dropless`; otherwise see `record_drops`
+    moe/tokens_per_expert  number of tokens of each expert [E], summed over microbatches and ranks
+    moe/dropped_tokens     0 with `dropless`; otherwise recorded by `record_drops`
     """
     metrics.collect("moe/load", layer, counts_E, _Loads(group, dropless))
 
@@ -37,7 +37,7 @@ class _Loads:
         loads_nE = all_reduce_(counts_nE.clone(), self.group).double()
         shares_nE = loads_nE / loads_nE.sum(dim=1, keepdim=True).clamp(min=1)
         num_experts = counts_nE.shape[1]
-        # 0 log 0 = 0
+        # the clamp makes 0 log 0 = 0
         entropy_n = -(shares_nE * shares_nE.clamp(min=1e-300).log()).sum(dim=1) / math.log(max(num_experts, 2))
         violation_n = (shares_nE.amax(dim=1) * num_experts - 1).clamp(min=0)
         dead_n = (loads_nE == 0).sum(dim=1)
@@ -55,5 +55,5 @@ class _Loads:
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
-    """Records the fraction of dropped choices (with expert choice: of tokens without expert) as moe/dropped_tokens."""
+    """Records moe/dropped_tokens, the fraction of dropped choices (for expert choice: of tokens without an expert)."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)

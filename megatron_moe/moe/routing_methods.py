@@ -1,6 +1,6 @@
 """Sinkhorn routing, quantile balancing, expert choice, and expert capacity.
 
-These methods consider all tokens of a microbatch at once. None of them synchronises with the host.
+These methods consider all tokens of a microbatch at once. None of them synchronises host and device.
 """
 
 import math
@@ -16,9 +16,9 @@ from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
 
 SINKHORN_TOLERANCE = 1e-4
-"""Tolerance on the mean change of the expert scales between two iterations (Megatron's)."""
+"""Megatron's tolerance on the mean change of the expert scales between two iterations."""
 SINKHORN_ITERATIONS = 64
-"""Fixed number of iterations; values are frozen once the tolerance is met, which avoids a host synchronisation."""
+"""Fixed number of iterations, to avoid a host synchronisation; the scales are frozen once the tolerance is met."""
 _SINKHORN_EPS = 1e-8
 
 
@@ -28,9 +28,9 @@ _SINKHORN_EPS = 1e-8
 def sinkhorn_choice(
     logits_TE: Tensor, topk: int, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
 ) -> tuple[Tensor, Tensor]:
-    """(ids_TK, probs_TK): selected by the balanced matrix in training (`balance`), by the probabilities otherwise.
+    """Returns (ids_TK, probs_TK), selected by the balanced matrix if `balance` (training), else by probability.
 
-    The weight of a choice is sigmoid(logit) for k = 1 and otherwise its softmax over all experts, not normalised again.
+    The probability of a choice is sigmoid(logit) for K = 1, otherwise the softmax over all experts, not renormalised.
     """
     wide_TE = logits_TE.to(internal_dtype(logits_TE.dtype))
     weights_TE = wide_TE.sigmoid() if topk == 1 else wide_TE.softmax(dim=-1)
@@ -42,11 +42,11 @@ def sinkhorn_choice(
 
 
 def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
-    """exp(logits) with rows and columns scaled in turn until rows sum to 1 / T and columns to 1 / E -> [T, E].
+    """Scales rows and columns of exp(logits) in turn until rows sum to 1 / T and columns to 1 / E; returns [T, E].
 
     Rows of padding tokens (`valid_T` False) are zero.
     """
-    # A factor per row is absorbed by the row scale; subtracting the maximum keeps exp finite.
+    # Subtracting the row maximum keeps exp finite; the row scale cancels this factor.
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp()
     if valid_T is not None:
         cost_TE = cost_TE * valid_T[:, None]
@@ -71,7 +71,7 @@ def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 def quantile_thresholds(
     logits_TE: Tensor, thresholds_E: Tensor, topk: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(thresholds_E, has_tokens): the thresholds that would have balanced these tokens, in fp64.
+    """Returns (thresholds_E, has_tokens): fp64 thresholds that would have balanced the expert load of these tokens.
 
     The margin of a token is the (K + 1)-th largest of logits - thresholds. With n = floor(tokens * K / E), the
     threshold of an expert is the (n + 1)-th largest of logits - margin. Without valid tokens the thresholds are 0 and
@@ -92,10 +92,10 @@ def quantile_thresholds(
 
 
 def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    """Gathers logits and validity over `group`, whose ranks share a microbatch; no gradient."""
+    """All-gathers logits and padding mask over `group`, whose ranks share a microbatch; not differentiable."""
     if group.size == 1:
         return logits_TE, valid_T
-    # tp x cp: T * E logits and T bytes per layer and microbatch, for quantile balancing alone
+    # tp x cp: T * E logits and T bytes per layer and microbatch, only for quantile balancing
     everyone = AllGather(group)
     whole_TE = run(everyone, logits_TE.detach())
     return whole_TE, None if valid_T is None else run(everyone, valid_T.to(torch.uint8)).bool()
@@ -107,11 +107,11 @@ def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGr
 def expert_choice(
     logits_TE: Tensor, config: RouterConfig, capacity: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(map_TE, probs_TE): every expert selects its `capacity` tokens with the highest scores.
+    """Returns (map_TE, probs_TE): every expert selects the `capacity` tokens with the highest scores for it.
 
     S = softmax(X W) over the experts (or sigmoid and sqrtsoftplus scores normalised to sum to 1 per token); expert e
-    takes the top `capacity` of column e, ties to the earliest token, with weights S[t, e] (section 3.2 of the paper:
-    G, I = TopK(S^T, k)). A token may be selected by any number of experts; weights are not normalised again.
+    selects the top `capacity` tokens of column e (the earlier token wins ties) with weights S[t, e] (section 3.2 of the
+    paper: G, I = TopK(S^T, k)). Any number of experts may select a token; weights are not renormalised.
     """
     scores_TE = balance_scores(logits_TE, config)
     ranking_TE = scores_TE.detach()
@@ -128,16 +128,16 @@ def expert_choice(
 
 
 def _num_valid(valid_T: Tensor | None, like_TE: Tensor) -> Tensor:
-    """Number of valid tokens, a device scalar."""
+    """Number of valid tokens, a scalar on the device in the dtype of `like_TE`."""
     if valid_T is None:
         return like_TE.new_full((), len(like_TE))
     return valid_T.sum().to(like_TE.dtype)
 
 
 def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Most tokens of one expert: ceil(factor * T * K / E), at most T (GShard, arXiv 2006.16668).
+    """Maximum number of tokens per expert: ceil(factor * T * K / E), at most T (GShard, arXiv 2006.16668).
 
-    The limit is per rank and microbatch. It counts padding tokens, because it sizes buffers and the host must know it.
+    The limit is per rank and microbatch. T includes padding tokens, because the limit sizes buffers on the host.
     """
     return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
 
@@ -145,17 +145,16 @@ def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float)
 def within_capacity(
     ids_TK: Tensor, probs_TK: Tensor, counts_E: Tensor, capacity: int, policy: Literal["probs", "position"]
 ) -> Tensor:
-    """Mask of the choices within the experts' capacity: bool [T, K], False where the id is -1.
+    """Mask of the choices that are within their expert's capacity: bool [T, K], False where the id is -1.
 
-    Every expert keeps the `capacity` choices of the highest weight (of equal ones the earliest token), or those of the
-    earliest tokens. `counts_E` [E] are the choices per expert. Dropped choices get the id -1 and the weight 0; the
-    other weights are not normalised again.
+    Every expert keeps its `capacity` choices with the highest probability ("probs"; the earlier token wins ties) or of
+    the earliest tokens ("position"). `counts_E` [E]: number of choices per expert.
     """
     experts = torch.where(ids_TK < 0, len(counts_E), ids_TK).flatten()
     order = torch.arange(len(experts), device=experts.device)
     if policy == "probs":
         order = probs_TK.detach().flatten().sort(descending=True, stable=True).indices
-    # a stable sort by expert keeps the order of priority inside every expert
+    # a stable sort by expert keeps the priority order within each expert
     order = order[experts[order].sort(stable=True).indices]
     starts_E = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
     place = torch.arange(len(order), device=order.device) - starts_E[experts[order]]

@@ -1,4 +1,4 @@
-"""Shared experts: an ordinary gated MLP that every token visits (DeepSeekMoE, arXiv 2401.06066 section 3.2)."""
+"""Shared experts: an MLP that processes every token (DeepSeekMoE, arXiv 2401.06066 section 3.2)."""
 
 from torch import Tensor, nn
 
@@ -12,9 +12,9 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
 class SharedExperts(nn.Module):
-    """fc2(act(fc1(x))), times sigmoid(x w^T) per token when gated (Qwen2-MoE).
+    """Computes fc2(act(fc1(x))), multiplied by sigmoid(x w^T) per token if `config.gate` (Qwen2-MoE).
 
-    Several shared experts are one MLP of their joint width. Parameters: `linear_fc1.weight` [F or 2F, H] with the
+    Several shared experts are one MLP with their total ffn size. Parameters: `linear_fc1.weight` [F or 2F, H] with the
     gate's rows first, `linear_fc2.weight` [H, F], and `gate_weight` [1, H].
     """
 
@@ -42,7 +42,7 @@ class SharedExperts(nn.Module):
         return self.kernels.activation(self.linear_fc1(hidden), None, self.activation)
 
     def second(self, act: Tensor, hidden: Tensor) -> Tensor:
-        """What is left to do: [..., F] and [..., H] -> [..., H]"""
+        """fc2(act), multiplied by the gate of `hidden` if configured: [..., F] and [..., H] -> [..., H]"""
         out: Tensor = self.linear_fc2(act)
         if self.gate_weight is None:
             return out

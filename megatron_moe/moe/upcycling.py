@@ -26,14 +26,14 @@ class Upcycled:
     weights: dict[str, Tensor]
     """Weights by name within the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
-    """Reason why the output differs from the dense MLP's, for a warning; None: equal up to rounding."""
+    """Reason why the output differs from that of the dense MLP, for a warning; None: equal up to rounding."""
 
 
 def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: MoEConfig) -> Upcycled:
     """Converts a dense MLP into the MoE layer of `config`.
 
-    dense: linear_fc1.weight [fan * g * F, H] (gate rows first), linear_fc2.weight [H, g * F], and biases if the
-    experts have them. router: newly initialised weight [E, H] and optional bias [E]. Dtypes are kept. Raises
+    dense: linear_fc1.weight [fan * g * F, H] (gate rows first), linear_fc2.weight [H, g * F], and biases if the experts
+    have them. router: newly initialised weight [E, H] and optional bias [E]. Dtypes do not change. Raises
     CheckpointProblem if the sizes do not fit.
     """
     granularity = _granularity(dense, config)
@@ -58,8 +58,7 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
 
 
 def expected_weight_sum(router: RouterConfig) -> float:
-    """Sum of the K probabilities of a token: a constant if they are normalised, else its value for logits that are all
-    0."""
+    """Sum of a token's K probabilities: a constant if they are normalised, otherwise the sum for all-zero logits."""
     even = router.topk / router.num_experts
     if "sinkhorn" in router.balancing:
         return even if router.topk > 1 else 0.5
@@ -72,7 +71,7 @@ def expected_weight_sum(router: RouterConfig) -> float:
 
 
 def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
-    """Reason why an upcycled layer differs from the dense MLP; None if it does not."""
+    """Reason why the output of an upcycled layer differs from that of the dense MLP; None if they are equal."""
     router = config.router
     for kind in ("sinkhorn", "expert_choice"):
         if kind in router.balancing:
@@ -82,7 +81,7 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
     if router.score_function != "softmax" and router.topk == 1:
         return f"with top-1 the {router.score_function} score is not normalised"
     if router.topk % granularity:
-        return f"top-{router.topk} does not take whole virtual groups of {granularity} experts"
+        return f"top-{router.topk} does not select whole virtual groups of {granularity} experts"
     if router.group_topk and router.num_groups and router.num_experts // router.num_groups % granularity:
         return f"expert groups of {router.num_experts // router.num_groups} cut virtual groups of {granularity} experts"
     if config.capacity is not None:
@@ -91,7 +90,7 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
 
 
 def _granularity(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
-    """Number of slices per dense MLP; raises CheckpointProblem if a size does not fit."""
+    """Number of expert slices per dense MLP. Raises CheckpointProblem if the sizes do not fit."""
     experts = config.experts
     expected = {"linear_fc1.weight", "linear_fc2.weight"}
     if experts.bias:

@@ -9,7 +9,7 @@ from megatron_moe.optim.state import MomentSpec, StepScalars, UpdateOperands
 
 
 class AdamW:
-    """Elementwise update with decoupled weight decay (`UpdateRule`)."""
+    """AdamW update rule: elementwise, with decoupled weight decay."""
 
     alignment: OwnerAlignment = "element"
 
@@ -21,7 +21,7 @@ class AdamW:
         )
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        """See `UpdateRule`."""
+        """Implements `UpdateRule.step`."""
         key, stored, weights = operands.key, operands.stored, operands.weights
         step = AdamWStep(
             lr=scalars.decoupled_lr if key.decoupled_lr and scalars.decoupled_lr is not None else scalars.lr,

@@ -16,12 +16,12 @@ def gradient_norms(
 ) -> dict[str, Tensor]:
     """L2 norms of the finished gradients, scalars in promote(fp32, accumulation dtype).
 
-    "all" is the true norm: every element of the model counts once. Its parts are "experts", "router" (gate matrices)
-    and "dense" (everything else). A non-finite element anywhere makes "all" non-finite on every rank.
+    "all" is the norm of all elements of the model, each counted once; "experts", "router" (gate matrices) and "dense"
+    (everything else) are norms of its parts. A non-finite element anywhere makes "all" non-finite on every rank.
 
     Args:
-        nonfinite: bool scalar of this rank (`Optimizer.nonfinite`). It is summed over ranks in the same collective;
-            "nonfinite" of the result is above zero where any rank has set it.
+        nonfinite: bool scalar of this rank (`Optimizer.nonfinite`). It is summed over ranks in the same collective; the
+            entry "nonfinite" of the result is above zero if any rank has set it.
     """
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
@@ -37,30 +37,30 @@ def gradient_norms(
 
 
 def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
-    """Buffers whose owned ranges this rank counts: all buffers if the rank owns the whole model."""
+    """Yields the buffers whose owned ranges this rank includes in norms; all buffers if it owns the whole model."""
     for buffer in buffers.buffers:
         if buffers.whole or buffer.counts:
             yield buffer
 
 
 def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Sums per-rank counts over the world in place, so that every element of the model counts once.
+    """Adds up sums over `counted` buffers over the world, in place, so that every element of the model counts once.
 
-    No-op on ranks that own the whole model: their values are bitwise equal. Otherwise one collective gives all ranks
-    the same bits, so all clip by the same factor.
+    No-op if every rank owns the whole model, since the values are then bitwise equal already. Otherwise one collective
+    returns the same bits on all ranks, so all ranks clip by the same factor.
     """
     return sums if buffers.whole else all_reduce_(sums, context.group("world"))
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
-    """clip / (norm + 1e-6) where that is below 1, else 1; always 1 when `clip_grad` is 0. A scalar on the device."""
+    """Clip factor min(1, clip_grad / (norm + 1e-6)), or 1 if `clip_grad` is 0. A scalar on the device."""
     if clip_grad == 0.0:
         return torch.ones_like(norm)
     return (clip_grad / (norm + 1e-6)).clamp(max=1.0)
 
 
 def count_zeros(buffers: GradBuffers) -> Tensor:
-    """Elements of the finished gradients that are exactly zero, int64 scalar on the device."""
+    """Number of elements of the finished gradients that are exactly zero, int64 scalar on the device."""
     zeros = torch.zeros((), dtype=torch.int64, device=buffers.device)
     for buffer in counted(buffers):
         for (start, end), grads in zip(buffer.owned, buffer.owned_parts(buffer.grads), strict=True):

@@ -1,8 +1,8 @@
-"""Optimizer state in host memory: stepped on the CPU, or copied to the device for the step.
+"""Optimizer state in host memory, either stepped on the CPU or streamed to the device for the step.
 
-Results are identical to those of state on the device. State that the CPU steps never leaves the host: gradients are
-copied to the host and new weights to the device. Streamed state is copied to the device chunk by chunk, updated there
-under the step's device flags, and copied back, without a host synchronisation.
+Results are identical to steps with state in device memory. State that is stepped on the CPU stays in host memory:
+gradients are copied to the host and new weights to the device. Streamed state is copied to the device chunk by chunk,
+updated there under the step's device flags, and copied back, without a host synchronisation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from megatron_moe.optim.state import OptimizerState, StepScalars, StoredState, U
 from megatron_moe.parallel.streams import Event, HostCopies
 
 _HOST_CHUNK = 1 << 20
-"""Elements that are copied and stepped at a time: few enough for the host's caches."""
+"""Number of elements that are copied and stepped at a time, small enough for the CPU caches."""
 Chunk = tuple[OptimizerState, int, int]
-"""(state, first element, end)."""
+"""(state, start, end), in elements of the state."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _OffloadedStep:
     rule: UpdateRule
     config: OptimizerOffloadConfig
     kernels: Kernels
-    """Kernels of the device; a device that is a CPU also steps host states with them."""
+    """Kernels of the device; if the device is a CPU, they also step host states."""
     copies: HostCopies
 
 
@@ -38,9 +38,9 @@ class _OffloadedStep:
 class CPUStep(_OffloadedStep):
     """Steps states on the CPU.
 
-    The host blocks until gradients, clip factor and the flag `proceed` have been copied, and returns if the step is
-    rejected. The device's compute stream waits only for the new weights. With `overlap` the gradients of the next chunk
-    and the weights of the last one are copied while the CPU steps a chunk.
+    The host blocks for the copies of clip factor and flag `proceed`, returns if the step is rejected, and then blocks
+    for the gradients of each chunk. The device's compute stream waits only for the new weights. With
+    `overlap_cpu_optimizer_d2h_h2d`, copies of the next gradients and previous weights overlap with the step of a chunk.
     """
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class CPUStep(_OffloadedStep):
                 loaded.append(self._load(number + 1, chunks))
             self.copies.synchronize(loaded[number])
             if number >= 2:
-                self.copies.synchronize(stored[number - 2])  # it reads the buffer of this chunk
+                self.copies.synchronize(stored[number - 2])  # this copy reads the buffer that the step writes
             self._step(on_host, state, start, end, number % 2)
             device = state.weights[start:end]
             stored.append(self.copies.to_device(device, _view(self._weights[number % 2], device), begin))
@@ -85,7 +85,7 @@ class CPUStep(_OffloadedStep):
             scalars.nonfinite.fill_(True)
 
     def _copy_scalars(self, scalars: StepScalars) -> StepScalars:
-        """Copies the step's scalars to the host and blocks until they have arrived. The clip factor keeps its dtype."""
+        """Copies the step's scalars to the host and blocks until this is done. The clip factor keeps its dtype."""
         on_device = (scalars.step, scalars.grad_scale, scalars.proceed, scalars.nonfinite)
         stacked = torch.stack([each.double() for each in on_device])
         self.copies.synchronize(self.copies.to_host(self._scalars, stacked))
@@ -124,7 +124,7 @@ class StreamedStep(_OffloadedStep):
         for number in range(len(chunks) + 1):
             if number >= 2:
                 self.copies.wait(stored[number - 2])
-                del loaded[number - 2]  # frees its memory
+                del loaded[number - 2]  # frees the device memory of the chunk
             if number < len(chunks):
                 loaded[number] = self._load(*chunks[number])
             if number > 0:
@@ -169,5 +169,5 @@ def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequ
 
 
 def _view(buffer: Tensor, like: Tensor) -> Tensor:
-    """Prefix of a host buffer with the size and dtype of another tensor."""
+    """View of the beginning of a buffer with the size and dtype of `like`."""
     return buffer.view(torch.uint8)[: like.nbytes].view(like.dtype)

@@ -2,8 +2,8 @@
 
 The step can overlap with the next forward (`Optimizer.step_in_forward`), because the update is bound by memory
 bandwidth and the forward mostly by compute. Buckets are stepped on a side stream in the order in which the forward
-reads the weights, and each node of the forward acquires its own unit. Results are identical. A backward writes only
-gradients of parameters whose forward has waited for the update that reads them.
+reads the weights, and each node of the forward acquires (waits for) the unit of its parameters. Results are identical.
+A backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from megatron_moe.parallel.streams import Streams, make_host_copies, make_stream
 
 @dataclass(frozen=True)
 class StateRange:
-    """The elements of one kind of state of one parameter that this rank owns."""
+    """Elements that this rank owns of one parameter's state of one kind (master weights or a moment)."""
 
     name: str
     """Global name of the parameter."""
@@ -38,21 +38,21 @@ class StateRange:
     start: int
     """First element in this rank's part of the parameter, in row-major order."""
     data: Tensor
-    """[n] in fp32 (fp64 in fp64 runs): the state, or a copy in host memory if its format is another. Values copied into
-    it take effect with `weights_from_masters`."""
+    """[n] in fp32 (fp64 in fp64 runs): the state, or a host copy if the state has another format. Values written to it
+    take effect in `weights_from_masters`."""
 
     @property
     def whole(self) -> Tensor:
-        """In the parameter's shape, for a rank that owns all of it."""
+        """`data` in the parameter's shape; only if this rank owns the whole parameter."""
         return self.data.view(self.parameter.shape)
 
 
 class Optimizer:
-    """Steps the ranges of the buffers that this rank owns. Master weights start as the weights at construction.
+    """Steps the ranges of the buffers that this rank owns. The constructor copies the weights to the master weights.
 
     Args:
-        precision: formats of master weights and moments. Their memory is chosen by the buffers' `OptimizerConfig`.
-        rule: None: AdamW.
+        precision: formats of master weights and moments. The buffers' `OptimizerConfig` selects device or host memory.
+        rule: update rule; None: AdamW.
     """
 
     def __init__(self, buffers: GradBuffers, precision: PrecisionConfig, rule: UpdateRule | None = None) -> None:
@@ -61,9 +61,9 @@ class Optimizer:
         self.rule = rule or AdamW(self.config, precision)
         self._host_copies = make_host_copies(buffers.device)
         self.step_count = torch.zeros((), dtype=torch.int64, device=buffers.device)
-        """Updates applied so far, on the device."""
+        """Number of updates applied so far, a scalar on the device."""
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=buffers.device)
-        """True once an update has stored a weight or moment that is not finite, on this rank. Never reset."""
+        """Device flag: True once an update on this rank has stored a non-finite weight or moment. Never reset."""
         offload = self.config.offload
         self.states = tuple(
             state
@@ -74,23 +74,23 @@ class Optimizer:
         assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
-        """State in other formats that `named_state` last returned."""
+        """(state, kind, fp32 copy) of the state in other formats that `named_state` returned last."""
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
         self.store = ParamStore(buffers)
         self._gather_in_forward = False
         self._streams: Streams | None = None
-        """Streams of a step that overlaps with the next forward."""
+        """Streams of a step that overlaps with the next forward; None: the step does not overlap."""
         self._buckets: list[list[UpdateOperands]] = []
         """Owned ranges of every bucket in forward order, for the overlapped step."""
         self._scalars: StepScalars | None = None
-        """Kept alive while the optimizer stream may read them."""
+        """Scalars of the last overlapped step, referenced because the optimizer stream may still read them."""
 
     def step_in_forward(self, model: AcquiringModel) -> None:
-        """Makes `step` return while updates are pending and nodes of `model` acquire their parameters.
+        """Enables the overlapped step: `step` returns while updates are pending, and nodes of `model` wait for them.
 
-        Other readers of weights or state, and other writers of gradients, must call `finish_gather` first.
+        Other code must call `finish_gather` before it reads weights or state or writes gradients.
         """
         assert all(state.home == "device" for state in self.states), "state in host memory is not stepped on a stream"
         for number, index in forward_order(self.buffers.layout):
@@ -104,12 +104,12 @@ class Optimizer:
         model.acquire_from(self.store)
 
     def gather_in_forward(self, model: AcquiringModel) -> None:
-        """Makes `step` return while weights are being gathered and nodes of `model` acquire their parameters.
+        """Enables overlapped gathers: `step` returns while weights are gathered, and nodes of `model` wait for them.
 
-        Other readers of weights must call `finish_gather` first.
+        Other code must call `finish_gather` before it reads weights.
         """
         assert self.buffers.data_parallel.use_distributed_optimizer, "only a sharded optimizer gathers weights"
-        if self.store.gathers:  # otherwise nodes would acquire units that are never pending
+        if self.store.gathers:  # otherwise no unit is ever pending
             model.acquire_from(self.store)
         self._gather_in_forward = True
 
@@ -121,13 +121,13 @@ class Optimizer:
     def step(
         self, *, lr: float, weight_decay: float, grad_scale: Tensor, proceed: Tensor, decoupled_lr: float | None = None
     ) -> None:
-        """One update from the finished gradients.
+        """Applies one update with the finished gradients.
 
         Args:
             grad_scale: scalar on the device that multiplies every gradient (the clip factor).
-            proceed: bool scalar on the device. False: weights, moments and step count keep their bits, whatever the
-                gradients hold.
-            decoupled_lr: learning rate of embedding and head if it is decoupled.
+            proceed: bool scalar on the device. False: weights, moments and step count stay bitwise unchanged, even if
+                gradients are not finite.
+            decoupled_lr: learning rate of embedding and head; None: not decoupled.
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
@@ -149,7 +149,7 @@ class Optimizer:
             self.finish_gather()
 
     def _start_overlapped(self, scalars: StepScalars, streams: Streams) -> None:
-        """Launches the update of all buckets on the optimizer stream. Those of the last update have been acquired."""
+        """Launches the updates of all buckets on the optimizer stream. No bucket may be pending."""
         self._scalars = scalars
         with streams.fork("optimizer"):
             for number, bucket in enumerate(self._buckets):
@@ -158,8 +158,8 @@ class Optimizer:
                 self.store.write_back(number, streams)
 
     def weights_from_masters(self) -> None:
-        """Stores the values copied into `named_state` and rounds the master weights to the parameters of all ranks.
-        No-op if the parameters are the masters of one rank."""
+        """Stores the values that were written to the data of `named_state`, rounds the master weights to the parameters
+        and gathers the parameters on all ranks."""
         self.finish_gather()
         self._host_copies.synchronize_all()
         for state, kind, numbers in self._copies:
@@ -171,7 +171,7 @@ class Optimizer:
         self.finish_gather()
 
     def masters_from_weights(self) -> None:
-        """Takes new weights (initialised, or loaded without optimizer state) as master weights."""
+        """Sets the master weights from the weights, after these were initialised or loaded without optimizer state."""
         self.finish_gather()
         self._host_copies.synchronize_all()
         self._copies = []
@@ -179,9 +179,9 @@ class Optimizer:
             state.master_from_weights()
 
     def named_state(self) -> Iterator[StateRange]:
-        """All state that this rank owns except `step_count`, in fp32 (fp64 in fp64 runs) whatever its format.
+        """Yields all state that this rank owns except `step_count`, in fp32 (fp64 in fp64 runs) for any format.
 
-        Copying into the data restores the state; `weights_from_masters` must be called afterwards.
+        To restore state, copy it into `StateRange.data`, then call `weights_from_masters`.
         """
         self.finish_gather()
         self._host_copies.synchronize_all()
@@ -204,7 +204,7 @@ class Optimizer:
         return numbers
 
     def params_norm(self) -> Tensor:
-        """L2 norm of the master weights, every element of the model once. A scalar on the device."""
+        """L2 norm of the master weights of the whole model, each element counted once. A scalar on the device."""
         self.finish_gather()
         if any(state.home != "device" for state in self.states):
             self._host_copies.synchronize_all()
@@ -219,10 +219,10 @@ class Optimizer:
 
 
 def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
-    """Checks that the ranks together own every element of the model once.
+    """Checks that the ranks together own every element of the model exactly once. Collective over the world.
 
-    All ranks call it together. Norms and checkpoints contain the elements that ranks count, and the optimizer steps
-    those they own. `elements`: number of elements of the model on each grid.
+    Otherwise elements would be missing from norms and checkpoints, or be stepped twice or never. `elements`: number of
+    elements of the model on each grid.
 
     Raises:
         RunError: an element is owned twice or by no rank.

@@ -1,9 +1,9 @@
 """Flat buffers of parameters and gradients.
 
 Every parameter is a view of a flat tensor, and so is its gradient, which is accumulated over microbatches in the
-accumulation dtype. Matrix products write or add their weight gradient directly to the buffer through `parameter.sink`;
-gradients that autograd leaves in `.grad` are moved by `collect` after every backward. The first gradient of a step is
-stored, later ones are added, and a parameter without one has gradient zero.
+accumulation dtype. GEMMs write or add their weight gradient directly to the buffer through `parameter.sink`; gradients
+that autograd leaves in `.grad` are moved by `collect` after every backward. The first gradient of a step overwrites the
+buffer, later gradients are added, and the gradient of a parameter that gets none is zero.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter
 class WeightGradQueue:
     """Queue of weight-gradient computations, which run immediately unless `deferred` is set.
 
-    With `deferred` the schedule calls `run`. Weight gradients are needed only when the gradients are finished.
+    If `deferred` is set, they run when the schedule calls `run`, at the latest in `GradBuffers.complete`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class WeightGradQueue:
         return len(self._tasks)
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs the task, or appends it if deferred."""
+        """Runs the task, or appends it to the queue if `deferred` is set."""
         if self.deferred:
             self._tasks.append(task)
         else:
@@ -62,8 +62,8 @@ class WeightGradQueue:
 class MainGrad:
     """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `sink`.
 
-    A `BatchedWeightGrad` is deferred until there are `interval` of them, or until every microbatch of the step has
-    added one, so that the buffer is read and written once for all of them.
+    `BatchedWeightGrad`s are merged until `interval` of them, or those of all microbatches of the step, have been added,
+    so that the buffer is read and written once for all of them.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class MainGrad:
         self.main_grad = main_grad
         """View of the flat gradient buffer in the parameter's shape."""
         self.filled = False
-        """True once the first gradient of this step was stored; later ones are added."""
+        """True once the first gradient of this step has been stored; later gradients are added to it."""
         self.on_arrival: Callable[[int], object] = lambda number: None
         """Called with the number of gradients that have just been added."""
         self._queue = queue
         self._interval = interval
         self._batched: BatchedWeightGrad | None = None
         self._batches_left: int | None = None
-        """Microbatches of this step that have not added a `BatchedWeightGrad`; None: unknown."""
+        """Number of microbatches of this step that have not added a `BatchedWeightGrad` yet; None: unknown."""
         self._num_arrived = 0
         self._num_expected: int | None = None
         self._in_autograd = False
-        """Autograd has added gradients of this backward that are not counted yet."""
+        """True if autograd has added gradients of this backward that `_num_arrived` does not include yet."""
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """See `GradBuffers.begin_step`."""
@@ -125,7 +125,7 @@ class MainGrad:
     def accept(self) -> None:
         """Moves the gradient that autograd left in `.grad` to the buffer.
 
-        Called for every parameter and microbatch, so it opens no `no_grad` scope: neither tensor has a graph.
+        Neither tensor has a graph, so this needs no `no_grad` scope, which would slow down a frequent call.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -142,7 +142,7 @@ class MainGrad:
             self._in_autograd = True
 
     def end_backward(self) -> None:
-        """Counts gradients of a parameter with several uses, which autograd adds up in a varying number of calls."""
+        """Counts gradients of a parameter with several uses, which autograd adds in a varying number of hook calls."""
         if self._in_autograd:
             self._in_autograd = False
             self._count(self.parameter.uses)
@@ -162,7 +162,7 @@ class MainGrad:
 
 
 class FlatBuffer:
-    """Flat tensors of parameters and of gradients with the same layout."""
+    """Two flat tensors with the same layout, one of parameters and one of their gradients."""
 
     def __init__(
         self, layout: BufferLayout, grad_dtype: torch.dtype, context: ParallelContext, *, sharded: bool
@@ -170,15 +170,15 @@ class FlatBuffer:
         device = context.device
         self.layout = layout
         self.group = context.group(replica_group(layout.key.grid))
-        """Ranks that hold copies of the parameters and see different tokens."""
+        """Data-parallel ranks, which hold copies of the parameters and process different tokens."""
         self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
         """Ranges that this rank steps: its shard of every bucket, or the whole buffer."""
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
         """True on the one rank in the world that counts these ranges in norms and checkpoints."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
-        """In the storage format; the parameters are views of it."""
+        """Flat tensor in the storage format; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
-        """Accumulation dtype; padding stays zero."""
+        """Flat tensor in the accumulation dtype; padding stays zero."""
         self.slots: tuple[MainGrad, ...] = ()
 
     @property
@@ -186,11 +186,11 @@ class FlatBuffer:
         return self.layout.key
 
     def owned_parts(self, flat: Tensor) -> list[Tensor]:
-        """Views of the ranges that this rank owns of a flat tensor of this buffer's size."""
+        """Slices a flat tensor of this buffer's size: views of the ranges that this rank owns."""
         return [flat[start:end] for start, end in self.owned]
 
     def bucket(self, index: int) -> GradBucket:
-        """Bucket for reduction, which counts the gradients of its parameters."""
+        """Creates a `GradBucket` that counts the gradients of its parameters and reduces them."""
         start, end = self.layout.buckets[index]
         places = zip(self.layout.places, self.slots, strict=True)
         slots = [slot for place, slot in places if place.bucket == index]
@@ -201,12 +201,12 @@ class FlatBuffer:
         return bucket
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(global name, view in the parameter's shape) of every place in a flat tensor of this buffer's size."""
+        """Yields (global name, view in the parameter's shape) of all parameters in a tensor of this buffer's size."""
         for place in self.layout.places:
             yield place.name, flat[place.start : place.end].view(place.shape)
 
     def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
-        """Moves the parameters with their values into this buffer and sets their sinks."""
+        """Copies the parameters into this buffer, makes them views of it and sets their sinks."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
@@ -219,12 +219,12 @@ class FlatBuffer:
 
 
 def replica_group(grid: Grid) -> str:
-    """Group of the ranks that hold copies of a parameter of this grid and see different tokens."""
+    """Name of the group of ranks that hold copies of a parameter of this grid and process different tokens."""
     return "edp" if grid == "expert" else "dp_cp"
 
 
 def tensor_group(grid: Grid) -> str:
-    """Group of the ranks over which tensor parallelism shards or replicates a parameter of this grid."""
+    """Name of the group over which tensor parallelism shards or replicates parameters of this grid."""
     return "etp" if grid == "expert" else "tp"
 
 
@@ -237,16 +237,16 @@ def _is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) 
 
 
 class GradBuffers:
-    """All flat buffers of one rank. Makes every trainable parameter a view of them.
+    """All flat buffers of one rank. Makes every trainable parameter a view of a buffer.
 
     Args:
         named_parameters: (global name, parameter) in the order of registration.
-        precision: the dtype in which gradients are accumulated and reduced.
-        kernels: kernels of norms and optimizer on these buffers.
-        optimizer: parameters with equal weight decay and learning rate share a buffer.
+        precision: selects the dtype in which gradients are accumulated and reduced.
+        kernels: kernels that compute norms and optimizer steps on these buffers.
+        optimizer: selects weight decay and learning rate of a parameter; parameters with the same share a buffer.
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
         expert_interval: number of microbatches whose expert weight gradients are computed together.
-        alignment: of the ranges that ranks own (`UpdateRule.alignment`).
+        alignment: alignment of the ranges that ranks own (`UpdateRule.alignment`).
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class GradBuffers:
         for buffer in self.buffers:
             buffer.adopt(parameters, self.queue, expert_interval)
         if self.data_parallel.overlap_grad_reduce:
-            # Buckets complete during the backward. Gradients for which no hook fires are left to `collect`.
+            # The hooks let buckets complete during the backward. `collect` moves gradients for which no hook fires.
             for slot in self.slots:
                 slot.parameter.register_post_accumulate_grad_hook(_accept)
         self._several_uses = [slot for slot in self.slots if slot.parameter.uses != 1]
@@ -303,9 +303,9 @@ class GradBuffers:
             yield from buffer.slots
 
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
-        """Discards the gradients of the last step: the next one of every parameter is stored, not added.
+        """Begins a step: the next gradient of every parameter overwrites that of the last step.
 
-        `num_microbatches`: None: unknown. `early`: if it is known, reductions start before `finish_grads`.
+        `num_microbatches` None: unknown. `early`: if it is known, reductions may start before `finish_grads`.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
@@ -313,15 +313,15 @@ class GradBuffers:
         self.reducer.begin_step(num_microbatches if early else None)
 
     def collect(self) -> None:
-        """Moves every `.grad` that the last backward left to the buffers."""
+        """Moves every `.grad` of the last backward to the buffers."""
         for slot in self.slots:
             slot.accept()
         for slot in self._several_uses:
             slot.end_backward()
 
     def complete(self) -> None:
-        """Computes deferred weight gradients and zeroes parameters without one. Afterwards the buffers hold this rank's
-        sums over the step."""
+        """Computes deferred weight gradients and zeroes the gradients of parameters that got none. Afterwards the
+        buffers contain this rank's sums over the step."""
         self.queue.run()
         for slot in self.slots:
             slot.compute_batched()
@@ -329,15 +329,15 @@ class GradBuffers:
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
-    """Completes, reduces and scales all gradients in place; with a sharded optimizer, the ranges this rank owns.
+    """Completes, reduces and scales all gradients in place; with a sharded optimizer only in this rank's ranges.
 
     The result is the derivative of the loss over the global batch. Dense parameters are replicated over dp x cp ranks
     and experts over edp ranks, but gradients of both contain tokens of all dp x cp ranks (those of experts came through
     dispatch), so both are divided by dp x cp.
 
-    Without `token_count` the ranks' losses are means and the gradient is the mean over ranks. With it (per-token loss)
-    they are sums over tokens: gradients are summed and divided by `token_count`, a device scalar with the tokens of the
-    global batch. Without any token the gradient is zero.
+    Without `token_count` the ranks' losses are means and the gradient is the mean over ranks. With `token_count`
+    (per-token loss) the losses are sums over tokens: gradients are summed and divided by `token_count`, a device scalar
+    with the tokens of the global batch. If it is 0, the gradient is zero.
     """
     in_collective = buffers.data_parallel.ddp_average_in_collective
     assert token_count is None or not in_collective, "a mean over ranks of gradients that are sums over tokens"
@@ -355,7 +355,7 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
 
 
 def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> None:
-    """Sums the parts of a gradient that ranks of one data-parallel index computed. They own the same ranges."""
+    """Sums partial gradients of ranks with the same data-parallel index, which own the same ranges."""
     if buffer.key.partial:
         # tp or etp: norms, gates and biases, a few H-wide vectors and E * H per layer
         all_reduce_(grads, context.group(tensor_group(buffer.key.grid)))
@@ -365,7 +365,7 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 
 
 def _accept(parameter: Tensor) -> None:
-    """Hook of a parameter. Must not capture the `MainGrad`: the garbage collector does not see such a cycle."""
+    """Gradient hook of a parameter. Must not capture the `MainGrad`: Python cannot collect such a reference cycle."""
     assert isinstance(parameter, Parameter) and isinstance(parameter.sink, MainGrad), "a parameter without a slot"
     parameter.sink.accept()
 

@@ -1,8 +1,8 @@
 """Reduction of gradients over data-parallel ranks, one collective per bucket.
 
-With overlap, the reduction of a bucket starts in the backward pass, as soon as all gradients that its parameters get in
-the step have been added (`ParamShape.uses` times the microbatches). Buckets start in one order on all ranks, whatever
-the order of their gradients, so the collectives of two ranks always match.
+With overlap, the reduction of a bucket starts in the backward pass, as soon as all gradients of its parameters in the
+step have been added (`ParamShape.uses` per parameter and microbatch). Reductions start in the same order on all ranks,
+regardless of the order of the gradients, so collectives always match.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ class GradBucket:
     def __init__(
         self, grads: Tensor, group: ProcessGroup, num_per_microbatch: int, fill_gaps: Sequence[Callable[[], None]]
     ) -> None:
-        """`num_per_microbatch`: gradients that one microbatch adds. `fill_gaps`: zero parameters without a gradient."""
+        """`num_per_microbatch`: gradients per microbatch. `fill_gaps`: functions that zero missing gradients."""
         self.grads = grads
         self.group = group
         self.num_per_microbatch = num_per_microbatch
         self.num_arrived = 0
-        """Gradients added in this step."""
+        """Number of gradients added in this step."""
         self.pending: PendingCollective | None = None
-        """The reduction, once it has started."""
+        """The reduction; None before it has started."""
         self.on_arrival: Callable[[], None] | None = None
         self._fill_gaps = fill_gaps
 
@@ -62,14 +62,14 @@ class GradReducer:
     def __init__(self, buckets: Sequence[GradBucket], config: DataParallelConfig) -> None:
         self.buckets = tuple(buckets)
         self.num_started = 0
-        """Buckets of this step whose reduction has started."""
+        """Number of buckets whose reduction has started in this step."""
         self._config = config
         self._num_microbatches: int | None = None
         for bucket in self.buckets:
             bucket.on_arrival = self._start_complete if config.overlap_grad_reduce else None
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """Resets the counts. None: no reduction starts before `finish`."""
+        """Resets the counts. `num_microbatches` None: no reduction starts before `finish`."""
         self._num_microbatches = num_microbatches
         self.num_started = 0
         for bucket in self.buckets:
@@ -90,7 +90,7 @@ class GradReducer:
             self._start_next()
 
     def _complete(self, bucket: GradBucket) -> bool:
-        # A bucket without gradients is left to `finish`: no forward has waited for the update that may still read it.
+        # `finish` reduces buckets without gradients: no forward has waited for the last update, which may read them.
         if self._num_microbatches is None or bucket.num_per_microbatch == 0:
             return False
         return bucket.num_arrived == bucket.num_per_microbatch * self._num_microbatches

@@ -1,6 +1,6 @@
-"""Learning rate and weight decay as functions of the training sequences consumed. Pure, no torch.
+"""Learning rate and weight decay as functions of the training sequences consumed. Pure functions without torch.
 
-The curves are Megatron's. The step that consumes samples n .. n + batch uses the values at n.
+The schedules are Megatron's. A step that consumes samples n to n + batch size uses the values at n.
 """
 
 import math
@@ -16,7 +16,7 @@ _LENGTHS = ("warmup_samples", "decay_samples", "wsd_decay_samples", "weight_deca
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The curves of one run."""
+    """Learning rate and weight decay schedules of one run."""
 
     config: LRConfig
     decoupled: tuple[float, float] | None = None
@@ -38,7 +38,7 @@ class LRSchedule:
         return None if self.decoupled is None else _learning_rate(self.config, samples, *self.decoupled)
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay after `samples` sequences: from start to end value, constant afterwards."""
+        """Weight decay after `samples` sequences: changes from start to end value, then is constant."""
         config = self.config
         over = config.decay_samples if config.weight_decay_samples is None else config.weight_decay_samples
         if config.weight_decay_style == "constant" or samples > over:
@@ -48,24 +48,24 @@ class LRSchedule:
         return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
 
     def to_json(self) -> dict[str, Any]:
-        """Values of the schedule that a checkpoint contains."""
+        """Settings of the schedule that checkpoints contain."""
         curve = {name: value for name, value in asdict(self.config).items() if name not in _NOT_PART_OF_THE_CURVE}
         return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
 
     def resumed(
         self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
     ) -> tuple["LRSchedule", list[str]]:
-        """Schedule after resuming from a checkpoint with the values `saved`, and a message per value that differs.
+        """Schedule after resuming from a checkpoint with settings `saved`, and a message per setting that differs.
 
-        `--override-opt_param-scheduler` selects the command line, `--use-checkpoint-opt_param-scheduler` the
-        checkpoint; without either a difference is an error. Lengths that differ only because the same iterations have
-        another global batch size stay those of the checkpoint: the learning rate continues by samples.
+        `--override-opt_param-scheduler` selects the command line's settings, `--use-checkpoint-opt_param-scheduler` the
+        checkpoint's; without either, a difference is an error. Lengths that differ only because the global batch size
+        changed are taken from the checkpoint, because the learning rate depends on samples.
 
         Args:
             batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: unknown.
 
         Raises:
-            CheckpointProblem: values differ and neither flag was given.
+            CheckpointProblem: settings differ and neither flag is set.
         """
         own = self.to_json()
         differences = {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
@@ -81,13 +81,13 @@ class LRSchedule:
             name in _LENGTHS and ours is not None and theirs is not None and math.isclose(ours * then, theirs * now)
             for name, (ours, theirs) in differences.items()
         ):
-            remedy = "--override-opt_param-scheduler makes the command line's win"
+            remedy = "--override-opt_param-scheduler selects the command line's value"
             why = f"the same iterations with another --global-batch-size; the checkpoint wins ({remedy})"
             return self._with(saved), [f"learning rate schedule: {pair}, {why}" for pair in pairs]
         raise CheckpointProblem(
-            f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; give "
-            f"--override-opt_param-scheduler to go on with the command line's values or "
-            f"--use-checkpoint-opt_param-scheduler to go on with the checkpoint's"
+            f"the learning rate schedule differs from the checkpoint's: {'; '.join(pairs)}; set "
+            f"--override-opt_param-scheduler to continue with the command line's values or "
+            f"--use-checkpoint-opt_param-scheduler to continue with the checkpoint's"
         )
 
     def _with(self, saved: dict[str, Any]) -> "LRSchedule":
@@ -110,7 +110,7 @@ def _learning_rate(config: LRConfig, samples: int, largest: float, smallest: flo
 
 
 def _share(config: LRConfig, samples: int) -> float:
-    """Remaining share of the range from the smallest to the largest rate."""
+    """Position between the smallest (0) and the largest (1) learning rate."""
     if config.style == "WSD":
         assert config.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
         anneal_start = config.decay_samples - config.wsd_decay_samples
@@ -134,5 +134,5 @@ def _annealed(style: str, ratio: float) -> float:
 
 
 def _half_cosine(ratio: float) -> float:
-    """1 at 0, 0 at 1."""
+    """Half a cosine period: 1 at ratio 0, 0 at ratio 1."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))

@@ -30,12 +30,12 @@ Range = tuple[int, int]
 StorageFormat = FloatName
 """Format in which a parameter is stored between steps."""
 OwnerAlignment = Literal["element", "block_1x32", "block_128x128", "matrix"]
-"""Smallest part of a matrix that has a single owner: an element, the elements that share a scale, or the matrix."""
+"""Part of a matrix that is never divided between owners: an element, a block that shares a scale, or the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
-    """One parameter as this rank holds it."""
+    """Shape and properties of one parameter on this rank."""
 
     name: str
     """Global name."""
@@ -43,11 +43,11 @@ class ParamShape:
     storage: StorageFormat
     meta: ParamMeta
     replicated: bool = False
-    """Other tensor-parallel ranks of the parameter's grid hold the same elements."""
+    """True if all tensor-parallel ranks of the parameter's grid hold the same elements."""
     shared_stages: bool = False
-    """Other pipeline stages hold them."""
+    """True if other pipeline stages hold the same elements."""
     uses: int = 1
-    """Gradients that the backward passes of one microbatch add on this rank."""
+    """Number of gradients that the backward of one microbatch adds on this rank."""
     alignment: OwnerAlignment = "element"
 
     @property
@@ -56,8 +56,8 @@ class ParamShape:
 
     @property
     def unit(self) -> str:
-        """Unit that acquires the parameter: `embedding`, `layers.N`, `layers.N.experts`, `mtp.N`, `mtp.N.experts` or
-        `head` (final norm and output layer)."""
+        """Name of the unit with which the parameter is acquired: `embedding`, `layers.N`, `layers.N.experts`, `mtp.N`,
+        `mtp.N.experts` or `head` (final norm and output layer)."""
         layer = re.match(r"(?:decoder\.(layers)|(mtp)\.layers)\.(\d+)\.", self.name)
         if layer is None:
             first = self.name.partition(".")[0]
@@ -66,7 +66,7 @@ class ParamShape:
         return f"{unit}.experts" if self.meta.grid == "expert" else unit
 
     def owner_edges(self) -> Iterator[int]:
-        """Elements at which the next owner may start; only for an alignment other than `element`."""
+        """Yields the offsets, in elements, at which an owner's range may start. Not for the alignment `element`."""
         shape = self.shape if self.meta.num_experts is None else self.shape[1:]
         rows, columns = (1, *shape)[-2:]
         for start in range(0, self.numel, rows * columns):
@@ -80,12 +80,12 @@ class ParamShape:
         return range(0, rows * columns, 32 if columns % 32 == 0 else columns)
 
     def _split_rows(self, rows: int) -> list[int]:
-        """First rows of the matrices that are concatenated along the rows: gate and up; q, k and v of every group."""
+        """First row of each matrix that is concatenated along the rows: gate and up, or q, k and v of every group."""
         splits = self.meta.splits if self.meta.tp_dim == 0 else ()
         total = sum(splits)
         if not total:
             return [0]
-        if rows % total:  # this rank's parts of `splits`
+        if rows % total:  # `splits` are global sizes; scale them to this rank
             splits, total = tuple(split * rows // total for split in splits), rows
         starts = list(accumulate(splits[:-1], initial=0))
         return [group + start for group in range(0, rows, total) for start in starts]
@@ -98,20 +98,20 @@ class BufferKey:
     grid: Grid
     storage: StorageFormat
     router: bool
-    """Gate matrices, whose gradient norm is reported apart."""
+    """True for gate matrices, whose gradient norm is reported separately."""
     decay: bool
     decoupled_lr: bool
     replicated: bool = False
-    """Tensor-parallel ranks hold the same elements; the first of them counts."""
+    """True if tensor-parallel ranks hold the same elements; norms and checkpoints use the first rank's."""
     partial: bool = False
-    """Each of those ranks computes a part of the gradient; the parts are to be summed."""
+    """True if each of these tensor-parallel ranks computes a partial gradient; these must be summed."""
     shared_stages: bool = False
-    """Two pipeline stages hold the same elements and compute a part of the gradient each; the first of them counts."""
+    """True if two pipeline stages hold the same elements, with partial gradients; norms use the first stage's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One parameter in a buffer, in elements."""
+    """Position of one parameter in a buffer; `start` and `end` in elements."""
 
     parameter: ParamShape
     start: int
@@ -134,27 +134,27 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout:
-    """One flat buffer, in elements. Elements between the places are padding and stay zero."""
+    """Layout of one flat buffer; sizes in elements. Elements between parameters are padding and stay zero."""
 
     key: BufferKey
     size: int
     places: tuple[Place, ...]
     buckets: tuple[Range, ...]
-    """Together they cover the buffer."""
+    """Consecutive ranges that together cover the buffer."""
 
     @property
     def padding(self) -> int:
         return self.size - self.elements(0, self.size)
 
     def elements(self, start: int, end: int) -> int:
-        """Elements of parameters between start and end."""
+        """Number of elements between `start` and `end` that are not padding."""
         return sum(max(0, min(place.end, end) - max(place.start, start)) for place in self.places)
 
     def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
         """[owner][bucket] ranges that together cover the buffer.
 
-        Shards are equal where all parameters are aligned to elements. Otherwise an edge that would divide a block or
-        matrix moves back to its start, so ranges differ in size and can be empty.
+        With the alignment `element`, all ranges of a bucket have equal size. Otherwise a boundary inside a block or
+        matrix is moved back to the start of the block or matrix, so ranges differ in size and can be empty.
         """
         by_bucket = []
         for index, (start, end) in enumerate(self.buckets):
@@ -179,7 +179,7 @@ class ParamLayout:
     buffers: tuple[BufferLayout, ...]
 
     def buckets_of_units(self) -> dict[str, tuple[int, ...]]:
-        """Indices in `forward_order` of the buckets that hold parameters of a unit, in ascending order."""
+        """Unit -> indices in `forward_order` of the buckets that contain its parameters, in ascending order."""
         index = {at: number for number, at in enumerate(forward_order(self))}
         found: dict[str, set[int]] = {}
         for number, buffer in enumerate(self.buffers):
@@ -195,10 +195,10 @@ def place_parameters(
     num_shards: Mapping[Grid, int],
     config: DataParallelConfig | None = None,
 ) -> ParamLayout:
-    """Places parameters given in the order of registration.
+    """Assigns parameters, given in the order of registration, to buffers and buckets.
 
-    `num_shards` is the data-parallel size of each grid. A bucket ends with the parameter that fills it to the bucket
-    size or more. The default is Megatron's size, max(40 million, 1 million per rank).
+    `num_shards` is the data-parallel size of each grid. A bucket ends after the parameter with which it reaches the
+    bucket size. The default bucket size is Megatron's, max(40 million, 1 million per rank) elements.
     """
     config = config or DataParallelConfig()
     size = config.ddp_bucket_size
@@ -217,8 +217,8 @@ def place_parameters(
 
 
 def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) in the order in which a backward pass completes them: by their first registered parameter, the
-    last one first. It follows from the model alone, so all ranks agree on it."""
+    """(buffer, bucket) indices in the order in which a backward pass completes the buckets, i.e. in descending order of
+    their first registered parameter. The order depends only on the model, so it is the same on all ranks."""
     first: dict[tuple[int, int], int] = {}
     for index, buffer in enumerate(layout.buffers):
         for place in buffer.places:
@@ -228,12 +228,12 @@ def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
 
 
 def forward_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) in the order in which a forward pass reads them."""
+    """(buffer, bucket) indices in the order in which a forward pass reads the buckets."""
     return reduction_order(layout)[::-1]
 
 
 def default_bucket_size(num_ranks: int) -> int:
-    """Elements: large enough that a collective over `num_ranks` is bound by bandwidth."""
+    """Default elements per bucket, large enough that a collective over `num_ranks` is bound by bandwidth."""
     return max(40_000_000, 1_000_000 * num_ranks)
 
 
@@ -252,7 +252,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
 
 
 def decays(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
-    """Weight decay is for matrices: not for vectors, nor for biases in any shape. Norms of q and k decay on request."""
+    """Whether weight decay applies: to matrices except biases, and to norms of q and k with `decay_qk_norm`."""
     if decay_qk_norm and ("q_layernorm." in parameter.name or "k_layernorm." in parameter.name):
         return True
     return parameter.meta.decay and len(parameter.shape) > 1 and not parameter.name.endswith(".bias")

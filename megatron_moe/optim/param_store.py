@@ -25,17 +25,17 @@ class AcquiringModel(Protocol):
 
 
 class _PendingBucket(NamedTuple):
-    """New weights of a bucket that no reader has acquired."""
+    """Bucket with new weights that no reader has acquired yet."""
 
     streams: Streams | None
     """Streams of the update; None: it ran on the reader's stream."""
     stepped: Event
-    """End of the update on the optimizer stream."""
+    """Event at the end of the update on the optimizer stream."""
     gather: PendingCollective | None
 
 
 class ParamStore:
-    """Weights and gradients by unit (`ParamShape.unit`), pending by bucket in forward order."""
+    """Weights and gradients by unit (`ParamShape.unit`). New weights are pending per bucket, in forward order."""
 
     def __init__(self, buffers: GradBuffers) -> None:
         places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
@@ -52,11 +52,11 @@ class ParamStore:
 
     @property
     def gathers(self) -> bool:
-        """True if weights come from other ranks."""
+        """True if weights must be gathered from other ranks after a step."""
         return self._sharded and any(group.size > 1 for _, group in self._buckets)
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Units of these parameters. Frozen parameters have none."""
+        """Units of these parameters. Frozen parameters have no unit."""
         found = (self._unit_of.get(id(parameter)) for parameter in parameters)
         return tuple(dict.fromkeys(unit for unit in found if unit is not None))
 
@@ -70,7 +70,7 @@ class ParamStore:
         self._wait(range(len(self._buckets)))
 
     def release(self, unit: str) -> None:
-        """Ends a use of the unit's weights. They stay resident; raises if the unit was not acquired."""
+        """Ends a use of the unit's weights, which stay resident. The unit must have been acquired."""
         if self._pending:
             missing = [index for index in self._units[unit] if index in self._pending]
             assert not missing, f"{unit} was read while its buckets {missing} were pending"
@@ -80,10 +80,10 @@ class ParamStore:
         return dict(self._slots[unit])
 
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
-        """Publishes the new weights of a bucket that this rank's owned ranges hold.
+        """Publishes a bucket in which this rank has updated its owned ranges; gathers other ranks' weights.
 
-        `streams`: the weights are stepped on another stream than the reader's, which is the current one; None: on the
-        reader's stream.
+        `streams`: streams of an update that runs on another stream than the readers; None: it runs on the readers'
+        stream.
         """
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
         weights, group = self._buckets[bucket]

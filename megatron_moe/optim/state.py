@@ -1,4 +1,4 @@
-"""Optimizer state of the ranges that a rank owns (formats, memory), and the interface of update rules."""
+"""Optimizer state of the ranges that a rank owns, in device or host memory, and the interface of update rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from megatron_moe.parallel.streams import HostCopies
 Home = Literal["device", "host", "streamed"]
 """device: device memory; host: host memory, stepped on the CPU; streamed: host memory, stepped on the device."""
 _CHUNK = 1 << 22
-"""Elements that are converted at a time, outside of steps."""
+"""Number of elements converted at a time when state is read or written outside of steps."""
 
 
 class MomentSpec(NamedTuple):
-    """One kind of state that an update rule keeps in addition to the master weights."""
+    """One kind of state of an update rule in addition to the master weights."""
 
     kind: str
     """Name in checkpoints."""
     format: StateName
     root: bool = False
-    """Narrow formats store the square root."""
+    """Whether the formats fp16 and fp8 store the square root."""
 
 
 class StoredState(NamedTuple):
@@ -49,22 +49,22 @@ class StoredState(NamedTuple):
         return [part for each in self.all for part in each.parts]
 
     def part(self, start: int, end: int) -> "StoredState":
-        """Views of elements `start` to `end`; `start` begins a block."""
+        """Views of elements `start` to `end`; `start` must be a multiple of the block size."""
         moments = {kind: moment.part(start, end) for kind, moment in self.moments.items()}
         return StoredState(None if self.master is None else self.master.part(start, end), moments)
 
     def like(self, device: torch.device) -> "StoredState":
-        """Uninitialised memory for the same state on another device."""
+        """Allocates uninitialised state of the same formats and sizes on another device."""
         moments = {kind: moment.like(device) for kind, moment in self.moments.items()}
         return StoredState(None if self.master is None else self.master.like(device), moments)
 
 
 class UpdateOperands(NamedTuple):
-    """Consecutive elements of a flat buffer with all tensors that an update reads and writes."""
+    """All tensors that an update of consecutive elements of a flat buffer reads and writes."""
 
     key: BufferKey
     start: int
-    """First element in the buffer."""
+    """Index of the first element in the buffer."""
     weights: Tensor
     grads: Tensor
     stored: StoredState
@@ -78,15 +78,15 @@ class StepScalars:
     decoupled_lr: float | None
     weight_decay: float
     step: Tensor
-    """Number of the update, int64."""
+    """Number of this update, counted from 1, int64."""
     grad_scale: Tensor
     proceed: Tensor
     nonfinite: Tensor
-    """See `AdamWStep`."""
+    """See `AdamWStep`, also for `grad_scale` and `proceed`."""
 
 
 class UpdateRule(Protocol):
-    """An optimizer: the state it keeps per element, and the update of a range."""
+    """Update rule of an optimizer: kinds of state per element, and the update of a range of elements."""
 
     @property
     def moments(self) -> tuple[MomentSpec, ...]:
@@ -95,11 +95,11 @@ class UpdateRule(Protocol):
 
     @property
     def alignment(self) -> OwnerAlignment:
-        """Smallest part of a matrix that `step` can update alone."""
+        """Smallest part of a matrix that `step` can update independently of the rest."""
         ...
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        """Updates weights and state in place. `kernels` run where the operands are."""
+        """Updates weights and state in place. `kernels` are those of the operands' device."""
         ...
 
 
@@ -109,15 +109,15 @@ class OptimizerState:
 
     buffer: FlatBuffer
     start: int
-    """First element in the buffer."""
+    """Index of the first element in the buffer."""
     weights: Tensor
-    """View of the buffer."""
+    """View of the buffer's weights."""
     grads: Tensor
-    """View of the buffer."""
+    """View of the buffer's gradients."""
     kept: StoredState
     home: Home
     saves_master: bool
-    """Masters are of another dtype than the parameters, so that a checkpoint needs them."""
+    """True if master weights have another dtype than the parameters, so that checkpoints must contain them."""
 
     @property
     def size(self) -> int:
@@ -129,12 +129,12 @@ class OptimizerState:
 
     @property
     def kinds(self) -> dict[str, PackedState]:
-        """State that a checkpoint holds, by kind; "master" are the master weights."""
+        """State that checkpoints contain, by kind; the kind of master weights is "master"."""
         moments = dict(self.kept.moments)
         return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
 
     def operands(self, start: int = 0, end: int | None = None) -> UpdateOperands:
-        """Views of elements `start` to `end` of this state; `start` begins a block."""
+        """Views of elements `start` to `end` of this state; `start` must be a multiple of the block size."""
         end = self.size if end is None else end
         stored = self.kept.part(start, end)
         return UpdateOperands(
@@ -142,13 +142,13 @@ class OptimizerState:
         )
 
     def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
-        """(start, end) of consecutive parts of whole blocks."""
+        """Yields consecutive ranges (start, end) of whole blocks with at most `size` elements each."""
         size = max(size // BLOCK * BLOCK, BLOCK)
         for start in range(0, self.size, size):
             yield start, min(start + size, self.size)
 
     def read(self, kind: str) -> Tensor:
-        """Copies the values to host memory in fp32 (fp64 in fp64 runs)."""
+        """Returns a copy of the values in host memory, in fp32 (fp64 in fp64 runs)."""
         state = self.kinds[kind]
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
         out = torch.empty(self.size, dtype=wide)
@@ -163,7 +163,7 @@ class OptimizerState:
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
     def write(self, kind: str, numbers: Tensor) -> None:
-        """Stores values as returned by `read`. For remainders the weights are set too."""
+        """Stores values as returned by `read`. For the format "remainder", the weights are also set."""
         state = self.kinds[kind]
         for start, end in self.chunks():
             part, weights = state.part(start, end), self.weights[start:end]
@@ -174,7 +174,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds master weights to parameters; masters that are not in checkpoints are set from the weights."""
+        """Rounds master weights to weights. If checkpoints lack the masters, sets these from the weights."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return
@@ -219,9 +219,9 @@ def new_states(
     config: OptimizerOffloadConfig,
     copies: HostCopies,
 ) -> Iterator[OptimizerState]:
-    """State of all ranges of a buffer that this rank owns: masters equal the weights, moments are zero.
+    """Creates the state of all ranges of a buffer that this rank owns: masters equal the weights, moments are zero.
 
-    The configured fraction of the elements, the first ones in whole blocks, is in host memory.
+    The configured fraction of the elements, counted from the first in whole blocks, is in host memory.
     """
     on_host = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:

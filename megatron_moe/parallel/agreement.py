@@ -15,21 +15,21 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 def check_agreement(run_yaml: str, context: ParallelContext) -> None:
-    """Raises EnvironmentProblem on every rank if one was started differently from the first. Collective over the world.
+    """Raises EnvironmentProblem on all ranks if any was started differently from rank 0. Collective over the world.
 
-    `run_yaml`: every flag and its value, one per line. Values that are paths may differ between machines.
+    `run_yaml`: every flag and its value, one per line. Paths may differ between machines and are not compared.
     """
     world = context.group("world")
     if world.size == 1:
         return
     own = _properties(run_yaml)
-    # world: 8 bytes per rank; some kB per rank where they differ
+    # world: 8 bytes per rank; if the checksums differ, some kB per rank
     if len(set(gather_objects(zlib.crc32(repr(own).encode()), world))) == 1:
         return
     first, *others = gather_objects(own, world)
     lines = [line for rank, properties in enumerate(others, 1) for line in _differences(first, properties, rank)]
     raise EnvironmentProblem(
-        f"ranks were started differently; give all of them the same command line and the same source:\n  "
+        f"ranks were started differently; start all of them with the same command line and source files:\n  "
         f"{listed(lines)}"
     )
 
@@ -37,26 +37,27 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
 def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
     """Runs `action` on every rank. Collective over the world.
 
-    An EnvironmentProblem or OSError of one rank is raised on all ranks as an EnvironmentProblem, so none waits for it.
+    An EnvironmentProblem or OSError of one rank is raised on all ranks as an EnvironmentProblem, so no rank waits
+    forever.
     """
     problem = None
     try:
         action()
     except (EnvironmentProblem, OSError) as error:
         problem = str(error)
-    # world: nothing, or one sentence per rank
+    # world: None or one error message per rank
     for rank, message in enumerate(gather_objects(problem, context.host_group())):
         if message is not None:
             raise EnvironmentProblem(message if rank == 0 else f"on rank {rank}: {message}")
 
 
 def on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
-    """Runs `action` on the first rank, with the errors of `on_every_rank`. Collective over the world."""
+    """Runs `action` on rank 0; raises its errors on all ranks, as `on_every_rank` does. Collective over the world."""
     on_every_rank(action if context.is_first else lambda: None, context)
 
 
 def _properties(run_yaml: str) -> dict[str, str]:
-    """Flags by name without comments and paths, the torch version and a checksum of the source files."""
+    """Properties to compare, by name: flags that are not paths, torch version, checksum of the source files."""
     checksum = 0
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)

@@ -1,4 +1,4 @@
-"""Collectives outside autograd: gradients, metrics and weights. With one rank each is a no-op or a copy."""
+"""Collectives outside autograd, for gradients, metrics and weights. With one rank they are no-ops or copies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class PendingCollective:
 
     work: dist.Work | None = None
     finish: Callable[[], object] | None = None
-    """Remaining operation on the result."""
+    """Called by `wait` after the collective to complete the result, e.g. to divide a sum by the group size."""
 
     def wait(self) -> None:
         """Makes the current stream (on a CPU, the host) wait for the result."""
@@ -53,19 +53,13 @@ class PendingCollective:
             self.finish()
 
 
-def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for a transfer and returns its tensor, which stays alive until then."""
-    work.wait()
-    return tensor
-
-
 def shard_of(flat: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's shard of `flat` [n * size]: a view [n]."""
     return flat.chunk(group.size)[group.rank]
 
 
 def start_all_reduce_(flat: Tensor, group: ProcessGroup, *, mean: bool = False) -> PendingCollective:
-    """Starts to sum or average `flat` over the group, in place."""
+    """Starts an in-place all-reduce of `flat`: the sum or mean over the group."""
     if group.size == 1:
         return PendingCollective()
     native_mean = mean and _is_nccl(group)
@@ -76,10 +70,10 @@ def start_all_reduce_(flat: Tensor, group: ProcessGroup, *, mean: bool = False) 
 def start_reduce_scatter_(
     flat: Tensor, group: ProcessGroup, *, mean: bool = False, fp32_sums: bool = False
 ) -> PendingCollective:
-    """Starts to sum or average `flat` [n * size] over the group into each rank's shard of it.
+    """Starts a reduce-scatter of `flat` [n * size]; the sum or mean is written to this rank's shard of `flat`.
 
-    The other shards are undefined afterwards. With `fp32_sums` a narrower dtype is communicated as it is but summed in
-    fp32.
+    The other shards are undefined afterwards. With `fp32_sums`, values are communicated in the dtype of `flat` but
+    summed in fp32.
     """
     if group.size == 1:
         return PendingCollective()
@@ -90,14 +84,14 @@ def start_reduce_scatter_(
         return PendingCollective(
             dist.reduce_scatter_tensor(shard, flat, _mean_or_sum(mean), group=group.handle, async_op=True)
         )
-    # Only NCCL may write its result over its input.
+    # Only NCCL may write the result into its input buffer.
     total = torch.empty_like(shard)
     work = dist.reduce_scatter_tensor(total, flat, group=group.handle, async_op=True)
     return PendingCollective(work, lambda: shard.copy_(total.div_(group.size) if mean else total))
 
 
 def start_all_gather_(flat: Tensor, group: ProcessGroup) -> PendingCollective:
-    """Starts to fill `flat` [n * size] with every rank's shard of it."""
+    """Starts an in-place all-gather: fills `flat` [n * size] with the shards of all ranks."""
     if group.size == 1:
         return PendingCollective()
     return PendingCollective(
@@ -126,14 +120,14 @@ def _is_nccl(group: ProcessGroup) -> bool:
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
-    """Copies the tensor of the group's rank `source` to all of them, in place."""
+    """Broadcasts `tensor` from the group's rank `source` to all ranks of the group, in place."""
     if group.size > 1:
         dist.broadcast(tensor, src=group.ranks[source], group=group.handle)
     return tensor
 
 
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """Values of all ranks, in rank order, on every rank. For small host data only."""
+    """Returns the `value` of every rank, in rank order, on all ranks. For small host objects only."""
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size

@@ -40,7 +40,7 @@ def float_name(dtype: torch.dtype) -> FloatName:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Ranks that differ from this rank along one or several axes of a grid only."""
+    """Process group: the ranks whose grid coordinates equal this rank's on all axes except those of the group."""
 
     name: str
     ranks: tuple[int, ...]
@@ -57,7 +57,7 @@ class ProcessGroup:
 
 
 Handles = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
-"""Communicators by (ranks, purpose). Groups with equal rank lists share one per purpose."""
+"""Communicators by (ranks, purpose). Groups with equal rank lists share them."""
 
 
 @dataclass(eq=False, repr=False)
@@ -74,11 +74,11 @@ class ParallelContext:
     seed: int
     handles: Handles = field(default_factory=dict)
     owns_process_group: bool = False
-    """`stop` destroys torch's process group."""
+    """Whether `stop` destroys torch's process group."""
     is_fake: bool = False
-    """No other rank exists: only the groups of this rank are created, and collectives transfer nothing."""
+    """True if no other rank exists: only the groups of this rank are created, and collectives transfer nothing."""
     make_links: Callable[["ParallelContext"], Any] | None = None
-    """Replaces `p2p.Links` where ranks are threads; None: point-to-point messages use torch.distributed."""
+    """Replaces `p2p.Links` if ranks are threads; None: `p2p.Links`, which sends with torch.distributed."""
 
     def __post_init__(self) -> None:
         self.config = replace(self.config, world_size=self.launch.world_size)
@@ -97,22 +97,22 @@ class ParallelContext:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes files and prints."""
+        """True on rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """True on the rank that reports losses: the last one, as in Megatron."""
+        """True on the last rank, which reports losses, as in Megatron."""
         return self.rank == self.launch.world_size - 1
 
     def group(self, name: str) -> ProcessGroup:
         """Group of this rank by name: tp, cp, dp, pp, dp_cp, tp_cp, tp_dp_cp of the attention grid; etp, ep, edp,
-        etp_ep of the expert grid; embedding (the stages with a copy of it); world."""
+        etp_ep of the expert grid; embedding (the pipeline stages with a copy of the embedding); world."""
         return self._groups[name]
 
     def host_group(self) -> ProcessGroup:
-        """Gloo group of the world for a few numbers in host memory, without a device synchronisation. The first call is
-        collective over the world."""
+        """World group with the Gloo backend, for small host tensors; its collectives do not synchronise with the
+        device. The first call is collective over the world."""
         world = self.group("world")
         if world.size == 1 or self.device.type != "cuda":
             return world
@@ -123,8 +123,8 @@ class ParallelContext:
         return replace(world, name="host", handle=self.handles[key], device=torch.device("cpu"))
 
     def communicator(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
-        """Communicator of the ranks for one purpose, created by the first call. Every rank of the world must call it
-        with the same arguments in the same order; a rank that is not in `ranks` cannot use the result."""
+        """Communicator of `ranks` for one purpose, created by the first call. Every rank of the world must call it with
+        the same arguments in the same order; a rank that is not in `ranks` cannot use the result."""
         if (ranks, purpose) not in self.handles:
             self.handles[ranks, purpose] = dist.new_group(list(ranks))
         return self.handles[ranks, purpose]
@@ -149,7 +149,7 @@ class ParallelContext:
     def single(
         cls, *, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu", seed: int = 1234
     ) -> "ParallelContext":
-        """One rank without torch.distributed, for tests and tools."""
+        """Context of a single rank without torch.distributed, for tests and tools."""
         return cls(ParallelConfig(), Launch(), torch.device(device), dtype, seed)
 
     @classmethod
@@ -164,10 +164,10 @@ class ParallelContext:
         handles: Handles | None = None,
         make_links: Callable[["ParallelContext"], Any] | None = None,
     ) -> "ParallelContext":
-        """Rank of an existing process group: pooled processes or threads of a test.
+        """Context of `rank` in an existing process group, for tests whose ranks are pooled processes or threads.
 
-        `handles`: communicators of earlier contexts of this process group, extended in place. Under NCCL creating one
-        takes a fraction of a second.
+        `handles`: communicators of earlier contexts of this process group, to reuse; new ones are added in place.
+        Creating an NCCL communicator takes a fraction of a second.
         """
         launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size)
         handles = {} if handles is None else handles
@@ -182,13 +182,13 @@ class ParallelContext:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "meta",
     ) -> "ParallelContext":
-        """Rank `rank` of `config.world_size` without any other rank, on torch's "fake" backend.
+        """Context of `rank` in a world of `config.world_size` ranks that do not exist, on torch's "fake" backend.
 
-        Shapes, groups and memory are those of the rank; gathered tensors are filled with its own shard. A process
+        Shapes, groups and memory are as in a real run; gathered tensors contain copies of this rank's shard. A process
         emulates one rank at a time: call `stop` before the next one.
         """
         assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
-        # Registers collectives on meta tensors. It imports torch's compiler, which takes a second or more.
+        # Registers collectives on meta tensors. Imported late, because it imports torch's compiler (a second or more).
         import torch.distributed._tools.fake_collectives  # noqa: F401
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
@@ -246,7 +246,7 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise OtherRankProblem(
-            f"rank {launch.rank} of {launch.world_size} could not meet the others at "
+            f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at "
             f"{launch.master_addr}:{launch.master_port} within {config.distributed_timeout_minutes:g} minutes: "
             f"{error}; check that all ranks were started with the same master address and that the port is free",
             code=ExitCode.RENDEZVOUS,
@@ -254,22 +254,22 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
 
 
 def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
-    """Store of the process group, once all ranks have connected to it.
+    """Connects to the store of the process group; returns it once all ranks have connected.
 
-    torchrun's agent serves it, else the first rank. The first rank waits here and not in the store's constructor, which
-    cannot report the missing ranks; the others wait until it has seen all of them.
+    The store's server runs in torchrun's agent if there is one, else on rank 0. Rank 0 waits here and not in the
+    store's constructor, which cannot report missing ranks; the other ranks wait for the signal of rank 0.
 
     Raises:
-        OtherRankProblem: on the first rank, if ranks are missing after the timeout. Other ranks raise errors of torch.
+        OtherRankProblem: on rank 0, if ranks are missing after the timeout. Other ranks raise torch's errors.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = launch.master_addr, launch.master_port
     store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=is_server)
-    keys = [f"rank {rank} came" for rank in range(launch.world_size)]
+    keys = [f"rank {rank} connected" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], "")
     if launch.rank != 0:
-        store.wait(["all ranks came"], timeout)
+        store.wait(["all ranks connected"], timeout)
         return store
     try:
         store.wait(keys, timeout)
@@ -277,11 +277,11 @@ def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing[:_MAX_NAMED])) + " ..." * (len(missing) > _MAX_NAMED)
         raise OtherRankProblem(
-            f"{len(missing)} of {launch.world_size} ranks did not come to {address}:{port} within "
+            f"{len(missing)} of {launch.world_size} ranks did not connect to {address}:{port} within "
             f"{config.distributed_timeout_minutes:g} minutes: rank {named}; see what they printed, and "
             "check that all ranks were started with the same master address",
             missing[0] if missing else None,
             ExitCode.RENDEZVOUS,
         ) from error
-    store.set("all ranks came", "")
+    store.set("all ranks connected", "")
     return store

@@ -1,4 +1,4 @@
-"""Context parallelism: positions of a sequence per rank, ring and all-to-all exchanges of attention."""
+"""Context parallelism: assignment of sequence positions to ranks, ring and all-to-all exchanges of attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from megatron_moe.parallel.exchange import AllToAll, Wait
 
 Split = Literal["zigzag", "contiguous"]
 Chunks = tuple[range, ...]
-"""Ranges of positions of one sequence."""
+"""Position ranges of one sequence."""
 
 
 def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
-    """Chunks of every rank.
+    """Divides a sequence of `seq` positions among ranks; returns the chunks of every rank.
 
     zigzag: rank i holds chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
     contiguous: rank i holds chunk i of n equal chunks.
@@ -34,10 +34,10 @@ def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
 
 
 def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -> int:
-    """Smallest degree of context parallelism, a power of two up to `num_ranks`, for dynamic context parallelism.
+    """Smallest sufficient degree of dynamic context parallelism, a power of two up to `num_ranks`.
 
-    Each rank holds at most `limit` tokens of the `longest` document, and the groups of `degree` ranks share the
-    sequences of the microbatch equally.
+    With this degree, each rank holds at most `limit` tokens of the longest document (`longest` tokens), and the
+    `num_ranks / degree` groups can divide the `num_sequences` of the microbatch equally.
     """
     degree = 1
     while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
@@ -52,15 +52,15 @@ class SequencePart:
     of_ranks: tuple[Chunks, ...]
     """Chunks of every rank of the group, in group order."""
     rank: int
-    """Index in the group."""
+    """Index of this rank in the group."""
     group: str = "cp"
-    """Name of the group that splits the same sequences."""
+    """Name of the process group over which the sequences are split."""
     share: tuple[int, int] = (0, 1)
-    """(index, number) of the group's equal share of the microbatch's sequences."""
+    """(index, number): the group has part `index` of `number` equal parts of the microbatch's sequences."""
 
     @property
     def num_parts(self) -> int:
-        """Number of ranks with a part of the microbatch."""
+        """Number of parts into which the microbatch is split, one per rank."""
         return len(self.of_ranks) * self.share[1]
 
     @property
@@ -69,17 +69,17 @@ class SequencePart:
         return self.of_ranks[self.rank]
 
     def take(self, x_BS: Tensor) -> Tensor:
-        """This rank's part of a tensor over the whole microbatch."""
+        """Selects this rank's sequences and positions from a tensor of the whole microbatch."""
         return take_places(self.sequences(x_BS), self.chunks)
 
     def sequences(self, x_BS: Tensor) -> Tensor:
-        """Sequences of this rank's group, with all positions."""
+        """Selects the sequences of this rank's group, with all positions, from a tensor of the whole microbatch."""
         index, number = self.share
         return x_BS if number == 1 else x_BS.chunk(number)[index]
 
 
 def take_places(x_BS: Tensor, chunks: Chunks) -> Tensor:
-    """Positions of `chunks`, in their order, of a tensor whose dim 1 is the whole sequence."""
+    """Selects the positions of `chunks`, in the given order, from a tensor whose dim 1 is the whole sequence."""
     return torch.cat([x_BS[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 
 
@@ -95,12 +95,12 @@ def joined(parts: Sequence[Chunks]) -> Chunks:
 
 
 def in_order(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Sorts rows that are concatenated rank by rank (dim 0, chunks `parts`) by position."""
+    """Sorts rows by position (dim 0). In `x_S` they are concatenated rank by rank; rank i has the chunks `parts[i]`."""
     return _reordered(x_S, [chunk for chunks in parts for chunk in chunks], _ascending(parts))
 
 
 def by_rank(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Inverse of `in_order`."""
+    """Inverse of `in_order`: reorders rows that are sorted by position to rank-by-rank order."""
     return _reordered(x_S, _ascending(parts), [chunk for chunks in parts for chunk in chunks])
 
 
@@ -116,7 +116,7 @@ def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> 
 class Ring:
     """Ring over the ranks of a group: a rank sends to the next rank and receives from the previous one.
 
-    Outside autograd: forward and backward of ring attention call it explicitly. None: a ring of one rank.
+    Transfers are outside autograd; forward and backward of ring attention call them. `group` None: a ring of one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -124,9 +124,9 @@ class Ring:
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
     def circulate(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields (rank, its tensors) for every rank, starting with this one, and overlaps the next transfer.
+        """Yields (rank, tensors of that rank) for every rank, starting with this rank; overlaps the next transfer.
 
-        Tensors have the same shapes on all ranks, and one dtype.
+        All tensors must have one dtype, and the same shapes on all ranks.
         """
         if self.size == 1:
             yield 0, list(tensors)
@@ -139,7 +139,7 @@ class Ring:
                 flat = wait()
 
     def pass_on(self, flat: Tensor) -> Wait:
-        """Starts to send a vector to the next rank; the returned function waits for that of the previous rank."""
+        """Starts to send `flat` to the next rank; the returned function waits for and returns the previous rank's."""
         if self.group is None or self.size == 1:
             return lambda: flat
         send, receive = [0] * self.size, [0] * self.size
@@ -148,18 +148,18 @@ class Ring:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenates all elements in one vector."""
+    """Flattens the tensors and concatenates them to one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Inverse of `pack` for tensors of these shapes."""
+    """Inverse of `pack`: splits `flat` into views with the shapes of `like`."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all from all heads at this rank's positions to this rank's heads at all positions, rank by rank.
+    """All-to-all from all heads at this rank's positions to this rank's heads at all positions (in rank order).
 
     [S, B, N, D] -> [size * S, B, N / size, D]. Backward: `gather_heads` of the gradient.
     """

@@ -1,8 +1,8 @@
 """Differentiable collectives along the first dim: all-to-all, all-gather and reduce-scatter of rows.
 
-The backward of an exchange is its transpose. An exchange can be split into start and finish to overlap it with other
-work; the backward then overlaps the transpose with the backward of that work. Sums over ranks are computed in
-promote(fp32, dtype).
+The backward of an exchange is the transposed exchange. An exchange can be split into start and finish to overlap it
+with other work; the backward then overlaps the transpose with the backward of that work. Sums over ranks are computed
+in promote(fp32, dtype).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.parallel.collectives import wait_for
 from megatron_moe.parallel.context import ProcessGroup
 
 Sizes = tuple[int, ...]
@@ -22,27 +21,33 @@ Wait = Callable[[], Tensor]
 """Waits for a collective and returns the received rows."""
 
 
+def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
+    """Waits for a transfer and returns its tensor, which stays alive until then."""
+    work.wait()
+    return tensor
+
+
 class Exchange(Protocol):
-    """Linear map between the rows of all ranks of a group."""
+    """Collective that exchanges rows between the ranks of a group; a linear map of the rows."""
 
     @property
     def group(self) -> ProcessGroup: ...
 
     @property
     def transposed(self) -> "Exchange":
-        """Exchange of the gradients."""
+        """Exchange that computes the input gradients from the output gradients."""
         ...
 
     def launch(self, rows: Tensor) -> Wait:
-        """Starts the collective. The group has more than one rank, and `rows` is contiguous."""
+        """Starts the collective. Requires a group of more than one rank and contiguous `rows`."""
         ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Rank j receives the next `send[j]` rows of this rank, which receives `receive[j]` rows of rank j, in rank order.
+    """All-to-all: this rank sends `send[j]` rows to rank j and receives `receive[j]` rows from rank j, in rank order.
 
-    None: the same number of rows for every rank.
+    None: rows are divided equally among the ranks.
     """
 
     group: ProcessGroup
@@ -64,7 +69,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank receives the rows of all ranks, in rank order. `sizes`: rows per rank; None: equal."""
+    """Every rank receives the rows of all ranks, in rank order. `sizes`: number of rows of each rank; None: equal."""
 
     group: ProcessGroup
     sizes: Sizes | None = None
@@ -88,7 +93,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Every rank receives its part of the sum over ranks. `sizes`: rows of the part of each rank; None: equal."""
+    """Sums rows over ranks; every rank receives one part of the sum. `sizes`: rows in each rank's part; None: equal."""
 
     group: ProcessGroup
     sizes: Sizes | None = None
@@ -110,13 +115,13 @@ class ReduceScatter:
 
 
 class PendingExchange:
-    """Exchange of rows [R, ...] that has started. Over one rank nothing is communicated or copied."""
+    """Exchange of rows [R, ...] that has been started. With one rank, nothing is communicated or copied."""
 
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self.exchange = exchange
         self.anchor: Any = None
-        """Tensor that connects the graphs of both halves; over one rank the rows themselves. Another object between two
-        calls of `replace_boundary`."""
+        """Tensor that connects start and finish in the autograd graph (with one rank: the rows). A schedule may
+        temporarily replace it by another object (`replace_boundary`)."""
         self._wait: Wait | None = None
         if exchange.group.size == 1:
             self.anchor = rows
@@ -124,7 +129,7 @@ class PendingExchange:
             self.anchor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Tensor:
-        """Waits for the rows that this rank receives. Can be called once."""
+        """Waits for and returns the rows that this rank receives. Can be called once."""
         anchor, self.anchor = self.anchor, None
         assert isinstance(anchor, Tensor), f"the anchor of the graph is {anchor}, not a tensor"
         if self.exchange.group.size == 1:
@@ -132,7 +137,7 @@ class PendingExchange:
         return _Finish.apply(anchor, self)  # type: ignore[no-untyped-call,no-any-return]
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
-        """Applies `change` to the anchor, for a schedule that cuts the graph between the halves."""
+        """Replaces the anchor by `change(anchor)`; for schedules that cut the graph between start and finish."""
         self.anchor = change(self.anchor)
 
     def launch(self, exchange: Exchange, rows: Tensor) -> None:
@@ -155,8 +160,8 @@ def run(exchange: Exchange, rows: Tensor) -> Tensor:
     return start(exchange, rows).finish()
 
 
-# The received rows are not an output of the first half, where they are not ready. An empty anchor tensor connects the
-# two halves in the graph; the gradient is exchanged in the same way, in the opposite direction.
+# `_Start` cannot output the received rows, which are not ready yet, so it outputs an empty anchor tensor, the input of
+# `_Finish`. In backward, `_Finish` starts the exchange of the gradients and `_Start` waits for it.
 
 
 class _Start(torch.autograd.Function):
@@ -184,7 +189,7 @@ class _Finish(torch.autograd.Function):
 
 
 def _longest(sizes: Sizes | None, share: int) -> tuple[int, bool]:
-    """(rows of the longest part, whether all parts are equal)."""
+    """(number of rows of the longest part, whether all parts are equal)."""
     if sizes is None:
         return share, True
     return max(sizes), min(sizes) == max(sizes)

@@ -1,4 +1,4 @@
-"""Parallel folding: two grids over the same ranks.
+"""Parallel folding: separate grids for attention and experts over the same ranks.
 
 The attention grid is (pp, dp, cp, tp), the expert grid (pp, edp, ep, etp). Both cover the world and share the pipeline
 axis. The order of the axes determines a rank's coordinates, the first axis varying fastest. A group over a set of axes
@@ -19,7 +19,7 @@ class FoldError(ValueError):
 
 @dataclass(frozen=True)
 class Grid:
-    """Axes with their sizes, fastest first."""
+    """Grid of ranks: (name, size) of every axis, the fastest-varying axis first."""
 
     axes: tuple[tuple[str, int], ...]
 
@@ -36,7 +36,7 @@ class Grid:
         return indices
 
     def groups(self, members: Iterable[str]) -> list[tuple[int, ...]]:
-        """All groups over the axes `members`, with ranks in ascending order. Each rank is in exactly one."""
+        """All groups over the axes `members`, with ranks in ascending order. Each rank is in exactly one group."""
         inside = set(members)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -46,8 +46,8 @@ class Grid:
         return [tuple(ranks) for ranks in found.values()]
 
     def cut(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
-        """Grid with one axis divided into `levels` of (name, size), fastest first. Raises FoldError if the product of
-        the sizes is not the axis size."""
+        """Grid in which `axis` is divided into the axes `levels`, (name, size), fastest-varying first. Raises FoldError
+        if the product of the sizes is not the axis size."""
         size = dict(self.axes)[axis]
         if prod(part for _, part in levels) != size:
             sizes = " x ".join(f"{name} {part}" for name, part in levels)
@@ -68,7 +68,7 @@ EXPERT_GROUPS = (("etp", ("tp",)), ("ep", ("ep",)), ("edp", ("dp",)), ("etp_ep",
 
 
 def attention_grid(config: ParallelConfig) -> Grid:
-    """Grid of all parameters but experts. Raises FoldError if the axes do not divide the world size."""
+    """Grid of all parameters except experts. Raises FoldError if the axes do not divide the world size."""
     return _grid(config, {"tp": config.tp, "cp": config.cp, "ep": 1, "pp": config.pp}, "tp {tp} x cp {cp} x pp {pp}")
 
 
@@ -89,8 +89,8 @@ def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
 
 
 def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
-    """All process groups by name: those of both grids, "embedding" (pipeline ranks with a copy of it) and "world"; with
-    hierarchical context parallelism also "cp_a2a" and "cp_p2p", with dynamic also "cp_1", "cp_2", "cp_4", …"""
+    """Ranks of all process groups by name: groups of both grids, "embedding" (pipeline ranks with an embedding),
+    "world"; for hierarchical context parallelism "cp_a2a" and "cp_p2p", for dynamic "cp_1", "cp_2", "cp_4", …"""
     attention, expert = attention_grid(config), expert_grid(config)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -110,9 +110,9 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
 
 
 def context_degrees(cp: int) -> list[int]:
-    """Powers of two from 1 to `cp`. Raises FoldError if `cp` is not a power of two."""
+    """Degrees of dynamic context parallelism: 1, 2, 4, ..., `cp`. Raises FoldError if `cp` is not a power of two."""
     if cp.bit_count() != 1:
-        raise FoldError(f"dynamic context parallelism over {cp} ranks: not a power of two")
+        raise FoldError(f"dynamic context parallelism: --context-parallel-size {cp} is not a power of two")
     return [1 << exponent for exponent in range(cp.bit_length())]
 
 
@@ -123,7 +123,7 @@ def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One group of the pipeline ranks with a copy of the embedding, and one of size 1 for each other rank."""
+    """One group of the pipeline ranks with a copy of the embedding, and one group of size 1 per other rank."""
     indices = (0, config.pp - 1) if config.embedding_ranks is None else config.embedding_ranks
     holders = tuple(dict.fromkeys(pipeline[index] for index in indices))
     return [holders, *((rank,) for rank in pipeline if rank not in holders)]

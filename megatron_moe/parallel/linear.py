@@ -26,9 +26,9 @@ class Linear(nn.Module):
           stream, and the bias is added once, after the sum.
     None  replicated. Under sequence parallelism every rank multiplies its own positions.
 
-    Under sequence parallelism (arXiv 2205.05198 section 4.2.2) the residual stream has the rank's own positions, else
-    all positions on every rank. `splits`: see `ParamMeta`; `init` is "output" for a matrix that writes to the residual
-    stream.
+    Under sequence parallelism (arXiv 2205.05198 section 4.2.2) the residual stream on a rank has only the rank's own
+    positions, otherwise all positions. `splits`: see `ParamMeta`. `init`: "output" for a matrix that writes to the
+    residual stream.
     """
 
     bias: Parameter | None
@@ -72,7 +72,7 @@ class Linear(nn.Module):
             self.bias = new_parameter((outputs,), bias_meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]; dim 0 is S, and a sharded dim has this rank's shard."""
+        """Maps [S, ..., inputs] to [S, ..., outputs]; of a sharded dim, x and y have this rank's shard."""
         if self.tp_dim == 0:
             return column_product(x, self.weight, self.bias, self.ctx, self.kernels)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
@@ -84,10 +84,10 @@ class Linear(nn.Module):
 def column_product(
     hidden_SBH: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, kernels: Kernels
 ) -> Tensor:
-    """Product of the residual stream and a column-parallel weight [O / tp, H] -> [S, B, O / tp], all positions.
+    """Multiplies the residual stream by a column-parallel weight [O / tp, H]: [S, B, O / tp] for all positions.
 
-    Under sequence parallelism the input is saved as a shard and gathered again in backward. tp: one more all-gather of
-    S * B * H elements, for tp times less memory.
+    Under sequence parallelism the input is saved as a shard and gathered again in backward. tp: this costs one more
+    all-gather of S * B * H elements, but the saved input is tp times smaller.
     """
     sharded = None
     if ctx.config.sequence_parallel:

@@ -1,8 +1,8 @@
 """Point-to-point communication between pipeline stages: activations forward, gradients backward.
 
-The stages form a ring. Each directed edge has one communicator per kind of message, so messages arrive in the order of
-their sends and are independent of other edges. A pipeline therefore deadlocks only if its schedule does, which
-`pipeline/simulator.py` excludes. Shapes are known on both sides.
+The stages form a ring. Each directed edge has one communicator per kind of message, so messages arrive in the order in
+which they were sent, independently of other edges. A pipeline therefore deadlocks only if its schedule does, which
+`pipeline/simulator.py` excludes. Shapes are not sent; both sides compute them.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.parallel.collectives import wait_for
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.exchange import wait_for
 from megatron_moe.parallel.grid import all_groups
 
 Kind = Literal["activation", "gradient"]
@@ -24,13 +24,13 @@ Edge = tuple[int, int]
 
 
 def connect(context: ParallelContext) -> "Links":
-    """Links of this rank. Every rank of the world must call it together."""
+    """Creates the pipeline links of this rank. Collective over the world."""
     links: Links = (context.make_links or Links)(context)
     return links
 
 
 class Links:
-    """Links of this rank to its neighbours in the pipeline. Peers are indices in the group "pp"."""
+    """Point-to-point links of this rank to its neighbours in the pipeline. Peers are indices in the group "pp"."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
@@ -50,8 +50,8 @@ class Links:
                         self._handles[kind, color] = handle
 
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
-        """Starts a send. The tensor must not change until the returned function has waited for the end of the send.
-        `label` names the message in errors."""
+        """Starts to send `tensor`, which must not change until the returned function has waited for the end of the
+        send. `label` names the message in errors."""
         handle = self._handle(kind, (self.rank, to))
         work = dist.isend(tensor, self._group.ranks[to], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {to}"
@@ -71,7 +71,8 @@ class Links:
 
 
 def edge_color(edge: Edge, size: int) -> int:
-    """Color of an edge to the next stage, different for the two edges of a rank: 0 or 1; 2 closes an odd ring."""
+    """Color of an edge of the ring, different for the two edges of a rank: 0 or 1; 2 for the last edge of an odd
+    ring."""
     source, destination = edge
     assert destination == (source + 1) % size, f"stages {source} and {destination} of {size} are not neighbours"
     return 2 if destination == 0 and size % 2 else source % 2

@@ -14,7 +14,7 @@ Grid = Literal["attention", "expert"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParamMeta:
-    """Metadata of a parameter, its attribute `meta`."""
+    """Metadata of a parameter, stored in `Parameter.meta`."""
 
     role: Role
     grid: Grid = "attention"
@@ -23,24 +23,24 @@ class ParamMeta:
     fan_in: int = 1
     """Inputs per output element, for unit-gain initialisation."""
     num_experts: int | None = None
-    """Global number of experts stacked in dim 0, each initialised and saved by its global id; None: not a stack."""
+    """Global number of experts stacked in dim 0, each initialised and saved by its global id; None: no expert dim."""
     tp_dim: int | None = None
-    """Dim sharded over the tensor-parallel ranks of its grid, without the expert dim; None: replicated."""
+    """Dim that is sharded over the tensor-parallel ranks, not counting the expert dim; None: replicated."""
     splits: tuple[int, ...] = ()
-    """Global sizes along `tp_dim` of parts that are sharded separately (gate and up). If the pattern repeats along the
-    dim (q, k, v of each query group), each rank gets whole repetitions."""
+    """Global sizes along `tp_dim` of matrices that are sharded separately (gate and up). If the sizes form a pattern
+    that repeats along the dim (q, k, v of each query group), each rank gets whole repetitions."""
     decay: bool = True
-    """Weight decay applies."""
+    """Whether weight decay applies."""
     partial_over_tp: bool = False
-    """Replicated, but each tensor-parallel rank computes a partial gradient (of its tokens with sequence parallelism,
-    or of its heads); the partial gradients are summed over "tp"."""
+    """True if the parameter is replicated, but each tensor-parallel rank computes a partial gradient (from its tokens
+    under sequence parallelism, or from its heads); partial gradients are summed over these ranks."""
     shared_stages: bool = False
-    """Has copies on several pipeline stages, whose gradients are summed; counts once in norms."""
+    """True if several pipeline stages have a copy; their gradients are summed, and norms include one copy."""
 
 
 @dataclass(frozen=True)
 class ParamBox:
-    """A box of a global tensor: `offset` and `size` in each dim."""
+    """Box (slice) of a global tensor: `offset` and `size` in each dim."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -51,12 +51,12 @@ Part = tuple[int, int]
 
 
 def sharded_dim(meta: ParamMeta) -> int | None:
-    """Dim of the tensor that is sharded over tensor-parallel ranks, counting the expert dim."""
+    """Dim of the tensor that is sharded over tensor-parallel ranks, counting the expert dim; None: replicated."""
     return None if meta.tp_dim is None else meta.tp_dim + (meta.num_experts is not None)
 
 
 def local_boxes(shape: tuple[int, ...], meta: ParamMeta, *, tp: Part, ep: Part) -> tuple[ParamBox, ...]:
-    """Boxes of a parameter of global `shape` that a rank stores, concatenated along the sharded dim.
+    """Boxes of a parameter of global `shape` that form a rank's shard if concatenated along the sharded dim.
 
     `tp` and `ep` are the rank's coordinates on the tensor- and expert-parallel axes. Each expert-parallel rank has a
     contiguous range of expert ids.
@@ -75,7 +75,7 @@ def local_boxes(shape: tuple[int, ...], meta: ParamMeta, *, tp: Part, ep: Part) 
 
 
 def local_shape(boxes: tuple[ParamBox, ...], meta: ParamMeta) -> tuple[int, ...]:
-    """Shape of the concatenation of the boxes along the sharded dim."""
+    """Shape of a shard: its boxes concatenated along the sharded dim."""
     shape, dim = list(boxes[0].size), sharded_dim(meta)
     if dim is not None:
         shape[dim] = sum(box.size[dim] for box in boxes)
@@ -96,7 +96,7 @@ def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]
 
 
 def _share(number: int, part: Part, what: str) -> tuple[int, int]:
-    """(start, count) of the rank's equal share."""
+    """(start, count) of the rank's part of `number` items, which are divided equally."""
     index, num_parts = part
     assert number % num_parts == 0, f"{number} {what} do not divide among {num_parts} ranks"
     return index * (number // num_parts), number // num_parts

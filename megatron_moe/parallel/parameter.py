@@ -15,24 +15,24 @@ class GradAccumulator(Protocol):
     """Accumulates a weight gradient and decides when it is computed.
 
     The optimizer's buffers set it as the `sink` of every parameter, so weight gradients are computed directly into the
-    flat buffer. A parameter without a sink gets its gradient from autograd, so modules can be tested alone.
+    flat buffer. A parameter without a sink gets its gradient from autograd, so modules work without optimizer.
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        """Runs `compute(out, accumulate)` now or later. It must write (or add, if `accumulate`) the gradient to `out`,
-        which has the parameter's shape and the accumulation dtype. `BatchedWeightGrad`s may be merged."""
+        """Runs `compute(out, accumulate)` now or later. `compute` must write (or add, if `accumulate`) the gradient to
+        `out`, which has the parameter's shape and the accumulation dtype. `BatchedWeightGrad`s may be merged."""
         ...
 
 
 @dataclass(frozen=True)
 class BatchedWeightGrad:
-    """A weight gradient that can be computed together with later ones of the same parameter. Callers that do not batch
-    can simply call it."""
+    """Weight gradient that can be merged with later gradients of the same parameter and computed together with them.
+    Accumulators that do not merge gradients can simply call it."""
 
     product: Callable[[Sequence[Any], Tensor, bool], None]
-    """Writes or adds the sum over parts."""
+    """`product(parts, out, accumulate)` writes or adds the sum of the gradients of all parts to `out`."""
     parts: tuple[Any, ...]
-    """Operands of the product; they must not be modified until it has run."""
+    """Operands of the merged gradients; they must not be modified until `product` has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)
@@ -42,16 +42,16 @@ class BatchedWeightGrad:
 
 
 class Parameter(nn.Parameter):
-    """Local shard of a tensor of `global_shape`."""
+    """Parameter that contains this rank's shard of a tensor of `global_shape`."""
 
     meta: ParamMeta
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
-    """Boxes of the whole tensor that form the shard, concatenated along the sharded dim."""
+    """Boxes of the global tensor that form the shard if concatenated along the sharded dim."""
     sink: GradAccumulator | None
     uses: int = 1
-    """Gradients added per microbatch on this rank: one per matrix product or embedding lookup, or per use in a layer
-    that runs several times."""
+    """Number of gradients per microbatch on this rank: one per GEMM or embedding lookup that uses the parameter,
+    counting each run of a layer that runs several times."""
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -77,25 +77,25 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
 
 
 def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
-    """Concatenation of the boxes of a whole tensor; a view of it if there is one box."""
+    """Extracts a shard from the whole tensor by concatenating its boxes; returns a view if there is one box."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 
 
 def held_experts(parameter: Parameter) -> range:
-    """Global ids of this rank's experts in an expert stack."""
+    """Global ids of the experts in this rank's shard of a stacked expert parameter."""
     first, number = parameter.boxes[0].offset[0], parameter.boxes[0].size[0]
     return range(first, first + number)
 
 
 def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
-    """Local part of the whole tensor of one expert in the stack `parameter`, as `local_part`."""
+    """Extracts this rank's shard of one expert from its whole tensor. `parameter`: stacked expert parameter."""
     boxes = tuple(ParamBox(box.offset[1:], box.size[1:]) for box in parameter.boxes)
     return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
 
 
 def write_part(whole: Tensor, part: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> None:
-    """Writes a rank's part into the whole tensor (inverse of `local_part`)."""
+    """Writes a rank's shard into the whole tensor (inverse of `local_part`)."""
     dim = sharded_dim(meta) or 0
     pieces = part.split([box.size[dim] for box in boxes], dim=dim)
     for box, piece in zip(boxes, pieces, strict=True):

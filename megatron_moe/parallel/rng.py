@@ -1,4 +1,4 @@
-"""Keyed random numbers: a draw depends on its key only, not on the rank or on earlier draws.
+"""Keyed random numbers: a draw depends only on its key, not on the rank or on earlier draws.
 
 Initial weights are therefore independent of the layout, recomputation repeats the dropout mask of the forward, and
 ranks can be threads of one process.
@@ -25,14 +25,14 @@ class RNGKey(NamedTuple):
     microbatch: int
     """Index in the global batch, so that draws do not depend on the number of data-parallel ranks."""
     scope: Key = ()
-    """Distinguishes parts of the microbatch: context-parallel rank, depth of multi-token prediction."""
+    """Distinguishes draws of one microbatch by context-parallel rank and depth of multi-token prediction."""
 
     def site(self, *names: int | str) -> Key:
-        """Key of the draws of one site, such as "embedding" or the name of a layer."""
+        """Key of the draws at one site of the model, such as "embedding" or the name of a layer."""
         return (self.seed, self.iteration, self.microbatch, *self.scope, *names)
 
     def within(self, *scope: int | str) -> "RNGKey":
-        """The key with a longer scope."""
+        """Copy of the key with `scope` appended to its scope."""
         return self._replace(scope=(*self.scope, *scope))
 
 
@@ -43,23 +43,23 @@ def seed_of(key: Key) -> int:
 
 
 def generator(key: Key, device: torch.device | str = "cpu") -> torch.Generator:
-    """New generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`; on the CPU for the
-    meta device."""
+    """New generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`; a CPU generator for
+    the meta device."""
     where = torch.device(device)
     return torch.Generator("cpu" if where.type == "meta" else where).manual_seed(seed_of(key))
 
 
 def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """Uniform fp32 numbers in [0, 1) for one of equal shards (index, number) of a tensor along `dim`.
+    """Uniform fp32 numbers in [0, 1) for one shard of a tensor. `part`: (index, number) of equal shards along `dim`.
 
-    The whole tensor is drawn and then sliced, so the numbers do not depend on the sharding; that costs `number` times
-    the draws of a shard.
+    The whole tensor is drawn and then sliced, so the numbers do not depend on the sharding; drawing therefore costs
+    `number` times as much as for the shard.
     """
     return _draw(torch.rand, shape, key, device, dim, part)
 
 
 def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """Standard normal numbers, as `uniform`."""
+    """Standard normal fp32 numbers for one shard of a tensor; arguments as for `uniform`."""
     return _draw(torch.randn, shape, key, device, dim, part)
 
 

@@ -1,6 +1,6 @@
 """CUDA streams and asynchronous copies between device and host memory, with versions for the CPU and for meta tensors.
 
-On a CPU every operation has finished when its call returns: streams and events are no-ops and events are None.
+On a CPU every operation completes before its call returns, so streams are no-ops and events are None.
 """
 
 import weakref
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 Event = torch.cuda.Event | None
-"""A point in the work of a stream. None: already reached."""
+"""CUDA event; None: already completed."""
 
 
 class Streams:
     """Named streams of one device; this version, for CPU and meta tensors, does nothing."""
 
     def on(self, name: str) -> AbstractContextManager[object]:
-        """Makes a stream the current one. "compute" is the stream that was current at construction."""
+        """Context manager that makes a stream current. "compute" is the stream that was current at construction."""
         return nullcontext()
 
     def fork(self, name: str) -> AbstractContextManager[object]:
-        """Like `on`; the stream first waits for the work queued so far on the stream that was current."""
+        """Like `on`, but the stream first waits for the work queued so far on the previously current stream."""
         return nullcontext()
 
     def record(self) -> Event:
@@ -29,14 +29,14 @@ class Streams:
         return None
 
     def wait(self, event: Event) -> None:
-        """Makes the current stream, not the host, wait for an event."""
+        """Makes the current stream wait for an event, without blocking the host."""
 
     def record_use(self, tensor: Tensor) -> None:
         """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
 
 
 class CudaStreams(Streams):
-    """Streams of a GPU: the current one as "compute", and a new one for each of the other names."""
+    """Streams of a GPU: the current stream as "compute", and one new stream per name in `names`."""
 
     def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
         self._streams = {name: torch.cuda.Stream(device) for name in names}
@@ -61,31 +61,31 @@ class CudaStreams(Streams):
 
 
 def make_streams(device: torch.device, *names: str) -> Streams:
-    """Streams of a device: "compute" and those named here."""
+    """Creates the streams of a device: "compute" and one per name in `names`."""
     return CudaStreams(device, names) if device.type == "cuda" else Streams()
 
 
 class HostCopies(Streams):
     """Copies between a device and host memory; this version copies synchronously, from CPU to CPU.
 
-    Copies are flat tensors of equal size and dtype. `record` and `wait` are those of the device's current stream.
+    Source and destination are flat tensors of equal size and dtype. `record` and `wait` use the current stream.
     """
 
     has_data = True
     """Whether host buffers hold data that the host can read."""
 
     def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
-        """[size] in host memory, zeros if `exact`.
+        """Allocates a tensor [size] in host memory, filled with zeros if `exact`.
 
         Args:
-            pinned: page-locked, so that copies run without the host.
-            exact: takes `size` elements; otherwise memory comes from torch's allocator of pinned memory, which is
-                faster but rounds up to a power of two.
+            pinned: allocates page-locked memory, so that copies are asynchronous.
+            exact: allocates exactly `size` elements; otherwise pinned memory comes from torch's caching host allocator,
+                which is faster but rounds up to a power of two.
         """
         return torch.zeros(size, dtype=dtype, device="cpu" if self.has_data else "meta")
 
     def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
-        """Copies to the host after the work queued so far on the current stream and after the events.
+        """Copies to the host after the work queued on the current stream and the events `after`; returns the end event.
 
         `free_source`: the caller may free `source` before it has waited for the returned event.
         """
@@ -93,7 +93,7 @@ class HostCopies(Streams):
         return None
 
     def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
-        """Copies to the device after the events only. `source` must not change until the returned event is reached.
+        """Copies to the device after the events `after` only. `source` must not change before the returned end event.
 
         `free_into`: the caller may free `into` before it has waited for the returned event.
         """
@@ -101,14 +101,14 @@ class HostCopies(Streams):
         return None
 
     def synchronize(self, event: Event) -> None:
-        """Blocks the host until an event is reached."""
+        """Blocks the host until an event has completed."""
 
     def synchronize_all(self) -> None:
         """Blocks the host until all copies have finished."""
 
 
 class CudaHostCopies(HostCopies, CudaStreams):
-    """Copies of a GPU, on one stream per direction."""
+    """Asynchronous copies between a GPU and host memory, on one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, ("to_host", "to_device"))
@@ -157,13 +157,13 @@ def _unregister(memory: list[Tensor]) -> None:
 
 
 class MetaHostCopies(HostCopies):
-    """Copies of meta tensors; host buffers have no data either."""
+    """Copies of meta tensors; host buffers are meta tensors, too."""
 
     has_data = False
 
 
 def make_host_copies(device: torch.device) -> HostCopies:
-    """Copies between a device and host memory."""
+    """Creates the `HostCopies` of a device."""
     if device.type == "meta":
         return MetaHostCopies()
     return CudaHostCopies(device) if device.type == "cuda" else HostCopies()

@@ -1,7 +1,7 @@
 """Differentiable collectives of tensor parallelism, and the entry and exit of tensor-parallel regions.
 
 With one rank each function returns its input. A tensor is *replicated* if every rank of the group holds the same
-values, *sharded* if each holds one of equal slices, and *partial* if the true value is the sum over the ranks. The
+values, *sharded* if each rank holds one of equal slices, and *partial* if the true value is the sum over the ranks. The
 gradient of a replicated tensor is partial if ranks use it differently (for their own columns or heads).
 """
 
@@ -18,7 +18,7 @@ from megatron_moe.parallel.param_meta import Part
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Replicated to replicated, for uses that differ between ranks. Backward: all-reduce of the partial gradient."""
+    """Identity of a replicated tensor that ranks use differently. Backward: all-reduce of the partial gradient."""
     return _differentiable(x, group, _identity, _all_reduce)
 
 
@@ -38,8 +38,8 @@ def scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Sharded along `dim` to replicated, for uses that differ between ranks. Backward: reduce-scatter of the partial
-    gradient."""
+    """Sharded along `dim` to replicated, for a result that ranks use differently. Backward: reduce-scatter of the
+    partial gradient."""
     return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
 
 
@@ -49,30 +49,30 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
 
 
 def enter_tensor_parallel(hidden_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Input of a column-parallel matrix from the residual stream: all positions, on every rank.
+    """Converts the residual stream to the input of a column-parallel matrix: all positions, on every rank.
 
-    tp: with sequence parallelism all-gather of S * B * H elements, backward reduce-scatter; without, identity, backward
-    all-reduce.
+    tp: with sequence parallelism, all-gather of S * B * H elements (backward: reduce-scatter); without it, identity
+    (backward: all-reduce).
     """
     group = ctx.group("tp")
     return all_gather(hidden_SBH, group) if ctx.config.sequence_parallel else copy_to(hidden_SBH, group)
 
 
 def leave_tensor_parallel(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Residual stream from the partial output of a row-parallel matrix.
+    """Converts the partial output of a row-parallel matrix to the residual stream.
 
-    tp: with sequence parallelism reduce-scatter of S * B * H elements along S, backward all-gather; without,
-    all-reduce, backward identity.
+    tp: with sequence parallelism, reduce-scatter of S * B * H elements along S (backward: all-gather); without it,
+    all-reduce (backward: identity).
     """
     group = ctx.group("tp")
     return reduce_scatter(partial_SBH, group) if ctx.config.sequence_parallel else reduce_from(partial_SBH, group)
 
 
 def columns_to_residual(columns_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Residual stream from the output of a column-parallel matrix, H / tp channels on this rank.
+    """Converts the output of a column-parallel matrix (H / tp channels on this rank) to the residual stream.
 
-    tp: all-gather of S * B * H elements, backward this rank's columns; with sequence parallelism then this rank's
-    positions, backward all-gather.
+    tp: all-gather of S * B * H elements (backward: this rank's columns). With sequence parallelism, this rank's
+    positions are then selected (backward: all-gather).
     """
     group = ctx.group("tp")
     hidden_SBH = gather_from(columns_SBH, group, dim=-1)
@@ -86,8 +86,8 @@ def sequence_part(ctx: ParallelContext) -> Part:
 
 
 def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
-    """Slice of a [B, S] tensor for this rank's positions of the residual stream: [B, S / tp] under sequence
-    parallelism. No gradient."""
+    """Slices a [B, S] tensor to this rank's positions of the residual stream: [B, S / tp] under sequence parallelism.
+    For tensors without gradients."""
     index, num_parts = sequence_part(ctx)
     return x_BS if num_parts == 1 else _equal_slice(x_BS, index, num_parts, dim=1)
 

@@ -28,7 +28,7 @@ class Action:
         return self.peer is not None
 
     def __str__(self) -> str:
-        """F forward, B backward, I backward_input, W backward_weight; sf>1 send to rank 1, rb<1 receive from it."""
+        """F forward, B backward, I backward_input, W backward_weight; sf0.0>1 send_forward to rank 1."""
         at = f"{self.microbatch}.{self.chunk}"
         if self.is_transfer:
             first, second = self.kind.split("_")
@@ -56,5 +56,5 @@ Schedule = tuple[tuple[Entry, ...], ...]
 
 
 def parts(entry: Entry) -> tuple[Action, ...]:
-    """The actions of an entry: one, or the two of a pair."""
+    """Actions of an entry: a single action, or forward and backward of a pair."""
     return (entry.forward, entry.backward) if isinstance(entry, OverlappedPair) else (entry,)

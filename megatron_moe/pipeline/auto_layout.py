@@ -1,7 +1,7 @@
 """Automatic pipeline layout that balances the cost of stages.
 
-Costs are operations of matrix products, forward and backward, per sequence (`cost_model/flops.py`). The loss stage has
-the logits of every depth of multi-token prediction. The embedding is free. Memory is not considered.
+Costs are the FLOPs of GEMMs, forward and backward, per sequence (`cost_model/flops.py`). The cost of the loss includes
+the logits of every depth of multi-token prediction; the embedding costs nothing. Memory is not considered.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_moe.pipeline.layout import LayoutError, PipelineLayout, StageLayou
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Costs of the parts of a model, in any unit."""
+    """Costs of the decoder layers, embedding, MTP layers and loss, in any unit."""
 
     layers: tuple[float, ...]
     embedding: float = 0.0
@@ -34,7 +34,7 @@ class StageCosts:
 
 
 def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
-    """Operations of one sequence, forward and backward."""
+    """FLOPs of one sequence, forward and backward."""
     whole = count_flops(model, 1, seq_length)
     return StageCosts(
         layers=tuple(float(count_layer_flops(layer, seq_length).total) for layer in model.layers),
@@ -77,8 +77,8 @@ def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[tuple[
 def _partition(below: Sequence[float], ends: Sequence[float], limit: float | None) -> tuple[float, list[int]]:
     """Partitions the layers into consecutive stages by dynamic programming; returns (value, layers per stage).
 
-    `below[n]` is the cost of the first n layers, `ends[s]` the cost of stage s without layers. Minimises the maximum
-    stage cost or, given a limit on it, the sum of squared stage costs.
+    `below[n]` is the cost of the first n layers, `ends[s]` the cost of stage s without its layers. Minimises the
+    maximum stage cost or, given a limit on it, the sum of squared stage costs.
     """
     infinite = float("inf")
     value = [0.0] + [infinite] * (len(below) - 1)
@@ -103,13 +103,13 @@ def _partition(below: Sequence[float], ends: Sequence[float], limit: float | Non
 
 
 def cost_table(layout: PipelineLayout, costs: StageCosts) -> str:
-    """Table of the stages with rank, chunk, contents and share of the cost, and the imbalance over ranks."""
+    """Table of the stages (rank, chunk, contents, fraction of the cost) and a line about the most expensive rank."""
     lines = layout.table().splitlines()
     shares = [costs.of(stage) / costs.total for stage in layout.stages]
     width = max(map(len, lines))
     rows = [f"{lines[0]:<{width}}   cost"]
     rows += [f"{line:<{width}} {share:>6.1%}" for line, share in zip(lines[1:], shares, strict=True)]
     ranks = [sum(shares[rank :: layout.pp]) for rank in range(layout.pp)]
-    dearest = ranks.index(max(ranks))
-    rows.append(f"rank {dearest} is the dearest: {max(ranks) * layout.pp:.3f} times the mean over {layout.pp} ranks")
+    most, ratio = ranks.index(max(ranks)), max(ranks) * layout.pp
+    rows.append(f"rank {most} has the highest cost: {ratio:.3f} times the mean over {layout.pp} ranks")
     return "\n".join(rows)

@@ -1,9 +1,9 @@
 """Schedule executor: runs the forwards, backwards and transfers of one pipeline rank in schedule order.
 
-It is the only code that decides when they run, for every schedule: a single stage, 1F1B, interleaved, overlapped and
-forward only. A microbatch passes a chunk as a `SegmentedMicrobatch`, which has one step unless the schedule overlaps
-two microbatches. The output of a stage is freed after its send: only its graph edge is kept for the backward. Received
-tensors start a new graph, and their gradients are returned explicitly.
+It runs every schedule: a single stage, 1F1B, interleaved, overlapped and forward only. A microbatch runs through a
+chunk as a `SegmentedMicrobatch`, which has one step unless the schedule overlaps two microbatches. The output of a
+stage is freed after its send; only its graph edge is kept for the backward. Received tensors start a new graph, and
+their gradients are returned explicitly.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ At = tuple[int, int]
 
 
 class Stage(Protocol):
-    """Model chunks of one rank, as the executor uses them."""
+    """Interface of the model chunks of one rank."""
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
         """Forward steps of a microbatch in a chunk. The first takes the output of the previous stage, or None in the
@@ -32,11 +32,11 @@ class Stage(Protocol):
         ...
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
-        """Slot order of an overlapped pair. With "weight" slots, weight gradients are deferred to those."""
+        """Slots of an overlapped pair in launch order; "weight" slots, if any, compute deferred weight gradients."""
         ...
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """Shape of the input of a pipeline stage, and of its gradient."""
+        """Shape of the input of a pipeline stage; the gradient of the input has the same shape."""
         ...
 
     def defer_weight_gradients(self, deferred: bool) -> None:
@@ -55,12 +55,12 @@ class Stage(Protocol):
 def run_schedule(
     entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, streams: Streams | None = None
 ) -> None:
-    """Runs the entries of this rank in order; without gradients enabled they are forwards only.
+    """Runs the entries of this rank in order; if gradients are disabled, all computations must be forwards.
 
     Asserts that every received tensor is used, every output is sent, and every forward has its backward. `streams`:
     None for no-op streams.
     """
-    run = _Run(stage, links, stages, streams or Streams())
+    run = _ScheduleRun(stage, links, stages, streams or Streams())
     for entry in entries:
         if isinstance(entry, OverlappedPair):
             run.run_pair(entry)
@@ -69,7 +69,7 @@ def run_schedule(
     run.finish()
 
 
-class _Run:
+class _ScheduleRun:
     """State of one run of a schedule."""
 
     def __init__(self, stage: Stage, links: Links, stages: StageMap, streams: Streams) -> None:
@@ -78,9 +78,9 @@ class _Run:
         self._stages = stages
         self._streams = streams
         self._in_flight: dict[At, SegmentedMicrobatch] = {}
-        """Microbatches between forward and backward."""
+        """Microbatches whose forward has run and whose backward has not started."""
         self._deferred: list[At] = []
-        """Backwards with deferred weight gradients."""
+        """Backwards whose weight gradients are deferred."""
         self._receives: dict[tuple[Kind, At], Callable[[], Tensor]] = {}
         self._outputs: dict[tuple[Kind, At], Tensor] = {}
         self._sends: list[Callable[[], object]] = []
@@ -169,7 +169,7 @@ class _Run:
     def _transfer(self, action: Action, peer: int, at: At) -> None:
         kind: Kind = "activation" if action.kind.endswith("forward") else "gradient"
         sends = action.kind.startswith("send")
-        # boundary i is before stage i: activations are received from it and sent to i + 1, gradients the other way
+        # stage i receives activations over boundary i and sends them over boundary i + 1; gradients the other way
         boundary = self._number(at) + (sends == (kind == "activation"))
         label = f"{kind} of microbatch {action.microbatch} into stage {boundary}"
         if sends:
@@ -179,12 +179,12 @@ class _Run:
             self._receives[kind, at] = self._links.receive(kind, shape, peer, label)
 
     def _received(self, kind: Kind, at: At) -> Tensor | None:
-        """Waits for the received tensor of a computation; None at the ends of the pipeline."""
+        """Waits for the tensor that a computation receives and returns it; None if it receives none."""
         wait = self._receives.pop((kind, at), None)
         return None if wait is None else wait()
 
     def _free_sent(self) -> None:
-        """Frees the tensors sent before the last computation, which overlapped with these sends."""
+        """Waits for the sends that overlapped with the last computation, and frees their tensors."""
         for wait in self._earlier_sends:
             wait()
         self._earlier_sends, self._sends = self._sends, []

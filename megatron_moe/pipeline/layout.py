@@ -43,17 +43,17 @@ class StageLayout:
     """Contents of one stage, a model chunk of one pipeline rank."""
 
     layers: tuple[int, ...] = ()
-    """Global indices of its decoder layers; may be empty."""
+    """Global indices of the decoder layers; may be empty."""
     embedding: bool = False
     final_norm: bool = False
     """True for the stage with the last decoder layer."""
     num_mtp: int = 0
-    """MTP layers: all or none. They need a copy of the embedding."""
+    """Number of MTP layers: all of the model or 0. A stage with MTP layers has a copy of the embedding."""
     loss: bool = False
-    """Head and loss."""
+    """Whether the stage has the output head and the loss."""
 
     def __str__(self) -> str:
-        """Text in the layout language."""
+        """The stage in the layout language of `parse_layout`."""
         return "E" * self.embedding + _counted("t", len(self.layers)) + _counted("m", self.num_mtp) + "L" * self.loss
 
 
@@ -84,7 +84,7 @@ class PipelineLayout:
         return tuple(dict.fromkeys(index % self.pp for index, held in enumerate(holds) if held))
 
     def __str__(self) -> str:
-        """Text in the layout language, with repetitions of equal stages."""
+        """The layout in the language of `parse_layout`, with equal consecutive stages as repetitions."""
         texts = []
         for text, run in groupby(str(stage) for stage in self.stages):
             length = len(list(run))
@@ -168,10 +168,10 @@ def _check_letters(text: str, stages: Sequence[str], num_layers: int, num_mtp: i
 
 
 def _mtp_stage(text: str, stages: Sequence[str], pp: int) -> int:
-    """Stage of the MTP layers, the last stage if there are none. Raises LayoutError if Megatron does not allow it."""
+    """Stage of the MTP layers, or the last stage if there are none. Raises LayoutError for stages Megatron forbids."""
     holders = [index for index, stage in enumerate(stages) if "m" in stage] or [len(stages) - 1]
     if len(holders) > 1:
-        raise LayoutError(f"{text} has m in stages {holders}; all layers of multi-token prediction belong to one stage")
+        raise LayoutError(f"{text} has m in stages {holders}; all MTP layers must be in one stage")
     rank, first_allowed = holders[0] % pp, len(stages) - pp + min(1, pp - 1)
     if holders[0] < first_allowed:
         raise LayoutError(
@@ -222,7 +222,7 @@ def even_layout(
 
 
 def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """Layers per pipeline rank: as given for the first and last, equal for the others."""
+    """Layers per pipeline rank: `first` and `last` (unless None), and equal numbers for the other ranks."""
     given = [count for count in (first, last) if count is not None]
     rest, middle = num_layers - sum(given), pp - len(given)
     if middle < 0:
@@ -237,7 +237,7 @@ def _uneven_ranks(num_layers: int, pp: int, first: int | None, last: int | None)
 
 
 def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -> PipelineLayout:
-    """Layout with `counts` consecutive layers per stage."""
+    """Layout with `counts[s]` consecutive layers on stage s and all MTP layers on `mtp_stage`."""
     ends = list(accumulate(counts))
     last_layer_stage = next(index for index, end in enumerate(ends) if end == ends[-1])
     return PipelineLayout(
@@ -256,8 +256,8 @@ def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -
 
 
 def virtual_stages(num_layers: int, *, pp: int, per_virtual_stage: int) -> int:
-    """Virtual stages per rank with `per_virtual_stage` layers each; `num_layers` includes an accounted embedding and
-    loss. Raises LayoutError."""
+    """Number of virtual stages per rank if each has `per_virtual_stage` layers; `num_layers` includes embedding and
+    loss if they count as layers. Raises LayoutError."""
     per_rank, rest = divmod(num_layers, pp)
     if rest or per_rank % per_virtual_stage:
         raise LayoutError(

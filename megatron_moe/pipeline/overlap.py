@@ -13,26 +13,26 @@ from megatron_moe.pipeline.layout import StageLayout
 
 Direction = Literal["forward", "backward", "weight"]
 SlotName = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
-"""Nodes of a model chunk. attention includes the router; experts is the MLP of a dense layer, which has no dispatch and
-combine; post is shared experts and residual; the last layer's post includes the final norm; head includes the loss;
-chunk is the undivided chunk."""
+"""Kinds of nodes of a model chunk. attention includes the router; experts is the MLP of a dense layer, which has no
+dispatch and combine; post is shared experts and residual; the last layer's post includes the final norm; head includes
+the loss; chunk is a chunk that is not divided into nodes."""
 Stream = Literal["compute", "communication"]
 
 
 def stream_of(node: SlotName) -> Stream:
-    """Stream of a node: dispatch and combine communicate, all others compute."""
+    """Stream on which a node runs: communication for dispatch and combine, compute for all others."""
     return "communication" if node in ("dispatch", "combine") else "compute"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A function of one microbatch's forward through one chunk. Exchanges have two steps: start and finish."""
+    """One step of the forward of a microbatch through a chunk. An exchange has two steps: start and finish."""
 
     node: SlotName
     layer: int | None
-    """Index of the layer, as in `Slot`."""
+    """Index of the layer in the chunk, as in `Slot`."""
     run: Callable[[Any], Any]
-    """Maps the previous step's state to the next one's: from the chunk's input, for the first step, to its output."""
+    """Maps the state after the previous step (first step: the chunk's input) to the next (last step: its output)."""
 
     @property
     def stream(self) -> Stream:
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Slot:
-    """One node in one direction; "weight" is its weight gradients if the backward is split."""
+    """One node in one direction; "weight" computes the node's weight gradients if the backward is split."""
 
     direction: Direction
     node: SlotName
@@ -67,7 +67,7 @@ _PAIR_ORDER: tuple[tuple[Direction, SlotName], ...] = (
     ("forward", "post"),
     ("weight", "attention"),
 )
-"""Order of a forward layer and a backward layer."""
+"""Launch order of the nodes of one forward layer and one backward layer."""
 
 
 def pair_slots(
@@ -77,11 +77,11 @@ def pair_slots(
     split_backward: bool = False,
     early_attention_backward: bool = False,
 ) -> tuple[Slot, ...]:
-    """Nodes of a pair, or of a single direction, in launch order.
+    """Slots of an overlapped pair in launch order, or of one direction only if the other is None.
 
     The forward of the first layer is paired with the backward of the last, and so on; remaining layers follow.
-    `early_attention_backward` moves the backward of attention before the forward of the experts, which frees its
-    activations earlier and hides less communication (`--ep-overlap-early-attn-memory-release`).
+    `early_attention_backward` moves the backward of attention before the forward of the experts, which frees the
+    activations of attention earlier but hides less communication (`--ep-overlap-early-attn-memory-release`).
     """
     order = list(_PAIR_ORDER)
     if early_attention_backward:

@@ -23,7 +23,7 @@ Task = tuple[str, int, int]
 
 
 class ScheduleError(ValueError):
-    """The sizes do not allow a schedule."""
+    """No schedule exists for the given sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class ScheduleConfig:
     group_size: int | None = None
     """Consecutive microbatches per chunk; None: pp. Used if vpp > 1."""
     overlap: bool = False
-    """Forms pairs in the steady phase, to hide expert communication."""
+    """Pairs forwards with backwards in the steady phase (`OverlappedPair`), to hide expert communication."""
     split_backward: bool = False
     """Computes and sends the input gradient before the weight gradients."""
     forward_only: bool = False
@@ -59,7 +59,7 @@ def build_schedule(config: ScheduleConfig) -> Schedule:
 
 
 def check_schedule(config: ScheduleConfig) -> None:
-    """Raises ScheduleError for invalid sizes, the same as in Megatron."""
+    """Raises ScheduleError for invalid sizes, by the same rules as Megatron."""
     pp, vpp, group, num_microbatches = config.pp, config.vpp, config.group, config.num_microbatches
     if min(num_microbatches, pp, vpp, group) < 1:
         raise ScheduleError(
@@ -94,7 +94,7 @@ def num_warmup(config: ScheduleConfig, rank: int) -> int:
 
 
 def chunk_order(config: ScheduleConfig) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of a rank's forwards in order: group by group of microbatches, chunk by chunk.
+    """(microbatch, chunk) of a rank's forwards in order: for each group of microbatches, chunk by chunk.
 
     Backwards have the same order with the chunks reversed.
     """
@@ -131,7 +131,7 @@ def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
 
 
 def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """Tasks, on any rank, that a computation depends on."""
+    """Tasks, on this or other ranks, that must be complete before a computation."""
     stage, microbatch = stages.stage(rank, action.chunk), action.microbatch
     if action.kind == "forward":
         return (("forward", microbatch, stage - 1),) if stage else ()
@@ -143,7 +143,7 @@ def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 
 
 def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """The task that a computation completes, if any. A backward completes with its input gradient."""
+    """Task that a computation completes, if any. A backward is complete when its input gradient is computed."""
     if action.kind == "backward_weight":
         return ()
     direction = "forward" if action.kind == "forward" else "backward"
@@ -153,10 +153,10 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
     """Inserts sends and receives into the computations of all ranks.
 
-    Computations are assigned start times, with one unit per forward and two per backward. Both sides post a transfer
-    when its sender's computation ends: after the computations that have started by then, before all others. All lists
-    are projections of this one global order, so the earliest pending transfer can always complete and no deadlock is
-    possible. Receives are posted early so that transfers overlap with computation.
+    Computations are assigned start times, with one unit per forward and two per backward. Sender and receiver post a
+    transfer at the time when the sender's computation ends: after the computations that started before this time, and
+    before all others. All lists are projections of this one global order, so the earliest pending transfer can always
+    complete and no deadlock is possible. Receives are posted early so that transfers overlap with computation.
     """
     events: list[tuple[tuple[int, ...], int, Entry]] = []
     for rank, entries in enumerate(_started(stages, ranks)):
@@ -186,14 +186,14 @@ def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Act
 
 
 def _units(entry: Entry) -> int:
-    """Relative duration: a backward has two matrix products for each of the forward."""
+    """Relative duration: a backward has two GEMMs for each GEMM of the forward."""
     if isinstance(entry, OverlappedPair):
         return _units(entry.forward) + _units(entry.backward)
     return 2 if entry.kind == "backward" else 1
 
 
 def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tuple[int, Entry]]]:
-    """(start, entry) per rank; a computation starts when its rank is idle and its inputs exist."""
+    """(start time, entry) of all entries per rank; a computation starts when its rank is idle and its inputs exist."""
     finished: dict[Task, int] = {}
     started: list[list[tuple[int, Entry]]] = [[] for _ in ranks]
     free, moved = [0] * len(ranks), True

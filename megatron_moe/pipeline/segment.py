@@ -57,19 +57,19 @@ class SegmentedMicrobatch:
         if received is not None and torch.is_grad_enabled():
             self._state = CutTensor(received, self._received)
         self._boundaries: list[list[GradBoundary]] = []
-        """Boundaries made by each step that has run forward but not yet backward."""
+        """Boundaries of the outputs of each step whose forward has run and whose backward has not."""
         self._num_forward = 0
         self._output: GradBoundary | None = None
 
     def forward(self, slot: Slot | None = None) -> None:
-        """Runs the pending steps before the slot and the slot's first step. None: all pending steps."""
+        """Runs all pending steps up to and including the first step of `slot`. None: all pending steps."""
         end = len(self._steps) if slot is None else min(self._places(slot), default=-1) + 1
         while self._num_forward < end:
             self._forward(self._steps[self._num_forward])
             self._num_forward += 1
 
     def output(self) -> Tensor:
-        """Output of the chunk; to be called once, after the last step."""
+        """Returns the output of the chunk; to be called once, after the last step."""
         assert self._num_forward == len(self._steps), f"{self._num_forward} of {len(self._steps)} steps have run"
         state, self._state = self._state, None
         if isinstance(state, CutTensor):
@@ -85,13 +85,13 @@ class SegmentedMicrobatch:
             self._output.add(gradient)
 
     def backward(self, slot: Slot | None = None) -> None:
-        """Runs the pending backwards of the steps after the slot and of the slot's last step. None: all pending."""
+        """Runs the pending backwards of all steps from the end to the last step of `slot`. None: all pending."""
         start = 0 if slot is None else max(self._places(slot), default=len(self._boundaries))
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
 
     def input_gradient(self) -> Tensor:
-        """Gradient of the received tensor; to be called once, after the last backward."""
+        """Returns the gradient of the received tensor; to be called once, after the last backward."""
         gradient, self._received.gradient = self._received.gradient, None
         assert gradient is not None, "the received tensor has no gradient"
         return gradient
@@ -136,14 +136,14 @@ class _GraphCut:
         self._record_use = record_use
         self._entered: dict[CutTensor, Tensor] = {}
         self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
-        """Tensor, kept alive here, and its cut, by the id of the tensor."""
+        """(tensor, its cut) by the id of the tensor; the reference keeps the id valid."""
 
     def enter(self, state: Any) -> Any:
-        """Replaces cut tensors by tensors."""
+        """Replaces each `CutTensor` of the state by a tensor that starts the graph of the step."""
         return _rebuilt(state, self._enter)
 
     def leave(self, state: Any) -> Any:
-        """Replaces tensors that require a gradient by cut tensors; one that was only passed through keeps its cut."""
+        """Replaces tensors that require a gradient by cut tensors; a tensor from `enter` gets its old cut."""
         state = _rebuilt(state, self._leave)
         self._entered.clear()
         self._cuts.clear()
@@ -176,7 +176,7 @@ class _GraphCut:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity whose backward adds the gradient to the boundary; the anchor makes autograd record it."""
+    """Identity whose backward adds the gradient to the boundary; `anchor` makes autograd record the function."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, data: Tensor, boundary: GradBoundary) -> Tensor:

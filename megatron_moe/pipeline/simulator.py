@@ -18,7 +18,7 @@ from megatron_moe.pipeline.schedule import Task, gives, needs
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Mean time of a rank, all chunks together, for one microbatch, in any unit."""
+    """Mean duration of one microbatch on a rank, summed over its chunks, in any unit."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -29,7 +29,7 @@ class Durations:
     """Relative costs of stages, in model order; empty: equal costs."""
 
     def of(self, entry: Entry, stages: StageMap, rank: int) -> float:
-        """Duration of an entry. The two halves of a pair add up."""
+        """Duration of an entry; for a pair, the sum of forward and backward."""
         times = {
             "forward": self.forward,
             "backward": self.backward_input + self.backward_weight,
@@ -39,7 +39,7 @@ class Durations:
         return sum(times[each.kind] * self._share(stages, rank, each.chunk) for each in parts(entry)) / stages.vpp
 
     def _share(self, stages: StageMap, rank: int, chunk: int) -> float:
-        """Cost of a stage in units of the mean."""
+        """Cost of the stage of a chunk, divided by the mean cost of all stages."""
         if not self.stage_costs:
             return 1.0
         return self.stage_costs[stages.stage(rank, chunk)] * stages.num_stages / sum(self.stage_costs)
@@ -63,16 +63,16 @@ class SimulationReport:
     problems: tuple[str, ...]
     """Deadlocks, misordered messages, computations without input, missing computations; empty for a valid schedule."""
     in_flight: tuple[int, ...]
-    """Peak number of (microbatch, chunk) pairs of each rank from forward to backward, both included."""
+    """Peak number of in-flight (microbatch, chunk) pairs of each rank; see `most_in_flight`."""
 
     @property
     def time(self) -> float:
-        """Total duration."""
+        """Total duration of the schedule."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """Idle share of the total duration, over all ranks."""
+        """Idle fraction of the total duration, averaged over ranks."""
         busy = sum(span.end - span.start for spans in self.spans for span in spans)
         return 1.0 - busy / (self.time * len(self.spans)) if self.time else 0.0
 
@@ -81,7 +81,7 @@ def simulate(
     stages: StageMap, schedule: Schedule, *, durations: Durations | None = None, depth: int | None = 0
 ) -> SimulationReport:
     """Simulates a schedule. `depth`: messages buffered per pair of ranks; None: unlimited."""
-    run = _Run(stages, schedule, durations or Durations(), depth)
+    run = _Simulation(stages, schedule, durations or Durations(), depth)
     run.run()
     return SimulationReport(
         spans=tuple(tuple(spans) for spans in run.spans),
@@ -103,16 +103,16 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
 
 @dataclass(slots=True)
 class _End:
-    """One end of a message."""
+    """Send or receive side of a message."""
 
     rank: int
     action: Action
     message: Task
     """Task whose result is sent."""
     ready: float
-    """Time at which this rank posted it."""
+    """Time at which this rank posted the send or receive."""
     number: int
-    """Index in its channel."""
+    """Index of the message in its channel."""
     receives: bool
 
 
@@ -124,7 +124,7 @@ class _Channel:
     awaited: list[_End] = field(default_factory=list)
 
 
-class _Run:
+class _Simulation:
     """State of a simulation. Each rank runs until it blocks; posting or completing an exchange wakes its peers."""
 
     def __init__(self, stages: StageMap, schedule: Schedule, durations: Durations, depth: int | None) -> None:
@@ -135,7 +135,7 @@ class _Run:
         self._next = [0] * len(schedule)
         self._clock = [0.0] * len(schedule)
         self._open: list[list[_End]] = [[] for _ in schedule]
-        """Incomplete messages of the exchange in which each rank is blocked."""
+        """For each rank: incomplete messages of the exchange that blocks it."""
         self._channels = {(a, b): _Channel() for a in range(len(schedule)) for b in range(len(schedule))}
         self._has: list[set[Task]] = [set() for _ in schedule]
         self.spans: list[list[TimelineSpan]] = [[] for _ in schedule]
@@ -204,12 +204,12 @@ class _Run:
             if end.receives:
                 self._has[rank].add(end.message)
                 if self._depth:
-                    awake.append(_peer(end.action))  # its channel has space again
+                    awake.append(_peer(end.action))  # the channel has space again
         self._open[rank] = waiting
         return not waiting
 
     def _done(self, end: _End) -> float | None:
-        """Completion time of a message for one of its ends; None: not yet complete."""
+        """Completion time of a message for its send or receive side; None: not yet complete."""
         peer = _peer(end.action)
         channel = self._channels[(peer, end.rank) if end.receives else (end.rank, peer)]
         peer_ends = channel.sent if end.receives else channel.awaited

@@ -2,7 +2,7 @@
 
     step = (work of a rank + exposed communication in layers) / (1 - bubble) + data-parallel communication + optimizer
 
-Work is that of the mean pipeline rank; the bubble includes idle time due to unequal stages. Excluded: launch overhead,
+Work is the mean over pipeline ranks; the bubble includes idle time due to unequal stages. Excluded: launch overhead,
 uneven routing, and interference of concurrent kernels.
 """
 
@@ -21,7 +21,7 @@ from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
 from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
 _TENSOR_FORWARD = 0.4
-"""Forward share of tensor-parallel traffic: 2 of the 5 passes of a layer (docs/communication-volume.md)."""
+"""Fraction of tensor-parallel traffic in the forward: 2 of the 5 passes of a layer (docs/communication-volume.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class StepEstimate(Work):
     """Exposed gradient reduction and weight gathering."""
     optimizer: float
     flops: float
-    """Operations of the step over all ranks, with Megatron's formula."""
+    """FLOPs of the step over all ranks, with Megatron's formula."""
     world_size: int
 
     @property
@@ -74,23 +74,22 @@ class Estimator:
     ) -> None:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
-        self.num_microbatches = plan.num_microbatches
         self.rank = plan.layout.pp // 2
         """Pipeline rank whose communication is counted."""
         self.stages = LayerWork(plan, self.rates).of_stages()
-        self.traffic = Communication(plan, placements, self.num_microbatches, destinations).of_rank(self.rank)
+        self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
-        """Layers of the mean pipeline rank, as a multiple of those of `rank`."""
+        """Mean number of layers per pipeline rank, divided by the number of layers of `rank`."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
-        """Estimate of the whole step; without `bubble`, a lower bound for every schedule."""
+        """Estimate of the whole step. If `bubble` is False: a lower bound for every schedule."""
         plan = self.plan
         idle = 0.0
         if bubble:
-            idle = pipeline_bubble(plan.schedule(self.num_microbatches), [work.total for work in self.stages])
+            idle = pipeline_bubble(plan.schedule(self.plan.num_microbatches), [work.total for work in self.stages])
         # work of the mean pipeline rank
-        work = sum(self.stages, Work()) * (self.num_microbatches / plan.layout.pp)
+        work = sum(self.stages, Work()) * (self.plan.num_microbatches / plan.layout.pp)
         tensor = self._in_layers("tp")
         experts, context = self._experts(work), self._context(work)
         offload = self._offload(work)
@@ -122,7 +121,7 @@ class Estimator:
         return sum(each.seconds(self.gpu) for each in self._of(*groups))
 
     def _in_layers(self, *groups: str) -> float:
-        """Seconds of the groups' traffic on the mean pipeline rank."""
+        """Seconds of the groups' traffic, as a mean over pipeline ranks."""
         return self._seconds(*groups) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
@@ -132,35 +131,35 @@ class Estimator:
         return max((1 - HIDDEN_AT_BEST) * found, found - work.total)
 
     def _context(self, work: Work) -> float:
-        """A ring exchange overlaps with attention to the blocks already received; the others do not."""
+        """Exposed seconds. Only a ring exchange overlaps: with attention to the blocks already received."""
         core = self.plan.model.layers[0].mixer.core
         found = self._in_layers("cp")
         return max(0.0, found - work.core_attention) if core.context_exchange == "p2p" else found
 
     def _pipeline(self) -> float:
-        """Exposed transfers: one hidden state through all stages at the start and at the end of a step."""
+        """Exposed seconds: one hidden state passes through all stages at the start and at the end of a step."""
         pp, vpp = self.plan.layout.pp, self.plan.layout.vpp
-        return self._seconds("pp") * (pp - 1) / (self.num_microbatches * vpp)
+        return self._seconds("pp") * (pp - 1) / (self.plan.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
-        """Overlapped reduction is hidden by the last backward of a step, overlapped gathering by the first forward."""
+        """Exposed seconds. The last backward of a step can hide the reduction, the first forward the gathering."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
-            hidden = work.total / self.num_microbatches * share if all(each.hidden for each in found) else 0.0
+            hidden = work.total / self.plan.num_microbatches * share if all(each.hidden for each in found) else 0.0
             exposed += max(0.0, sum(each.seconds(self.gpu) for each in found) - hidden)
         return exposed
 
     def _offload(self, work: Work) -> float:
-        """Copies to the host are hidden by the forward (1/3 of the work), those back by the backward."""
+        """Exposed seconds. The forward (1/3 of the work) hides copies to the host, the backward hides copies back."""
         if not self.plan.memory.offload.offload_modules:
             return 0.0
-        num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.num_microbatches
+        num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
         exposed = num_bytes_moved / self.rates.host_link - work.total / 3
         return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 
     def _optimizer(self) -> float:
-        """State is read and written once, gradients are accessed twice; offloaded state at host memory bandwidth."""
+        """Seconds to read and write state once and access gradients twice; offloaded state at host memory bandwidth."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)

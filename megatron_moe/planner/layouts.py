@@ -19,11 +19,11 @@ from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
 from megatron_moe.planner.memory_options import without_options
 
 LONG = 8192
-"""Shortest sequence for context parallelism; below it, the exchange costs more than it saves (phase 2 of the paper)."""
+"""Minimum sequence length for context parallelism; its exchange costs more than it saves on shorter sequences."""
 MICRO_BATCHES = (1, 2, 4)
 MAX_CP = 64
 CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Virtual stages per pipeline rank."""
+"""Numbers of virtual stages per pipeline rank to consider."""
 
 
 class LayoutGrid(NamedTuple):
@@ -34,7 +34,7 @@ class LayoutGrid(NamedTuple):
 
 
 class Layouts:
-    """Layouts of the model, batch and number of GPUs of a plan."""
+    """Enumerates layouts for the model, batch and number of GPUs of a plan."""
 
     def __init__(self, plan: RunPlan, gpu: GPU) -> None:
         self.plan = without_options(plan)
@@ -44,7 +44,7 @@ class Layouts:
         self._stages: dict[tuple[int, int], PipelineLayout | None] = {}
 
     def grids(self) -> Iterator[LayoutGrid]:
-        """Sizes that divide the model and the ranks, for each microbatch size."""
+        """Yields parallel sizes that divide the model and the ranks, with each microbatch size."""
         model = self.plan.model
         tps = [tp for tp in _divisors(self.world) if tp <= self.gpu.per_node]
         cps = [cp for cp in _divisors(self.world) if cp == 1 or (self.plan.data.seq_length >= LONG and cp <= MAX_CP)]
@@ -59,7 +59,7 @@ class Layouts:
                     yield from (LayoutGrid(parallel, micro) for micro in MICRO_BATCHES)
 
     def of_grid(self, grid: LayoutGrid) -> Iterator[RunPlan]:
-        """Plans with these sizes and each number of chunks, without and with overlapped expert communication."""
+        """Yields plans with these sizes and each number of chunks, without and with overlapped expert communication."""
         for vpp in CHUNKS if grid.parallel.pp > 1 else (1,):
             plan = self.of(grid, vpp)
             if plan is not None:
@@ -68,7 +68,7 @@ class Layouts:
                     yield overlapped(plan)
 
     def of(self, grid: LayoutGrid, vpp: int = 1) -> RunPlan | None:
-        """The plan with these sizes and chunks per pipeline rank; None if the layers or the batch do not divide."""
+        """Plan with these sizes and `vpp` chunks per pipeline rank; None if they do not divide layers or batch."""
         parallel, plan = replace(grid.parallel, virtual_stages=vpp), self.plan
         stages = self._layout(parallel.pp, vpp)
         size, unit = plan.batch.global_batch_size, grid.micro * parallel.dp
@@ -101,7 +101,7 @@ class Layouts:
         return True
 
     def _layout(self, pp: int, vpp: int) -> PipelineLayout | None:
-        """Stages balanced by operations; None if the layers cannot fill them."""
+        """Pipeline layout with stages balanced by FLOPs; None if the model has too few layers to fill them."""
         if (pp, vpp) not in self._stages:
             self._stages[pp, vpp] = None
             with suppress(LayoutError):

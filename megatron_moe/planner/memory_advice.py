@@ -1,4 +1,4 @@
-"""Memory that a pipeline rank is expected to need, and the memory options that would save most."""
+"""Expected memory of a pipeline rank, and the memory options that would save the most."""
 
 from collections.abc import Iterator
 
@@ -14,9 +14,9 @@ _MOST_OPTIONS = 3
 def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterator[str]:
     """Lines for an out-of-memory error: expected memory by category, as in a dry run, and options to reduce it.
 
-    `device_name`: name of the GPU according to CUDA; times are those of an H100 if the cost model does not have it.
+    `device_name`: GPU name reported by CUDA. Step times are estimated for an H100 if the cost model lacks this GPU.
     """
-    yield from _expected(RankMemory(plan).of_rank(pipeline_rank, plan.num_microbatches))
+    yield from _expected(RankMemory(plan).of_rank(pipeline_rank))
     options = best_options(plan, pipeline_rank, device_name)
     if options:
         yield "the memory options that would save most:"
@@ -27,7 +27,7 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
 
 def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> list[tuple[MemoryOption, float, float]]:
     """(option, bytes saved on this rank, relative increase of the step time) of the options that save most."""
-    options = [(option, saved(plan, option, pipeline_rank, plan.num_microbatches)) for option in more_switches(plan)]
+    options = [(option, saved(plan, option, pipeline_rank)) for option in more_switches(plan)]
     best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_OPTIONS]
     gpu = next((gpu for gpu in GPUS.values() if gpu.name in device_name.split()), GPUS["h100"])
     planner = Planner(gpu)
@@ -36,7 +36,7 @@ def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> li
 
 
 def gib(size: float) -> str:
-    """Size in GiB, or in MiB below a hundredth of one."""
+    """Formats a number of bytes in GiB, or in MiB below 0.01 GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / (1 << 20):.2f} MiB"
 
 

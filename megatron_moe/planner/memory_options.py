@@ -12,14 +12,14 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.memory import RankMemory
 
 SELECTIVE = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "moe")
-"""Modules of selective recompute, without core_attn, which would free the log-sum-exp only."""
+"""Modules of selective recompute to consider; core_attn is excluded because it frees only the log-sum-exp."""
 OFFLOADABLE = ("expert_fc1", "moe_act", "core_attn")
 """Modules whose inputs can be offloaded to host memory."""
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A change of a plan's memory use."""
+    """One memory option, and the function that enables or disables it in a plan."""
 
     flags: str
     """Command-line flags of the option."""
@@ -148,12 +148,9 @@ def with_host_optimizer(plan: RunPlan) -> RunPlan:
     )
 
 
-def saved(plan: RunPlan, switch: MemoryOption, rank: int, num_microbatches: int) -> float:
+def saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
     """Bytes that an option saves on one pipeline rank."""
-    changed = switch.apply(plan)
-    changed_microbatches = num_microbatches * plan.batch.micro_batch_size // changed.batch.micro_batch_size
-    before = RankMemory(plan).of_rank(rank, num_microbatches)
-    return before.total - RankMemory(changed).of_rank(rank, changed_microbatches).total
+    return RankMemory(plan).of_rank(rank).total - RankMemory(option.apply(plan)).of_rank(rank).total
 
 
 def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:

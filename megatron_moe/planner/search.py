@@ -1,8 +1,8 @@
 """Search for the fastest plans that fit into device memory, over layouts and memory options.
 
 A best-first search with the estimates of `estimator.py`: grids, then their layouts, are visited in order of a lower
-bound on the step time. Each layout gets the cheapest memory options with which it fits. The search ends when no
-remaining lower bound is below the plans found.
+bound on the step time. Each layout gets the cheapest memory options with which it fits. The search ends when all
+remaining lower bounds are above the step times of the best plans.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +33,8 @@ from megatron_moe.planner.memory_options import (
 
 _OFFLOADED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
 _SAFETY = 0.97
-"""Sets of options are tried if the sum of their individual savings reaches this share of the excess. The sum is not
-exact because the peak workspace may change."""
+"""Sets of options are tried if the sum of their individual savings reaches this fraction of the excess memory. The sum
+is not exact because the peak workspace may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class PlannedLayout:
     plan: RunPlan
     step: StepEstimate
     memory: RankBytes
-    """Memory of its heaviest pipeline rank."""
+    """Memory of the pipeline rank with the highest peak."""
     plain_bytes: float
-    """Peak bytes of the heaviest pipeline rank without memory options."""
+    """Peak bytes of the pipeline rank with the highest peak, without memory options."""
 
 
 class Planner:
-    """Search for plans on one kind of GPU."""
+    """Searches for plans on one kind of GPU."""
 
     def __init__(self, gpu: GPU, imbalance: float = 1.0, *, offload: bool = True) -> None:
         """`imbalance`: expert rows of the most loaded rank as a multiple of the mean. `offload`: allows activation
@@ -67,7 +67,7 @@ class Planner:
     ) -> list[PlannedLayout]:
         """The fastest `count` plans for the model, precision, global batch and number of GPUs of `plan`.
 
-        `accepts`: checks rules that the planner does not know, for a plan that fits.
+        `accepts`: additional check of each plan that fits, for rules that the planner does not implement.
         """
         layouts = Layouts(plan, self.gpu)
         order = count_up()  # breaks ties of the heap
@@ -99,19 +99,19 @@ class Planner:
         return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel), self._destinations)
 
     def evaluate(self, plan: RunPlan) -> PlannedLayout:
-        """A plan with its own memory options, whether it fits or not."""
+        """Estimates a plan with its own memory options, whether or not it fits."""
         plain = self.heaviest(without_options(plan))
         return PlannedLayout(
             plan=plan, step=self.estimator(plan).step(), memory=self.heaviest(plan), plain_bytes=plain.total
         )
 
     def fits(self, memory: RankBytes) -> bool:
-        """Whether enough memory remains for CUDA, NCCL, workspaces and fragmentation."""
+        """Whether enough device memory remains for CUDA, NCCL, workspaces and fragmentation."""
         return memory.total <= self.room
 
     def heaviest(self, plan: RunPlan) -> RankBytes:
         """Memory of the pipeline rank with the highest peak."""
-        return heaviest(RankMemory(plan, self.imbalance).all_ranks(plan.num_microbatches))
+        return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
         """Like `fit`, with optimizer options if needed: 16-bit master remainders, which cost no time; then also bf16
@@ -126,16 +126,16 @@ class Planner:
     def fit(self, plan: RunPlan) -> PlannedLayout | None:
         """The plan with the cheapest activation recompute and offload with which it fits, replacing its own; None if it
         does not fit with any."""
-        plain, count = without_options(plan), plan.num_microbatches
+        plain = without_options(plan)
         memory = RankMemory(plain, self.imbalance)
-        # the heaviest rank is one of the first two, which have the most in flight, or the last, which has the loss
+        # the heaviest rank is one of the first two (most microbatches in flight) or the last (loss)
         likely = sorted({0, min(1, plain.layout.pp - 1), plain.layout.pp - 1})
-        before = heaviest([memory.of_rank(rank, count) for rank in likely])
+        before = heaviest([memory.of_rank(rank) for rank in likely])
         for changed in self._candidates(plain, memory, before):
             changed_memory = memory.with_options(changed.memory)
-            if not self.fits(changed_memory.of_rank(before.rank, count)):
+            if not self.fits(changed_memory.of_rank(before.rank)):
                 continue
-            after = heaviest(changed_memory.all_ranks(count))
+            after = heaviest(changed_memory.all_ranks())
             if self.fits(after):
                 step = self.estimator(changed).step()
                 return PlannedLayout(plan=changed, step=step, memory=after, plain_bytes=before.total)
@@ -148,7 +148,7 @@ class Planner:
         singles += [with_offload(plain, names) for names in self._offloads if names]
         gains: dict[object, float] = {(): 0.0}
         for each in singles:
-            after = memory.with_options(each.memory).of_rank(before.rank, plain.num_microbatches)
+            after = memory.with_options(each.memory).of_rank(before.rank)
             gains[_key(each)] = before.total - after.total
         found = [each for each in self._sets(plain) if _is_full(each) or _sum(each, gains) >= _SAFETY * excess]
         if found and excess > 0:
@@ -172,7 +172,7 @@ class Planner:
 
 
 def _key(plan: RunPlan) -> object:
-    """The only option of a plan."""
+    """Memory option of a plan that has exactly one."""
     return plan.memory.offload.offload_modules or plan.memory.recompute.recompute_modules[0]
 
 

@@ -1,7 +1,7 @@
-"""Computing time of one microbatch in the layers of one rank, forward and backward, by kind of work.
+"""Compute time of one microbatch in the layers of one rank, forward and backward, by kind of work.
 
 Efficiencies relative to data sheets were measured on one H200 and are assumed for all kinds of GPU
-(`benchmarks/2026-11-21-h200-step.md`): dense GEMMs of Q6 reach 768 of 989 TFLOP/s, its attention 399 (causal count),
+(`benchmarks/2026-11-21-h200-step.md`): dense GEMMs of Q6 reach 768 of 989 TFLOP/s, its attention 399 (causal FLOPs),
 grouped GEMMs 674 and more, copies 4.29 of 4.8 TB/s. Values for FP8, host links and host memory are estimates. Launch
 overhead of the host is not modelled.
 """
@@ -22,15 +22,15 @@ from megatron_moe.cost_model.shards import held_by_layer
 from megatron_moe.pipeline.layout import StageLayout
 
 DENSE = 0.77
-"""GEMMs outside the experts, as a share of the peak."""
+"""Efficiency of GEMMs outside the experts, as a fraction of the peak."""
 GROUPED = 0.68
-"""Grouped GEMMs of the experts, as a share of the peak, without the time to read weights and gradients."""
+"""Efficiency of the experts' grouped GEMMs, as a fraction of the peak, without reading weights and gradients."""
 CORE_ATTENTION = 0.41
-"""Attention forward and backward, as a share of the bf16 peak, with operations counted under the causal mask."""
+"""Efficiency of attention, forward and backward, as a fraction of the bf16 peak; causal FLOPs are counted."""
 LOW_PRECISION = 0.64
-"""FP8 GEMMs, as a share of the FP8 peak: estimated from one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
+"""Efficiency of FP8 GEMMs, estimated from one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
 BANDWIDTH = 0.89
-"""Memory bandwidth, as a share of the data sheet's."""
+"""Attainable memory bandwidth, as a fraction of the data sheet's value."""
 PASSES = 7.5
 """Bytes moved by bandwidth-bound kernels (norms, RoPE, router, permutation, activation, residual sums) in forward and
 backward, as a multiple of a layer's saved bytes: 7.7 for Q6, 7.1 for M8."""
@@ -43,7 +43,7 @@ LOW_PASSES = 3.0
 OFFLOAD_DISTURBANCE = 0.018
 """Slowdown of computation by overlapped activation copies: 1.6 to 2 % in the paper."""
 HIDDEN_AT_BEST = 0.95
-"""Largest share of expert communication that another microbatch hides, from the paper."""
+"""Maximum fraction of expert communication that another microbatch hides, from the paper."""
 HOST_MEMORY = 60e9
 """Bandwidth of host memory per GPU during an optimizer step on the CPU, bytes per second; an estimate."""
 
@@ -54,12 +54,12 @@ class Rates:
 
     dense: float
     head: float
-    """Output head, which always uses the parameters' format."""
+    """FLOP/s of the output head, which always uses the parameters' format."""
     experts: float
     core_attention: float
     memory: float
     host_link: float
-    """Host memory, per direction."""
+    """Copies between device and host memory, per direction."""
 
 
 def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
@@ -77,15 +77,15 @@ def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
 
 
 _FORWARD = 1 / 3
-"""Share of the forward in a layer's operations."""
+"""Fraction of a layer's FLOPs in the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Amounts[float]):
-    """Computing time in seconds, by kind."""
+    """Compute time in seconds, by kind."""
 
     dense: float = 0.0
-    """GEMMs outside the experts, head included."""
+    """GEMMs outside the experts, including the output head."""
     core_attention: float = 0.0
     experts: float = 0.0
     bandwidth: float = 0.0
@@ -94,14 +94,14 @@ class Work(Amounts[float]):
 
 
 class LayerWork:
-    """Computing time of the layers of a plan."""
+    """Compute time of the layers of a plan."""
 
     def __init__(self, plan: RunPlan, rates: Rates) -> None:
         self.plan = plan
         self.rates = rates
         self.sizes = ActivationSizes.of(plan)
         self._share = plan.batch.micro_batch_size / (plan.parallel.tp * plan.parallel.cp)
-        """A rank's share of the operations of one microbatch, relative to those of one sequence."""
+        """A rank's FLOPs for one microbatch, divided by the FLOPs of one whole sequence."""
         self.of_layer = cache(self._of_layer)
         """Work of one microbatch in a layer, without recompute."""
         self.tensors = cache(partial(layer_tensors, parallel=plan.parallel, sizes=self.sizes))
@@ -173,7 +173,7 @@ class LayerWork:
         )
 
     def recompute(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds of recompute per microbatch; `early`: method "block" includes the layer."""
+        """Seconds of recompute per microbatch. `early`: whether method "block" recomputes the layer."""
         recompute = self.plan.memory.recompute
         if recompute.recompute_granularity == "none":
             return 0.0
@@ -183,7 +183,7 @@ class LayerWork:
         return self._of_modules(layer, recompute.recompute_modules)
 
     def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
-        """Seconds to recompute modules of a layer: their GEMMs, and passes over the freed bytes."""
+        """Seconds to recompute modules of a layer: GEMMs of the modules, and passes over the freed bytes."""
         freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
         flops, share = self._forward_of(layer, set(modules)), self._share
         seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense
@@ -192,7 +192,7 @@ class LayerWork:
         return seconds + PASSES_AGAIN * freed / self.rates.memory
 
     def _forward_of(self, layer: LayerConfig, modules: set[str]) -> FlopCount:
-        """Forward operations of modules for one sequence."""
+        """Forward FLOPs of modules for one sequence."""
         flops = count_layer_flops(layer, self.plan.data.seq_length)
         moe = "moe" in modules
         return FlopCount(

@@ -21,7 +21,7 @@ _FILE_BYTES = 1 << 15
 """File size limit of "disk-full": enough for status files, too small for weights."""
 _SLEEP_S = 1_000_000
 _FLIPPED_BIT = 0x40
-"""Bit of a weight's last byte: an exponent bit whose flip is a large change but never gives infinity."""
+"""Bit to flip in a weight's last byte: an exponent bit, so that the change is large but never gives infinity."""
 
 
 class InjectedFault(RuntimeError):
@@ -29,7 +29,7 @@ class InjectedFault(RuntimeError):
 
 
 class FaultInjector:
-    """Triggers this rank's faults (of `faults` of all ranks) in the model at their phase and iteration; `enter`
+    """Triggers this rank's faults, selected from the `faults` of all ranks, in their phase and iteration; `enter`
     observes `train.events.RunEvents`."""
 
     def __init__(self, faults: Sequence[FaultConfig], rank: int, model: nn.Module) -> None:
@@ -39,7 +39,7 @@ class FaultInjector:
         """Callbacks that end temporary faults at the next phase."""
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Ends the faults of the previous phase and triggers those of this one."""
+        """Ends the temporary faults of the previous phase and triggers the faults of this phase."""
         while self._undo:
             self._undo.pop()()
         for fault in self._faults:
@@ -62,7 +62,7 @@ class FaultInjector:
             _stop_process(fault.kind)
 
     def _trigger_in_layer(self, fault: FaultConfig) -> None:
-        """Triggers the fault in the first layer's next forward, or in the backward of its output."""
+        """Triggers the fault in the next forward of the first layer, or in the backward of the layer's output."""
 
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             handle.remove()
@@ -74,8 +74,8 @@ class FaultInjector:
         handle = _layer(self._model).register_forward_hook(hook)
 
     def _inject_nan(self, fault: FaultConfig) -> None:
-        """Replaces the first layer's outputs of this iteration, or their gradients, by NaN; "nan-once" only once, the
-        others also when the step is repeated."""
+        """Replaces the first layer's outputs of this iteration, or their gradients, by NaN. "nan-once" does so only
+        once; the other kinds do so again when the step is repeated."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
             keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]

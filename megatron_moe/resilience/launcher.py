@@ -16,9 +16,9 @@ from megatron_moe.resilience.run_status import RunStatus
 from megatron_moe.resilience.signals import Signals
 
 _PR_SET_PDEATHSIG = 1
-"""linux/prctl.h: the signal that the kernel sends to this process when its parent dies."""
+"""Option of prctl (linux/prctl.h) that sets the signal sent to this process when its parent dies."""
 _SIGNAL = signal.SIGURG
-"""Ignored by default, hence harmless to threads that do not block it."""
+"""Parent-death signal; ignored by default, hence harmless to threads that do not block it."""
 _POLL_S = 1.0
 _JOIN_S = 5.0
 
@@ -26,9 +26,9 @@ _JOIN_S = 5.0
 class LauncherWatch:
     """Ends this rank with `ExitCode.LAUNCHER` when its parent process, a launcher, dies.
 
-    A thread waits for the parent-death signal of Linux and compares the parent's process id every second: the signal is
-    lost if the parent dies before it is requested, is also sent when only the parent's thread ends, and does not exist
-    on other systems. The thread needs the interpreter lock; if C code holds it, the watchdog ends the process.
+    A thread waits for Linux's parent-death signal and also compares the parent's process id every second. The signal
+    alone is not enough: it is lost if the parent dies before the request, is also sent when only the parent's thread
+    ends, and exists on Linux only. If C code holds the GIL, the thread is blocked and the watchdog ends the process.
 
     Args:
         exit_process: ends the process with an exit code.
@@ -45,7 +45,7 @@ class LauncherWatch:
 
     def __enter__(self) -> "LauncherWatch":
         if self._launch.supervised:
-            # All threads inherit the mask, so the signal stays pending until the watching thread accepts it.
+            # All threads inherit the signal mask, so the signal stays pending until `_watch` accepts it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
             self._has_signal = _request_parent_death_signal(_SIGNAL)
             self._thread.start()
@@ -94,7 +94,7 @@ def supervise(
 
 
 def _request_parent_death_signal(number: int) -> bool:
-    """Requests signal `number` from Linux when the parent dies, or none for 0. Returns False if unsupported."""
+    """Requests signal `number` for the parent's death; 0 cancels the request. Returns False if unsupported."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

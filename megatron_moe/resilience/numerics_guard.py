@@ -18,9 +18,9 @@ _MOST_EXPERTS = 8
 
 
 class Spikes:
-    """Spike detection on the host, as in Megatron: a value above ten times the maximum of the last 100 values.
+    """Spike detection on the host, as in Megatron: a spike is a value above 10 x the maximum of the last 100 values.
 
-    Detects nothing before the 100th value. Spikes do not enter the maximum.
+    Detects nothing until 100 values have been checked. Spikes are not included in the maximum.
     """
 
     def __init__(self, what: str) -> None:
@@ -28,7 +28,7 @@ class Spikes:
         self._seen: deque[float] = deque(maxlen=_WINDOW)
 
     def check(self, value: float, iteration: int) -> str | None:
-        """Message about a spike, or None."""
+        """Message if `value` is a spike, else None."""
         largest = max(self._seen, default=math.inf)
         if len(self._seen) == _WINDOW and value > _FACTOR * largest:
             return (
@@ -41,7 +41,7 @@ class Spikes:
 
 
 class SpikeLimit:
-    """Spike detection on the device with the rule of `Spikes`, without synchronisation."""
+    """Spike detection on the device, with the same rule as `Spikes` and without synchronisation."""
 
     def __init__(self, device: torch.device, window: int = _WINDOW) -> None:
         self._seen = torch.full((window,), torch.nan, device=device, dtype=torch.float64)
@@ -67,9 +67,9 @@ class Finding:
 
     kind: Literal["weight", "moment", "activation", "gradient of activation", "gradient"]
     name: str
-    """Global name of the parameter, or name of the module whose output it is."""
+    """Global name of the parameter, or name of the module whose output is not finite."""
     experts: tuple[int, ...] = ()
-    """Global ids of the affected experts, for parameters with one part per expert."""
+    """Global ids of the experts with non-finite values, for parameters that hold several experts."""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.experts[:_MOST_EXPERTS]))
@@ -82,14 +82,14 @@ class Finding:
 
 
 def bad_weights(model: nn.Module) -> Iterator[Finding]:
-    """Non-finite parameters in the order of the model. Synchronises with the device."""
+    """Yields non-finite parameters in the order of the model. Synchronises with the device."""
     for name, parameter in named_parameters(model):
         if not all_finite(parameter.detach()):
             yield Finding(kind="weight", name=name, experts=_experts(parameter, parameter.detach()))
 
 
 def bad_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding | None:
-    """Finding about a gradient with the parameter's shape; None if it is finite."""
+    """Finding for a gradient that has the parameter's shape; None if the gradient is finite."""
     if all_finite(gradient):
         return None
     return Finding(kind="gradient", name=name, experts=_experts(parameter, gradient))
@@ -98,7 +98,7 @@ def bad_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding |
 class FirstBadModule:
     """Context manager that finds the first module whose output, or gradient of an output, is not finite.
 
-    Its hooks synchronise with the device at every module, so it serves to repeat a failed step only.
+    Its hooks synchronise with the device at every module, so it is used only to repeat a failed step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +107,7 @@ class FirstBadModule:
         self.forward: Finding | None = None
         """First module, in order of execution, with a non-finite output."""
         self.backward: Finding | None = None
-        """First module, in order of the backward, with a non-finite gradient of its output."""
+        """First module, in order of the backward, whose output has a non-finite gradient."""
 
     def __enter__(self) -> "FirstBadModule":
         for name, module in self._model.named_modules():

@@ -1,4 +1,4 @@
-"""Installed versions of required and optional packages, found without importing them.
+"""Installed versions of required and optional packages, determined without importing the packages.
 
 On the package index `apex` is an unrelated web toolkit and `deep-ep` an obsolete release; both are built from source
 (`HOW_TO_BUILD`).
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
-"""Tested versions; exists in a checkout, not in an installation."""
+"""File of tested versions, which exists in a checkout but not in an installation."""
 
 Verdict = Literal["tested", "other version", "untested", "missing", "wrong"]
 
@@ -28,16 +28,16 @@ class Package:
     """Name of the distribution on the package index."""
     module: str
     install: str
-    """Command that installs it."""
+    """Command that installs the package."""
     purpose: str = ""
     flags: tuple[tuple[str, str], ...] = ()
-    """(option, value) pairs that need it, apart from kernel backends, which declare their packages."""
+    """(option, value) pairs that need the package; kernel backends declare their packages themselves."""
     required: bool = False
-    """True if every run needs it."""
+    """True if every run needs the package."""
     is_kernels: bool = False
-    """True if it is used through a backend of `kernels/backends/` only."""
+    """True if only backends in `kernels/backends/` use the package."""
     inside: str = ""
-    """Submodule that distinguishes it from an unrelated package of the same name."""
+    """Submodule that an unrelated package of the same name does not have."""
     obsolete: str = ""
     """Prefix of unsupported versions."""
 
@@ -108,11 +108,11 @@ class InstalledPackage:
 
     package: Package
     version: str | None
-    """None if it is not installed."""
+    """Installed version; None if the package is not installed."""
     tested: str | None
-    """Tested version, or None."""
+    """Tested version; None if no version was tested."""
     trouble: str = ""
-    """Reason why it is the wrong package or version."""
+    """Reason why the installed package is the wrong package or version."""
 
     @property
     def verdict(self) -> Verdict:
@@ -139,7 +139,7 @@ def find(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
 
 
 def pinned_versions(constraints: Path) -> dict[str, str]:
-    """name -> version of constraints.txt; empty if the file does not exist."""
+    """Package name -> version from constraints.txt; empty if the file does not exist."""
     lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.is_file() else []
     return dict(line.split("==") for line in lines if re.fullmatch(r"[\w.-]+==\S+", line))
 
@@ -168,7 +168,7 @@ def _version(package: Package) -> str | None:
 
 
 def _trouble(package: Package, version: str) -> str:
-    """Reason why the installed package is not the one meant, or ""."""
+    """Reason why the installed package is an unrelated or obsolete one, or ""."""
     spec = find_spec(package.module)
     places = list((spec and spec.submodule_search_locations) or ["."])
     if package.inside and not (Path(places[0]) / package.inside).exists():

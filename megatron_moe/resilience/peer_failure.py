@@ -1,4 +1,4 @@
-"""Attribution of broken connections: names the rank that failed first, from the reports in crash/ or their absence."""
+"""Attribution of broken connections: names the rank that failed first, from reports in crash/ or missing reports."""
 
 import time
 from dataclasses import dataclass
@@ -20,28 +20,28 @@ _BROKEN = (
     "remote process exited",
     "timed out waiting",
 )
-"""Lower-case parts of messages of gloo, NCCL and the store about a lost connection."""
+"""Phrases, in lower case, in messages of gloo, NCCL and the store about a lost connection."""
 
 
 @dataclass(frozen=True)
 class PeerFailures:
-    """Context manager that replaces a broken-connection or timeout error by an OtherRankProblem, which names the rank
+    """Context manager that converts a broken-connection or timeout error to an OtherRankProblem that names the rank
     that failed first; other errors propagate unchanged."""
 
     run_dir: Path | None
-    """Folder with the reports of all ranks; None: no rank can be named."""
+    """Run folder, with the reports of all ranks in crash/; None: no rank can be named."""
     status: RunStatus
-    """Receives this rank's own report first, so that other ranks see it."""
+    """Status to which this rank first writes its own report, so that other ranks can read it."""
     rank: int
     world_size: int
     seconds: float = 2.0
-    """Time to wait for the reports of other ranks before naming those without one."""
+    """Time to wait for the reports of other ranks before naming ranks that have no report."""
 
     def __enter__(self) -> "PeerFailures":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raises OtherRankProblem in place of a broken connection."""
+        """Raises OtherRankProblem in place of a broken-connection error."""
         if error is not None and self.world_size > 1 and is_broken_connection(error):
             self.status.fail(ExitCode.OTHER_RANK, _BROKE)
             raise self._problem(timed_out="timed out" in str(error).lower()) from error
@@ -66,8 +66,8 @@ class PeerFailures:
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """Reports of other ranks in this start, by rank. Waits until all ranks have reported, one of them has reported
-        a cause, or the time is up."""
+        """Reports of other ranks from this start, by rank. Waits until all ranks have reported, one rank has reported
+        a cause, or `seconds` have passed."""
         until = time.monotonic() + self.seconds
         while True:
             found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}

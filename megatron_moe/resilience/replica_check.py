@@ -14,7 +14,7 @@ from megatron_moe.parallel.parameter import Parameter, named_parameters
 
 
 def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -> None:
-    """Compares every parameter bitwise with its replicas on other data-parallel ranks. Collective over all ranks;
+    """Compares checksums of every parameter with its replicas on other data-parallel ranks. Collective over all ranks;
     copies one parameter at a time to the host.
 
     Raises DriftProblem on every rank if replicas differ, with the parameters and the differing ranks.
@@ -35,7 +35,7 @@ def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -
 
 
 def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> list[str]:
-    """One line per parameter whose replicas differ, with the ranks outside the majority, or all ranks without one.
+    """One line per parameter whose replicas differ: lists ranks that differ from the majority, or all if there is none.
 
     `checksums`: checksums by parameter name, one mapping per rank of the group.
     """

@@ -1,4 +1,4 @@
-"""Restart policy of job scripts: decides whether a run that ended is started again.
+"""Restart policy for job scripts: decides whether to start a run again after it ended.
 
 The decision uses status.json, because launchers lose exit codes, and the history of earlier starts, which limits
 restarts without a new checkpoint.
@@ -20,7 +20,7 @@ HISTORY = "restarts.jsonl"
 """File in the run folder with one `Ending` per line."""
 
 _SIGNALLED = 128
-"""Shells report a process ended by signal n as 128 + n."""
+"""Shells report exit code 128 + n for a process that signal n ended."""
 
 RESTARTED: Mapping[int, str] = MappingProxyType(
     {
@@ -39,7 +39,7 @@ RESTARTED: Mapping[int, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """End of one start of a run."""
+    """Record of how one start of a run ended."""
 
     time: float
     code: int
@@ -51,7 +51,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision about another start, with its reason."""
+    """Decision whether to start the run again, and its reason."""
 
     restart: bool
     reason: str
@@ -62,12 +62,12 @@ class Decision:
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Restarts after the codes of `RESTARTED`, unless `patience` starts in a row made no new checkpoint.
+    """Decides to restart after the exit codes in `RESTARTED`, unless `patience` starts in a row saved no checkpoint.
 
     Args:
-        report: status.json of this start, if it was written.
-        exit_code: exit code of the launcher; used only without a report.
-        earlier: ends of earlier starts, oldest first.
+        report: status.json of this start; None if it was not written.
+        exit_code: exit code of the launcher; used only if there is no report.
+        earlier: endings of earlier starts, oldest first.
     """
     decision = _decide_alone(report, exit_code)
     if not decision.restart:
@@ -86,7 +86,7 @@ def decide(
 
 
 def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
-    """Decision without the history."""
+    """Decision that does not take earlier starts into account."""
     if report is None and exit_code == 0:
         return Decision(restart=False, reason="finished")
     if report is None and exit_code > _SIGNALLED and exit_code != ExitCode.INTERRUPTED:
@@ -106,7 +106,7 @@ def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
 
 def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
     """Reads status.json of this start; None if it is unreadable or older than `since` (seconds since the epoch by the
-    file server's clock). A start that was killed before it wrote one gets an initial report."""
+    file server's clock). Returns an initial report if the start was killed before it wrote status.json."""
     try:
         path = run_dir / STATUS
         report, written = StatusReport(**json.loads(path.read_text())), path.stat().st_mtime
@@ -121,7 +121,7 @@ def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
 
 
 def read_history(run_dir: Path) -> tuple[Ending, ...]:
-    """Ends of earlier starts; unreadable lines are skipped."""
+    """Reads the endings of earlier starts; unreadable lines are skipped."""
     path = run_dir / HISTORY
     endings = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -132,11 +132,11 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
     return tuple(endings)
 
 
-def judge(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
+def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
     """Decides about the run of this folder and appends the end to its history.
 
-    If another job holds the folder, this start was rejected: no restart, and the history stays unchanged. `since`
-    (begin of this start) and `now` come from one clock, which may differ from that of the host that wrote status.json.
+    If another job has locked the folder, this start was rejected: no restart, and the history stays unchanged. `since`
+    (begin of this start) and `now` are times of one clock; the host that wrote status.json may have another clock.
     """
     holder = held_by(run_dir)
     if holder is not None:

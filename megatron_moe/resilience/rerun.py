@@ -1,8 +1,8 @@
 """Attribution of suspicious steps to data or hardware by repeating them, as in Megatron's rerun state machine.
 
-A repeated step gives the same result on the same device. If the result differs, the error was transient and the ranks
-whose own losses differ are suspect. Otherwise the data, the model or a permanent hardware fault is the cause; the data
-or the model if a later start meets the same values at the same iteration.
+A repeated step gives the same result on sound hardware. If the result differs, the error was transient, and the ranks
+whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent hardware
+fault. If a later start also computes the same values at this iteration, the cause is the data or the model.
 """
 
 import math
@@ -18,11 +18,11 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 _TOLERANCE = 1e-3
-"""Relative tolerance for the order of summation on a GPU."""
+"""Relative tolerance, because the order of summation on a GPU may vary."""
 
 
 class RerunProblem(RunError):
-    """Step whose repetition indicates a hardware fault or excludes one; `code` tells them apart."""
+    """Raised after a failed step was rerun; `code` says whether the rerun indicates or excludes a hardware fault."""
 
     def __init__(self, sentence: str, code: ExitCode) -> None:
         super().__init__(sentence)
@@ -31,24 +31,24 @@ class RerunProblem(RunError):
 
 @dataclass(frozen=True)
 class RerunResult:
-    """Sum of one rank's own losses in a step and in its repetition."""
+    """Sums of one rank's losses in a step (`first`) and in the rerun of the step (`again`)."""
 
     rank: int
     host: str
     device: str
     first: float
-    again: float
+    rerun: float
 
 
 @dataclass(frozen=True)
 class RerunVerdict:
-    """Conclusion from a step and its repetition."""
+    """Conclusion from a step and its rerun."""
 
     kind: Literal["transient", "reproducible", "confirmed"]
     suspects: tuple[int, ...]
-    """Ranks whose own losses differ."""
+    """Ranks whose own losses differ in the rerun."""
     sentence: str
-    """Part of a message; starts with "; "."""
+    """Conclusion as the end of a message; starts with "; "."""
 
     def problem(self, sentence: str) -> RunError:
         """Error that ends the run, with the given message."""
@@ -59,29 +59,29 @@ class RerunVerdict:
         return NumericsProblem(sentence)
 
 
-def same(first: float, again: float) -> bool:
+def same(first: float, rerun: float) -> bool:
     """True if two results are equal within the tolerance or both non-finite."""
-    if not (math.isfinite(first) and math.isfinite(again)):
-        return math.isfinite(first) == math.isfinite(again)
-    return abs(first - again) <= _TOLERANCE * max(abs(first), abs(again))
+    if not (math.isfinite(first) and math.isfinite(rerun)):
+        return math.isfinite(first) == math.isfinite(rerun)
+    return abs(first - rerun) <= _TOLERANCE * max(abs(first), abs(rerun))
 
 
-def judge(
+def compare_rerun(
     first: Mapping[str, float],
-    again: Mapping[str, float],
+    rerun: Mapping[str, float],
     ranks: Sequence[RerunResult],
     earlier: Mapping[str, str] | None = None,
 ) -> RerunVerdict:
-    """Compares a step with its repetition.
+    """Compares a step with its rerun.
 
     Args:
-        first, again: values reduced over all ranks, by name.
+        first, rerun: values reduced over all ranks, by name.
         ranks: losses of every rank.
-        earlier: `repr` of the values of `first` in an earlier start that stopped at this iteration, if any.
+        earlier: `repr` of the values that an earlier start computed when it stopped at this iteration, if any.
     """
-    suspects = [each for each in ranks if not same(each.first, each.again)]
-    if suspects or any(not same(first[name], again[name]) for name in again):
-        numbers = ", ".join(f"{name} {value:.6g}" for name, value in again.items())
+    suspects = [each for each in ranks if not same(each.first, each.rerun)]
+    if suspects or any(not same(first[name], rerun[name]) for name in rerun):
+        numbers = ", ".join(f"{name} {value:.6g}" for name, value in rerun.items())
         named = ", ".join(f"rank {each.rank} ({each.host}, {each.device})" for each in suspects)
         whom = f"suspect {named}" if suspects else "the losses of each rank are unchanged"
         text = f"; repeating the step gave another result ({numbers}): {whom}"
@@ -93,20 +93,20 @@ def judge(
 
 
 class Repeatability:
-    """Differences between steps and their repetitions, accumulated on the device."""
+    """Statistics of differences between steps and their reruns, accumulated on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._statistics = torch.zeros(3, device=device, dtype=torch.float64)
         """Number of steps, number of steps that differ in any bit, largest relative difference."""
 
-    def add(self, first: Tensor, again: Tensor) -> None:
+    def add(self, first: Tensor, rerun: Tensor) -> None:
         """Adds the result vectors of a step and its repetition on this rank."""
-        difference = ((first - again).abs() / first.abs().clamp(min=1e-30)).nan_to_num(posinf=1.0).max()
+        difference = ((first - rerun).abs() / first.abs().clamp(min=1e-30)).nan_to_num(posinf=1.0).max()
         steps, differing, largest = self._statistics
         self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
 
     def line(self, context: ParallelContext) -> str | None:
-        """Log line about all ranks since the last one, or None. Collective; synchronises with the device."""
+        """Log line about reruns on all ranks since the last call, or None. Collective; synchronises with the device."""
         own = self._statistics.tolist()
         self._statistics.zero_()
         # world: three numbers per rank

@@ -1,9 +1,9 @@
-"""status.json: state of a run, and cause of its end.
+"""status.json: state of a run, and the reason why the run ended.
 
-Job scripts read it because torchrun replaces every non-zero exit code by 1. Each failing rank writes a report to
-`crash/`; the earliest report that is not a consequence of another rank's failure names the first failure. Reports are
-ordered, and separated from those of earlier starts, by file modification times, which the file server's clock stamps
-consistently; the clocks of hosts differ and may be adjusted during a run.
+Job scripts read status.json because torchrun replaces every non-zero exit code by 1. Each failing rank writes a
+report to `crash/`; the earliest report that is not a consequence of another rank's failure names the first failure.
+File modification times order the reports and separate them from reports of earlier starts: they all come from the file
+server's clock, whereas the clocks of hosts differ and may be adjusted during a run.
 """
 
 import json
@@ -21,12 +21,12 @@ State = Literal["starting", "running", "saving", "finished", "preempted", "faile
 
 STATUS = "status.json"
 STARTED = ".started"
-"""Touched by every rank at its start; distinguishes a start that was killed early from a rejected command line."""
+"""File that every rank touches at its start; shows that an early end was a kill, not a rejected command line."""
 _START_SECONDS = 10.0
-"""Maximum time between the starts of the ranks; a failure this recent may belong to the same start."""
+"""Maximum time between the starts of ranks; a more recent failure may be from the same start."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
-"""Time by which another rank may have started, and failed, before this one."""
+"""Maximum time by which another rank may have failed before this rank started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class StatusReport:
     """Iteration of the last committed checkpoint."""
     phase: str = ""
     rank: int | None = None
-    """First rank that failed."""
+    """Rank that failed first."""
     host: str | None = None
     code: int | None = None
     sentence: str = ""
@@ -50,7 +50,7 @@ class StatusReport:
 
 @dataclass(frozen=True)
 class Failure:
-    """Report of a rank in crash/."""
+    """A failed rank's report in crash/."""
 
     rank: int
     report: StatusReport
@@ -59,17 +59,17 @@ class Failure:
 
     @property
     def followed(self) -> bool:
-        """True if the failure is a consequence of another rank's."""
+        """True if the failure is a consequence of another rank's failure."""
         return self.report.code == ExitCode.OTHER_RANK
 
 
 class RunStatus:
     """Writes status.json into the run folder; write errors never propagate.
 
-    The first rank writes during normal operation, any rank when it fails. Without a run folder nothing is written.
+    The first rank writes it during normal operation, and every rank that fails. No-op if `run_dir` is None.
 
     Args:
-        say: receives one message if the file cannot be written.
+        say: called with one message if the file cannot be written.
         clock: seconds since the epoch.
         timer: monotonic clock, seconds.
     """
@@ -92,7 +92,7 @@ class RunStatus:
         self._written: float | None = None
         self._said = False
         self._failed: Path | None = None
-        """This rank's report in crash/."""
+        """Path of this rank's report in crash/."""
         self.report = StatusReport(time=clock())
         if not self._peer_failed() and rank == 0:
             self._write(STATUS, self.report)
@@ -128,7 +128,7 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def starting(self, *, say: Callable[[str], None]) -> None:
-        """Overwrites the failure of an earlier start after the rendezvous; `say` receives later write errors."""
+        """Overwrites an earlier start's failure, after the rendezvous; `say` is called with later write errors."""
         self._say = say
         self.update(state="starting")
 
@@ -139,7 +139,7 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def fail(self, code: ExitCode, sentence: str, hint: str = "", *, first: int | None = None) -> None:
-        """Records this rank's failure, and the earliest failure of all ranks in status.json.
+        """Writes this rank's failure to crash/, and the earliest failure of all ranks to status.json.
 
         `first`: rank that failed first, if this failure is its consequence.
         """
@@ -161,8 +161,8 @@ class RunStatus:
         self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
 
     def failures(self) -> list[Failure]:
-        """Reports in crash/ from this start, unreadable ones excluded. Empty unless this rank has failed, because its
-        own report dates the start."""
+        """Readable reports in crash/ from this start. Empty unless this rank has failed, because the time of its own
+        report is needed to compute when the start began."""
         if self._failed is None:
             return []
         try:
@@ -173,7 +173,7 @@ class RunStatus:
         return [failure for failure in failures if failure is not None and failure.time >= begun]
 
     def _peer_failed(self) -> bool:
-        """Touches STARTED. True if another rank of this start has already failed; its report must be kept."""
+        """Touches STARTED. True if another rank of this start has already failed, so that its report must be kept."""
         if self._run_dir is None:
             return False
         try:
@@ -186,7 +186,7 @@ class RunStatus:
             return False
 
     def _write(self, name: str, report: StatusReport) -> Path | None:
-        """Atomically replaces the file; returns its path, or None if that failed."""
+        """Atomically replaces the file; returns its path, or None if writing failed."""
         if self._run_dir is None:
             return None
         self._written = self._timer()
@@ -214,6 +214,6 @@ def _read(path: Path) -> Failure | None:
 
 
 def _blame(failure: Failure) -> tuple[bool, float]:
-    """Sort key: causes before consequences; the earliest cause, the latest consequence (it has read the reports of the
-    others)."""
+    """Sort key: causes before consequences; the earliest cause first, but the latest consequence first, because that
+    rank has read the other reports."""
     return (failure.followed, -failure.time if failure.followed else failure.time)

@@ -19,7 +19,7 @@ _SAME_REQUEST_SECONDS = 2.0
 
 
 class Signals:
-    """Context manager that installs the handlers; must be entered on the main thread.
+    """Context manager that installs the signal handlers; must be entered on the main thread.
 
     Args:
         names: signal names such as "SIGTERM". Signals that the process ignores (nohup, background jobs) stay ignored.
@@ -28,7 +28,7 @@ class Signals:
 
     def __init__(self, names: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: int | None = None
-        """Number of the first signal."""
+        """Number of the first received signal; None before."""
         self._numbers = tuple(dict.fromkeys(signal.Signals[name] for name in names))
         self._clock = clock
         self._since = 0.0
@@ -37,7 +37,7 @@ class Signals:
 
     @property
     def active(self) -> bool:
-        """True if any signals are handled."""
+        """True if there are signals to handle."""
         return bool(self._numbers)
 
     def __enter__(self) -> "Signals":
@@ -53,9 +53,9 @@ class Signals:
 
     @contextmanager
     def exit_at_once(self, status: RunStatus) -> Iterator[None]:
-        """Context manager for imports: Ctrl-C, unless handled here, writes the status and ends the process.
+        """Context manager for imports: Ctrl-C writes the status and ends the process, unless SIGINT is an exit signal.
 
-        Imports may replace a KeyboardInterrupt by another error.
+        A KeyboardInterrupt would not be reliable, because imports may replace it by another error.
         """
 
         def exit_now(number: int, frame: FrameType | None) -> None:
@@ -77,7 +77,7 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def take(self, number: int, frame: FrameType | None = None) -> None:
-        """Signal handler: records the first signal and raises KeyboardInterrupt at the second; no-op after a fork."""
+        """Signal handler: records the first signal and raises KeyboardInterrupt at the second. No-op after a fork."""
         if os.getpid() != self._process:
             return
         if self.received is None:

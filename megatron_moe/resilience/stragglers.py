@@ -1,8 +1,8 @@
-"""Straggler detection (`--log-straggler`): compares the time of the same work over all ranks.
+"""Straggler detection (`--log-straggler`): compares the time that ranks need for the same work.
 
-A step takes equally long on all ranks, which synchronise in its collectives. Forward and backward of one attention
-module and the wait for data are therefore timed separately. Device times use the events that have completed when the
-report is made, without synchronisation.
+A step takes equally long on all ranks, because its collectives synchronise them. Forward and backward of one attention
+module and the wait for data are therefore timed separately. Device times use only events that have completed when the
+report is made, which avoids synchronisation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _WHAT = "forward, backward: one attention module; data: wait for a batch; step: 
 
 
 class Stragglers:
-    """Measures this rank and reports all ranks. Construction and `report` are collective.
+    """Measures times on this rank and reports the times of all ranks. Construction and `report` are collective.
 
     Args:
         num_named: number of slowest ranks to name (`--straggler-minmax-count`).
@@ -47,12 +47,12 @@ class Stragglers:
         self._seconds["data"].append(seconds)
 
     def report(self) -> list[str]:
-        """Lines about all steps since the last report, identical on all ranks. Collective."""
+        """Log lines about all steps since the last report, identical on all ranks. Collective."""
         # host: some hundred bytes per rank
         return straggler_lines(gather_objects(self._take(), self._group), self._num_named)
 
     def _take(self) -> dict[str, float]:
-        """Median milliseconds and TFLOP/s of this rank, by name, as far as measured."""
+        """Median milliseconds of each measured time of this rank, by name, and TFLOP/s."""
         milliseconds: dict[str, list[float]] = {}
         for name, spans in self._spans.items():
             milliseconds[name] = [end.seconds_since(begin) * 1e3 for begin, end in spans if end.has_come()]
@@ -82,7 +82,7 @@ class Stragglers:
 
 
 def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> list[str]:
-    """Lines of the report. `ranks`: medians of every rank, by name."""
+    """Formats the report. `ranks`: medians of every rank, by name."""
     lines = [f"straggler report of {len(ranks)} ranks, in ms ({_WHAT}):"]
     for name in (*_TIMES, "TFLOP/s"):
         values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}

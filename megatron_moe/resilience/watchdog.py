@@ -1,8 +1,7 @@
 """Hang watchdog: on timeout dumps all stacks and exits with `ExitCode.HANG`.
 
 A thread reports phase, iteration and the collective in which the main thread waits, and ends the process. If C code
-holds the interpreter lock, the C timer of `faulthandler` prints the stacks to stderr some seconds later and exits with
-code 1.
+holds the GIL, the C timer of `faulthandler` prints the stacks to stderr some seconds later and exits with code 1.
 """
 
 import faulthandler
@@ -20,7 +19,7 @@ from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.resilience.run_status import RunStatus
 
 _PEER_STACKS_S = 2.0
-"""Time to wait for the stacks of other ranks before naming those without any."""
+"""Time to wait for the stacks of other ranks before naming ranks that have written none."""
 _JOIN_S = 5.0
 _STACKS = "stacks_{:05d}.txt"
 _C_TIMER_DELAY_S = 10.0
@@ -139,20 +138,20 @@ class Watchdog:
             return "stderr"
 
     def _ranks_without_stacks(self) -> str:
-        """Ranks that have written no stacks during this start."""
+        """Names the ranks that have written no stacks during this start."""
         if self._crash is None or self._world_size == 1:
             return ""
         time.sleep(_PEER_STACKS_S)
         own = _modified(self._crash / _STACKS.format(self._rank))
-        # File times have one clock, the file server's; the clocks of hosts differ and may be adjusted.
+        # File times come from one clock, the file server's; the clocks of hosts differ and may be adjusted.
         begun = own - (time.monotonic() - self._started)
         missing = [rank for rank in range(self._world_size) if _modified(self._crash / _STACKS.format(rank)) < begun]
         return ", ".join(f"rank {rank}" for rank in missing)
 
 
 def waiting_in(frame: FrameType) -> str:
-    """Name, group and call site of the collective in which the thread of this innermost frame waits; only the call
-    site outside collectives. Starts with a comma."""
+    """Describes where a thread with this innermost frame waits: name, group and call site of the collective, or only
+    the call site if it is not in a collective. Starts with a comma."""
     collective, group = "", ""
     each: FrameType | None = frame
     while each is not None:

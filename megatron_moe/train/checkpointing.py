@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_moe.checkpoint.huggingface.load import load_hf
 from megatron_moe.checkpoint.load import HUGGING_FACE, CheckpointSource, LoadedCheckpoint, find, load
 from megatron_moe.checkpoint.save import CheckpointSaver, SavedCheckpoint
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem, listed
 from megatron_moe.config.train_state import TrainStateConfig
@@ -34,18 +34,18 @@ from megatron_moe.train.trainer import Trainer
 
 PROGRESS = "progress.txt"
 _GRACE_SECONDS = 30.0
-"""Default time of launchers between a signal and SIGKILL."""
+"""Time that launchers by default wait between a signal and SIGKILL."""
 _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
     {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
 )
-"""launcher -> how to extend that time to {0} seconds."""
+"""Launcher -> instruction to extend `_GRACE_SECONDS` to {0} seconds."""
 
 
 class ProgressLog:
     """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
 
     Args:
-        folder: checkpoint folder; None writes nothing.
+        folder: checkpoint folder; None: nothing is written.
         environ: environment with the job id.
     """
 
@@ -64,7 +64,7 @@ class ProgressLog:
         self._write(f"Starting job\tIteration: {state.iteration}")
 
     def saving(self, state: TrainState) -> None:
-        """Keeps the progress at a checkpoint that is being written."""
+        """Stores FLOPs and tokens of a checkpoint that is being written, for `saved`."""
         self._pending[state.iteration] = state.flops, state.consumed_tokens
 
     def saved(self, iteration: int) -> None:
@@ -97,7 +97,7 @@ class Checkpointing:
     log_progress: InitVar[bool] = False
     """`--log-progress`."""
     launcher: str | None = None
-    """Launcher that ends the run some time after a signal; None if signals do not trigger a save."""
+    """Launcher that kills the run some time after sending a signal; None if signals do not trigger a save."""
 
     def __post_init__(self, log_progress: bool) -> None:
         context = self._context = self.trainer.context
@@ -130,7 +130,7 @@ class Checkpointing:
         return state
 
     def due(self, iteration: int) -> bool:
-        """True if a checkpoint or an export follows this iteration."""
+        """True if a checkpoint or an export is due after this iteration."""
         intervals = (self.config.save_interval, self.config.save_hf_interval)
         return bool(self.saver) and any(_divides(interval, iteration) for interval in intervals)
 
@@ -166,7 +166,7 @@ class Checkpointing:
         if self._last_saved == state.iteration:
             raise Preempted(f"{reason}; nothing is lost, the same command continues from here", saved=True)
         where = "no --save folder" if self.saver is None else self._newest()
-        raise Preempted(f"{reason}, without a checkpoint of it: {where}{trouble}", saved=False)
+        raise Preempted(f"{reason}, without a checkpoint of this iteration: {where}{trouble}", saved=False)
 
     def close(self) -> None:
         """Closes the saver of a run that ends for any reason; a commit in progress is completed."""
@@ -178,10 +178,10 @@ class Checkpointing:
     def _newest(self) -> str:
         """Clause about the newest checkpoint of the --save folder."""
         newest = self.status.report.last_checkpoint
-        return "there is none yet" if newest is None else f"the newest checkpoint there is of iteration {newest}"
+        return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
-        """Saves a checkpoint of the current state unless it exists. A failure is reported; training continues.
+        """Saves a checkpoint unless one of this iteration exists. A failure is reported; training continues.
 
         With `in_background` it returns once the state is copied, and `commit_if_written` completes the save.
         """
@@ -243,7 +243,7 @@ class Checkpointing:
             self._refuse_nonfinite(tensors, f"the export of iteration {state.iteration}")
             self._exports.save(state.iteration, tensors)
 
-    def _refuse_nonfinite(self, tensors: Mapping[str, SavedTensor], what: str) -> None:
+    def _refuse_nonfinite(self, tensors: Mapping[str, TensorShard], what: str) -> None:
         """Raises NumericsProblem on all ranks if a tensor of any rank is not finite. Collective."""
         boxes = [(key, box.data) for key, tensor in tensors.items() for box in tensor.boxes]
         finite = [(key, all_finite(data)) for key, data in boxes if data.is_floating_point()]
@@ -290,8 +290,8 @@ class Checkpointing:
         return TrainState.from_json(loaded.train_state)
 
     def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
-        """Reports changed training settings. Raises CheckpointProblem if the model differs, which --finetune only
-        reports."""
+        """Reports changed training settings. Raises CheckpointProblem if the model differs; --finetune only reports
+        it."""
         model, training = config_differences(loaded.train_state, self.run)
         if model and source.train_state:
             raise CheckpointProblem(
@@ -307,17 +307,17 @@ class Checkpointing:
         return self.config.moe_use_upcycling and source.origin != "--save"
 
     def _report_length(self, state: TrainState) -> None:
-        """Reports the last iteration of --train-samples if Megatron-LM would end at another."""
+        """Reports the last iteration with --train-samples if Megatron-LM would end at another iteration."""
         samples, last = self.run.loop.train_samples, state.last_iteration(self.run)
         theirs = last if samples is None else self.run.batch.megatron_steps_for(samples)
         if theirs != last:
             self.reporter.note(
                 f"the run ends at iteration {last}, with the last full batch of {samples} samples; Megatron-LM would "
-                f"end at iteration {theirs}, computed from the current batch sizes alone"
+                f"end at iteration {theirs}, because it uses only the current batch sizes"
             )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:
-        """Lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
+        """Yields lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
         then, now = saved["seq_length"], self.run.seq_length
         if then != now:
             raise CheckpointProblem(
@@ -330,13 +330,13 @@ class Checkpointing:
         saved_size = saved.get("global_batch_size", size)
         if size != saved_size:
             yield (
-                f"the next step takes {size} sequences ({size * now:,} tokens), at the checkpoint it would have been "
+                f"the next step has {size} sequences ({size * now:,} tokens), with the checkpoint's settings "
                 f"{saved_size} ({saved_size * now:,} tokens); the learning rate continues by samples"
             )
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Lines about the differences between two loader states. Older checkpoints have no tokenizer.
+    """Yields lines about the differences between two loader states. Older checkpoints have no tokenizer.
 
     Raises CheckpointProblem if the end-of-document id changed.
     """
@@ -370,7 +370,7 @@ def _divides(interval: int | None, iteration: int) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor]:
+def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard]:
     """This rank's part of a checkpoint, by key: weights, buffers and optimizer state.
 
     Tensors are views, except low-precision optimizer state, which is converted in host memory
@@ -379,23 +379,23 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, SavedTensor
     trainer.optimizer.finish_gather()
     tensors = model_tensors(trainer.model)
     if optimizer:
-        tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(trainer.optimizer.step_count)
+        tensors[tensor_key("optimizer", "step_count")] = TensorShard.whole(trainer.optimizer.step_count)
         for state in trainer.optimizer.named_state():
             key, part = tensor_key(state.kind, state.name), _saved(state.parameter, state.data, state.start)
-            # Two entries for a parameter whose state is partly in host memory.
+            # A parameter whose state is partly in host memory has two entries.
             before = tensors[key].boxes if key in tensors else ()
-            tensors[key] = SavedTensor(part.shape, (*before, *part.boxes))
+            tensors[key] = TensorShard(part.shape, (*before, *part.boxes))
     return tensors
 
 
-def model_tensors(model: nn.Module) -> dict[str, SavedTensor]:
+def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
     """This rank's part of the weights, and the unsharded buffers, by key."""
-    tensors = {name: SavedTensor.whole(value.detach()) for name, value in model.state_dict().items()}
+    tensors = {name: TensorShard.whole(value.detach()) for name, value in model.state_dict().items()}
     for name, parameter in named_parameters(model):
         tensors[name] = _saved(parameter, parameter.detach().view(-1))
     return {tensor_key("model", name): tensor for name, tensor in tensors.items()}
 
 
-def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
+def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
     """Elements of this rank's shard of a parameter from `start` on, with their position in the full parameter."""
-    return SavedTensor.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)
+    return TensorShard.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

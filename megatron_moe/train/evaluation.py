@@ -57,7 +57,7 @@ class Evaluation:
     reporter: Reporter
 
     def due(self, iteration: int) -> bool:
-        """True if an evaluation follows this iteration."""
+        """True if an evaluation is due after this iteration."""
         interval = self.config.eval_interval
         return bool(self.valid and self.config.eval_iters and interval and iteration % interval == 0)
 
@@ -74,7 +74,7 @@ class Evaluation:
             self._evaluate(state, self.test.batches(), where="on test set", split="test")
 
     def _num_until(self, state: TrainState) -> int:
-        """Number of evaluations due so far; depends on the iteration only, so restarts do not change it."""
+        """Number of evaluations due so far; depends only on the iteration, not on restarts."""
         return state.iteration // self.config.eval_interval if self.config.eval_interval else 0
 
     def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
@@ -87,7 +87,7 @@ class Evaluation:
         state.validation_loss = mean if math.isfinite(mean) else None
 
     def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
-        """Reports and returns the loss on one data set. `fields`: others of `ValidationReport`."""
+        """Reports and returns the loss on one data set. `fields`: other fields of `ValidationReport`."""
         num_microbatches = self.batch.global_batch_size // (
             self.batch.micro_batch_size * self.pipeline.context.group("dp").size
         )

@@ -19,15 +19,15 @@ class RunEvents:
         self._observers = observers
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Announces a phase; the `iteration` of "step" is the one about to run, else the last completed one."""
+        """Announces a phase. `iteration`: for "step" the iteration about to run, else the last completed iteration."""
         for observer in self._observers:
             observer(phase, iteration)
 
 
 class GarbageCollection:
-    """Python garbage collection of `--manual-gc`, at the same steps on all ranks so that no rank delays the others.
+    """Manual garbage collection (`--manual-gc`), at the same steps on all ranks so that no rank delays the others.
 
-    Automatic collection is off between `__enter__` and `__exit__`. `enter` observes `RunEvents`.
+    Automatic collection is disabled between `__enter__` and `__exit__`. `enter` is an observer of `RunEvents`.
     """
 
     def __init__(self, config: LoopConfig) -> None:

@@ -25,18 +25,18 @@ class ExitConditions:
         begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Collective construction.
+        """Construction is collective.
 
         Args:
-            iteration: iteration at which this start begins; training ends after `last_iteration`.
+            iteration: iteration at which this process begins training; training ends after `last_iteration`.
             begun: time at which the process started, from which `--exit-duration-in-mins` counts as in Megatron (model
                 construction and loading included); None: now.
             clock: monotonic clock, seconds.
         """
-        self.reason = "training is off (--skip-train)"
-        """Log line with the reason once `now` has returned True."""
+        self.reason = "training is disabled (--skip-train)"
+        """Log line with the reason why the run ends; valid once `now` has returned True."""
         self.preempted = False
-        """True if a signal is the reason."""
+        """True if the run ends because of a signal."""
         self._config = config
         self._first = iteration
         self._last = last_iteration

@@ -15,7 +15,7 @@ from megatron_moe.checkpoint.huggingface.export import Export, write_folder
 from megatron_moe.checkpoint.huggingface.folder import read_config
 from megatron_moe.checkpoint.huggingface.load import weight_tensors
 from megatron_moe.checkpoint.huggingface.weight_map import WeightMapping
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, intersection, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, intersection, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.kernels.reference import bundle
@@ -66,13 +66,13 @@ class HuggingFaceExport:
     def of(
         cls, config: CheckpointConfig, model: ModelConfig, context: ParallelContext, reporter: Reporter
     ) -> "HuggingFaceExport | None":
-        """The export of a run with `--save-hf-interval`, else None."""
+        """Creates the export of a run with `--save-hf-interval`; None without this flag."""
         if config.save_hf_interval is None:
             return None
         assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
         return cls(model, context, config.save_hf_config, config.save / FOLDER, reporter)
 
-    def save(self, iteration: int, tensors: Mapping[str, SavedTensor]) -> None:
+    def save(self, iteration: int, tensors: Mapping[str, TensorShard]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.
 
         `tensors`: this rank's part of the weights, by `tensor_shards.tensor_key`.
@@ -99,7 +99,7 @@ class HuggingFaceExport:
 class _Gatherer:
     """Gathers tensors to the first rank. Collective: all ranks read the same mappings in the same order."""
 
-    def __init__(self, tensors: Mapping[str, SavedTensor], context: ParallelContext) -> None:
+    def __init__(self, tensors: Mapping[str, TensorShard], context: ParallelContext) -> None:
         self._tensors = tensors
         self._context = context
         self._world = context.group("world")
@@ -118,7 +118,7 @@ class _Gatherer:
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
     def read(self, mapping: WeightMapping) -> Tensor:
-        """The parameter, or its slice of one expert, in host memory of the first rank; a meta tensor elsewhere."""
+        """The parameter, or one expert's slice of it, in host memory on rank 0; a meta tensor on other ranks."""
         key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)
@@ -136,7 +136,7 @@ class _Gatherer:
         return data if mapping.expert is None else data[0]
 
     def _broadcast(self, key: str, source: _BoxSource, part: _Part, dtype: torch.dtype) -> Tensor:
-        """Elements of `part` of a tensor, on the first rank."""
+        """Copies the elements of `part` of a tensor from the source rank to rank 0."""
         if source.rank == self._context.rank:
             box = self._tensors[key].boxes[source.number]
             values = box.data[_within(part, box.offset)].detach().contiguous()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.load import CheckpointSource, load
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.model.gpt import GPT
@@ -26,12 +26,12 @@ def load_upcycled(
     *,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Initialises this rank's part of an MoE model from a dense checkpoint; reports if the function is not preserved.
+    """Initialises this rank's part of an MoE model from a dense checkpoint; reports if its function changes.
 
-    Every rank with a part of a layer reads the complete dense MLP into host memory, and its own boxes of other weights.
+    Every rank reads the complete dense MLPs of its layers into host memory, but only its own boxes of other weights.
 
     Raises:
-        CheckpointProblem: the checkpoint does not fit the dense model that the MoE model corresponds to.
+        CheckpointProblem: the checkpoint is not of the dense model that corresponds to the MoE model.
     """
     if source.is_hugging_face:
         raise CheckpointProblem(
@@ -42,12 +42,12 @@ def load_upcycled(
     layers = dict(_moe_layers(model))
     dense = {prefix: _empty_mlp(config, granularity, context.dtype) for prefix, config in layers.items()}
     wanted = {
-        f"{prefix}{name}": SavedTensor.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
+        f"{prefix}{name}": TensorShard.whole(value) for prefix, mlp in dense.items() for name, value in mlp.items()
     }
     for name, p in parameters.items():
         if not name.startswith(tuple(layers)):
             part = p.detach().view(-1)
-            wanted[name] = SavedTensor.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
+            wanted[name] = TensorShard.part(p.global_shape, p.boxes, sharded_dim(p.meta) or 0, part)
     tensors = {tensor_key("model", name): tensor for name, tensor in wanted.items()}
     loaded = load(replace(source, optimizer=False), tensors, context, say=say)
     reasons = {_convert(dense[prefix], config, _below(prefix, parameters)) for prefix, config in layers.items()}
@@ -57,7 +57,7 @@ def load_upcycled(
 
 
 def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str, Parameter]) -> str | None:
-    """Writes this rank's part of an MoE layer from a dense MLP; returns why the function is not preserved, or None."""
+    """Writes this rank's part of an MoE layer from a dense MLP; returns why its function changes, or None."""
     upcycled = upcycle(dense, _below("router.", layer), config)
     for name, value in upcycled.weights.items():
         parameter = layer[name]
@@ -70,7 +70,7 @@ def _below(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parame
 
 
 def _empty_mlp(moe: MoEConfig, granularity: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Empty parameters, by name, of the unsharded dense MLP that becomes these experts, in host memory."""
+    """Uninitialised host tensors, by name, for the unsharded dense MLP that is converted to these experts."""
     experts = moe.experts
     hidden, ffn = experts.hidden_size, experts.ffn_hidden_size * granularity
     first = ffn * experts.activation.fan

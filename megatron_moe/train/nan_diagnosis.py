@@ -1,6 +1,6 @@
 """Diagnosis of rejected steps: repeats the same microbatches on the unchanged weights with hooks on every module.
 
-The step flag masks the update of a bad step, so the step can be repeated exactly. The functions are collective.
+A device flag masks the update of a bad step, so the step can be repeated exactly.
 """
 
 import json
@@ -17,12 +17,12 @@ from megatron_moe.kernels.ops import all_finite
 from megatron_moe.logs.log_line import StepResult
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.resilience.numerics_guard import Finding, FirstBadModule, bad_gradient, bad_weights
-from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, judge
+from megatron_moe.resilience.rerun import RerunResult, RerunVerdict, compare_rerun
 from megatron_moe.train.trainer import RetainedStep, Trainer
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
 _RANKING = ("weight", "moment", "activation", "gradient of activation", "gradient")
-"""Kinds of findings in order of causality."""
+"""Kinds of findings, sorted so that causes precede effects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class RankReport:
     """Sample ids of the microbatches with a non-finite loss."""
     no_room: bool = False
     """True if the paged stash ran out of pages (--moe-paged-stash)."""
-    twice: RerunResult | None = None
+    rerun: RerunResult | None = None
     """This rank's losses in the step and in its repetition."""
-    again: dict[str, float] = field(default_factory=dict)
+    rerun_values: dict[str, float] = field(default_factory=dict)
     """Global "loss" and "norm all" of the repetition."""
     earlier: dict[str, str] | None = None
-    """Values with which an earlier start stopped at this iteration, if any; on the first rank."""
+    """Loss and norms in an earlier start's report about this iteration; only on rank 0. None: no report."""
 
 
 def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
@@ -84,8 +84,8 @@ def diagnose_state(trainer: Trainer) -> list[RankReport]:
 
 def verdict(result: StepResult, reports: Sequence[RankReport]) -> RerunVerdict:
     """Conclusion about the hardware from the repetition, identical on every rank."""
-    ranks = [report.twice for report in reports if report.twice is not None]
-    return judge(numbers(result), reports[0].again, ranks, reports[0].earlier)
+    ranks = [report.rerun for report in reports if report.rerun is not None]
+    return compare_rerun(numbers(result), reports[0].rerun_values, ranks, reports[0].earlier)
 
 
 def numbers(result: StepResult) -> dict[str, float]:
@@ -94,14 +94,13 @@ def numbers(result: StepResult) -> dict[str, float]:
 
 
 def sentence(reports: Sequence[RankReport]) -> str:
-    """Clause about the cause, as far as it is known; starts with "; "."""
+    """Clause about the cause, starting with "; "; empty if the cause is unknown."""
     parts = []
     full = [report.rank for report in reports if report.no_room]
     if full:
         flag = "--moe-paged-stash-buffer-size-factor-cuda"
-        flag = "--moe-paged-stash-buffer-size-factor-cuda"
         ranks = f"rank{'s' if len(full) > 1 else ''} {', '.join(map(str, full[:16]))}"
-        parts.append(f"rows of experts found no free page on {ranks}: raise {flag}")
+        parts.append(f"the paged stash had no free pages for expert rows on {ranks}: raise {flag}")
     found = [(finding, report) for report in reports for finding in report.findings]
     if found:
         first, report = min(found, key=lambda pair: _causality(*pair))
@@ -113,13 +112,13 @@ def sentence(reports: Sequence[RankReport]) -> str:
 
 
 def _causality(finding: Finding, report: RankReport) -> tuple[int, int]:
-    """Sort key: causes first; of one kind, the first stage comes first in the forward, the last one in the backward."""
+    """Sort key: causes first. Of one kind, the first stage comes first, but the last stage for gradients."""
     stage = -report.stage if finding.kind.startswith("gradient") else report.stage
     return _RANKING.index(finding.kind), stage
 
 
 def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport]) -> Path | None:
-    """Writes the reports as JSON to the run folder's crash/; returns the path, or None if that failed."""
+    """Writes the reports as JSON to the run folder's crash/; returns the path, or None if writing failed."""
     path = run_dir / REPORT.format(iteration=result.iteration)
     content = {
         "iteration": result.iteration,
@@ -137,7 +136,7 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
 
 
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
-    """Repeats the step; returns `report` with non-finite tensors, microbatches with a bad loss, and both results."""
+    """Repeats the step; returns `report` with non-finite tensors, samples with a non-finite loss, and both losses."""
     trainer.optimizer.finish_gather()
     weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
@@ -151,13 +150,13 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
         report,
         findings=(*weights, *modules, *gradients),
         bad_samples=tuple(sample for index in sorted(bad_places) for sample in report.samples[index]),
-        twice=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
-        again={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
+        rerun=RerunResult(trainer.context.rank, host, device, kept.local[0].item(), repeated.local[0].item()),
+        rerun_values={"loss": repeated.loss.item(), "norm all": trainer.norm_of(repeated).item()},
     )
 
 
 def _numbers_of(path: Path) -> dict[str, str] | None:
-    """Values in the report of an earlier start; None if unreadable."""
+    """Values in the report of an earlier start; None if the report is unreadable."""
     try:
         found = json.loads(path.read_text())["numbers"]
         return {str(name): str(value) for name, value in found.items()}

@@ -15,7 +15,7 @@ REPORT = "crash/out-of-memory-{rank:05d}.txt"
 _MOST_BLOCKS = 5
 _TRACED_FRAMES = 3
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Part of the RuntimeError of torch's host allocator."""
+"""Part of the message of the RuntimeError that torch's host allocator raises."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DeviceMemory:
     peak: int
     """Maximum of `allocated`."""
     reserved: int
-    """Memory taken from the device; `reserved - allocated` is free or fragmented."""
+    """Memory reserved from the device; `reserved - allocated` is free or fragmented."""
     total: int
     """Memory of the device."""
     blocks: tuple[tuple[int, str], ...] = ()
@@ -44,9 +44,9 @@ class DeviceMemory:
         )
 
     def lines(self) -> Iterator[str]:
-        """Lines of the report."""
+        """Lines of the report about these statistics."""
         unused = self.reserved - self.allocated
-        advice = ", which expandable segments would join (PYTORCH_CUDA_ALLOC_CONF)" if unused > self.total / 10 else ""
+        advice = ", use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if unused > self.total / 10 else ""
         yield (
             f"allocated {gib(self.allocated)} (at most {gib(self.peak)}), reserved {gib(self.reserved)} of "
             f"{gib(self.total)}; {gib(unused)} reserved and not allocated{advice}"
@@ -62,9 +62,9 @@ def report_out_of_memory(
     """Context manager that converts out-of-memory errors of device and host into MemoryProblem with a report.
 
     Args:
-        run_dir: folder that also gets the report, in crash/; None: none.
+        run_dir: run folder, to whose crash/ the report is also written; None: it is not written.
         advice: returns lines about expected memory and remedies, given the name of the GPU ("" on a CPU).
-        iteration: 0 before the first iteration.
+        iteration: current iteration; 0 before the first one.
     """
     try:
         yield

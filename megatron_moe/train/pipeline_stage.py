@@ -1,4 +1,4 @@
-"""Pipeline rank: runs its model chunks on the microbatches of a step in the order of a schedule."""
+"""Runs the model chunks of one pipeline rank on the microbatches of a step, in the order of a schedule."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Pipeline:
     """This rank's part of the model, and its point-to-point links to other stages."""
 
     def __init__(self, config: PipelineConfig, layout: PipelineLayout, context: ParallelContext, model: GPT) -> None:
-        """Collective construction over all ranks of the world."""
+        """Construction is collective over the world."""
         self.config = config
         self.context = context
         self.model = model
@@ -86,7 +86,7 @@ class RankStage:
         return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
-        """The microbatch, with its CUDA graph instance if it has one."""
+        """The microbatch, with a CUDA graph instance if graphs are replayed."""
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch
@@ -106,8 +106,8 @@ class RankStage:
         )
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """Shape [S, B, H] of the hidden states sent to a stage. After a stage with multi-token prediction, those of all
-        depths are concatenated along S."""
+        """Shape [S, B, H] of the hidden states sent to a stage. After a stage with multi-token prediction, the hidden
+        states of all depths are concatenated along S."""
         batch, model, config = self._batches[microbatch], self._pipeline.model, self._pipeline.context.config
         batch_size, length = batch.tokens_BS.shape
         if config.sequence_parallel:
@@ -135,7 +135,7 @@ class RankStage:
 
 
 def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
-    """("forward" or "backward", (microbatch, chunk)) in order; only the input-gradient part of a split backward."""
+    """("forward" or "backward", (microbatch, chunk)) in order; of a split backward, only the input gradients."""
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
     actions = (action for entry in entries for action in parts(entry) if action.peer is None)
     return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

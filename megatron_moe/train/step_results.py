@@ -1,4 +1,4 @@
-"""Step results: on the device after a step, on the host one iteration later, so that no step waits for the device."""
+"""Step results: on the device after a step, read by the host one iteration later without waiting for the device."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class StepOutcome:
     iteration: int
 
     def scalars(self) -> Tensor:
-        """All device values, fp64 [n], on their way to host memory."""
+        """Starts an asynchronous copy of all device values to host memory; returns the host tensor, fp64 [n]."""
         values = (self.loss, self.proceed, self.sound, *self.norms.values(), *self.figures.values())
         scalars = torch.stack([value.double() for value in values])
         if scalars.is_cuda:
@@ -51,12 +51,12 @@ class StepOutcome:
 
 
 class StepResultReader:
-    """Holds the newest outcome until the next one is there."""
+    """Stores the newest outcome until the next one is pushed, and then reads its results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: tuple[StepOutcome, Tensor, Moment, Moment] | None = None
-        """Outcome, its values on the way to the host, beginning and end of the step."""
+        """Outcome, host tensor to which its values are being copied, beginning and end of the step."""
         self._last_end = Moment(device)
 
     def push(self, outcome: StepOutcome) -> StepResult | None:

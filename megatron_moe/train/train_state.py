@@ -22,7 +22,7 @@ class TrainState:
     consumed_samples: int = 0
     """Training sequences read, over all ranks."""
     skipped_samples: int = 0
-    """Consumed samples without a step (`--iterations-to-skip`); the learning rate schedule does not count them."""
+    """Consumed samples that were not trained on (`--iterations-to-skip`); ignored by the learning rate schedule."""
     consumed_tokens: int = 0
     flops: float = 0.0
     """Model FLOPs so far, by the formula of `cost_model/flops.py`."""
@@ -46,8 +46,8 @@ class TrainState:
         self.skipped_samples += num_samples
 
     def last_iteration(self, config: TrainStateConfig) -> int:
-        """Iteration after which training ends; `--train-samples` count from `consumed_samples`, so that the batch size
-        may change between starts."""
+        """Iteration after which training ends; `--train-samples` are counted from `consumed_samples`, so that the batch
+        size may change between starts."""
         if config.loop.train_samples is None:
             return config.loop.train_iters
         return self.iteration + config.batch.steps_for(config.loop.train_samples, self.consumed_samples)
@@ -88,7 +88,7 @@ _TABLES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
         ),
     }
 )
-"""Table -> types of its required and its optional keys, which imported and older checkpoints lack."""
+"""Table -> (types of required keys, types of optional keys). Imported and older checkpoints lack the optional keys."""
 
 
 def check_train_state(content: Mapping[str, Any], iteration: int) -> None:

@@ -1,8 +1,8 @@
 """Training step: pipeline schedule, gradient reduction, clipping, optimizer step, router updates.
 
-A step does not synchronise with the device: its results stay there in a `StepOutcome`, which the host reads one step
-later. A device flag masks the update of a step with non-finite values, so they never reach the weights. After a step
-that ends the run, the flag stays False.
+A step does not synchronise with the device: its results stay on the device in a `StepOutcome`, which the host reads one
+step later. A device flag masks the update of a step with non-finite values, so they never reach the weights. Once a
+step has failed a check that ends the run, the flag stays False.
 """
 
 from collections import deque
@@ -45,10 +45,10 @@ class RetainedStep:
 
     iteration: int
     consumed_samples: int
-    """Samples before the step, over all ranks."""
+    """Samples consumed before the step, over all ranks."""
     batches: Sequence[MicroBatch]
     local: Tensor
-    """fp64 [2]: sum of this rank's losses, and number of their tokens."""
+    """fp64 [2]: sum of this rank's token losses, and number of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class RepeatedStep:
     losses: dict[int, Tensor]
     """Index of a microbatch -> sum of the losses of its tokens, on the last pipeline stage."""
     local: Tensor
-    """fp64 [2]: sum of this rank's losses, and number of their tokens."""
+    """fp64 [2]: sum of this rank's token losses, and number of these tokens."""
     loss: Tensor
     """Mean loss per token over all ranks."""
     num_tokens: Tensor
-    """Tokens over all ranks."""
+    """Number of tokens over all ranks."""
 
 
 class Trainer:
@@ -86,7 +86,7 @@ class Trainer:
         """
         Args:
             timers: None disables timing.
-            memory_guard: returns a context manager for the step of an iteration that reports a lack of memory.
+            memory_guard: returns a context manager that reports out-of-memory errors in the given iteration.
         """
         self.loop = loop
         self.resilience = resilience
@@ -105,18 +105,18 @@ class Trainer:
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
         """The newest step, and the one whose results the host reads meanwhile."""
-        computes_twice = resilience.rerun_mode == "report_stats"
-        self.repeatability = Repeatability(self.context.device) if computes_twice else None
+        repeats_steps = resilience.rerun_mode == "report_stats"
+        self.repeatability = Repeatability(self.context.device) if repeats_steps else None
         """Statistics of `--rerun-mode report_stats`, which computes every step twice; None: once."""
         wanted = (resilience.check_for_spiky_loss, resilience.check_for_large_grads)
         self._limits = [
             SpikeLimit(self.context.device) if want and resilience.on_spike != "report" else None for want in wanted
         ]
-        """Limits of loss and gradient norm; None if spikes are not detected or their updates are applied."""
+        """Spike limits of loss and gradient norm; None if spikes are not detected, or only reported."""
         self.full_iteration: FullIterationGraph | None = None
         """CUDA graph of forward and backward; None: eager execution."""
         self._may_continue = torch.ones((), device=self.context.device, dtype=torch.bool)
-        """Device flag that is False from the first step that ends the run."""
+        """Device flag: False once a step has failed a check that ends the run."""
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
@@ -183,7 +183,7 @@ class Trainer:
         """Fills the gradient buffers. Returns mean loss and number of tokens of the global batch, and this rank's sum
         of losses and number of tokens (fp64 [2]).
 
-        `losses`: filled with the loss of every microbatch of a repetition, whose gradients are not reduced.
+        `losses`: if given, the step is a repetition: fills it with the loss of every microbatch, reduces no gradients.
         """
         self.model.train()
         if self.model.expert_comm is not None:
@@ -223,8 +223,8 @@ class Trainer:
     def _update(
         self, loss: Tensor, lr: float, samples: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
-        """Clips, applies the update and updates the routers. Returns norms, figures, `proceed` and `sound` of the
-        step; see `StepOutcome`."""
+        """Clips gradients, applies the update and updates the routers. Returns norms, figures, `proceed` and `sound` of
+        the step; see `StepOutcome`."""
         figures: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         sound = norms.pop("nonfinite") == 0
@@ -249,8 +249,8 @@ class Trainer:
         return norms, figures, proceed, sound
 
     def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
-        """Device bool that is False for a step whose update must be skipped, and after a step that ends the run (as
-        configured: non-finite values, spikes, overflow of expert rows)."""
+        """Device bool: whether to apply the update. False if this step must be skipped, or if any step so far has
+        failed a check that ends the run. Checks: non-finite values, spikes, overflow of expert rows."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
         if overflow is not None:
             self._may_continue = self._may_continue & ~overflow
@@ -283,14 +283,14 @@ class Trainer:
             check_replicas(self.model, self.context, iteration)
 
     def restored(self, *, with_optimizer: bool) -> None:
-        """Synchronises weights and master weights after loading weights, and the optimizer state `with_optimizer`."""
+        """Synchronises weights and master weights after a load. `with_optimizer`: optimizer state was also loaded."""
         if with_optimizer:
             self.optimizer.weights_from_masters()
         else:
             self.optimizer.masters_from_weights()
 
     def _index(self, batch: MicroBatch) -> int:
-        """Index of a prepared microbatch among those of this rank."""
+        """Index of a prepared microbatch among this rank's microbatches."""
         assert batch.context.rng is not None, "the microbatch is not prepared"
         return batch.context.rng.microbatch // self.context.group("dp").size
 
@@ -301,7 +301,7 @@ class Trainer:
         scope: Key = ("cp", cp.rank) if cp.size > 1 else ()
         prepared = []
         for index, batch in enumerate(batches):
-            # Gradients are averaged over dp x cp, but the parts of a loss on cp ranks add up to the loss.
+            # Gradients are averaged over dp x cp, but a loss is the sum of its parts on the cp ranks.
             aux_loss_scale: Tensor | float = cp.size / len(batches)
             if self.loop.calculate_per_token_loss:
                 aux_loss_scale = num_routed(batch.whole or batch)

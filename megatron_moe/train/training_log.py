@@ -31,7 +31,7 @@ class TrainingLog:
         self._skipped = 0
         """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
-        """Last step read whose update was applied."""
+        """Most recently read step whose update was applied."""
         self._loss_spikes = Spikes("loss") if config.check_for_spiky_loss else None
         self._norm_spikes = Spikes("gradient norm") if config.check_for_large_grads else None
         self._new_timeout_s = config.distributed_timeout_seconds_after_init
@@ -39,7 +39,7 @@ class TrainingLog:
         self._stragglers = stragglers
         self._reader = StepResultReader(trainer.context.device)
         self._recorded = MetricAccumulator()
-        """Metrics recorded up to the step that is not read yet."""
+        """Metrics recorded up to the newest step, whose results have not been read yet."""
 
     def next_step(self, loader: TrainLoader) -> list[MicroBatch]:
         """Microbatches of the next step. Raises DataProblem at the end of the data, after reporting the last step."""
@@ -48,7 +48,7 @@ class TrainingLog:
         return loader.next_step()
 
     def after(self, outcome: StepOutcome) -> None:
-        """Takes the newest step and reports the previous one. Raises NumericsProblem if that one ends the run."""
+        """Takes the newest step and reports the previous one. Raises NumericsProblem if the latter ends the run."""
         if self._new_timeout_s is not None:
             self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
@@ -115,13 +115,13 @@ class TrainingLog:
         what = f"iteration {result.iteration}: loss {result.loss}, gradient norm {result.norms['all']}: {kind}"
         details = self._details(result, reports)
         if stops:
-            judged = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
+            cause = verdict(result, reports) if self._config.rerun_mode == "validate_results" else None
             text = (
                 f"{what}, so the update was rejected and the weights are those of iteration {result.iteration - 1}"
-                f"{sentence(reports)}{judged.sentence if judged else ''}{details}; see metrics.jsonl for earlier "
+                f"{sentence(reports)}{cause.sentence if cause else ''}{details}; see metrics.jsonl for earlier "
                 f"iterations, and lower --lr or --clip-grad"
             )
-            raise judged.problem(text) if judged else NumericsProblem(text)
+            raise cause.problem(text) if cause else NumericsProblem(text)
         if self._skipped >= self._config.max_skipped_iterations:
             raise NumericsProblem(
                 f"{what}, the {self._skipped}. iteration skipped in a row (--max-skipped-iterations "

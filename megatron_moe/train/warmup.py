@@ -1,7 +1,7 @@
 """Kernel warm-up on a GPU before the rendezvous: compiles kernels and creates library plans.
 
 One layer of every kind, the embedding, the output head and the optimizer run a small step at this rank's sizes in a
-fake process group, so that no rank waits in a collective or a timed step for another that compiles. Compiled kernels
+fake process group, so that no rank waits in a collective or a timed step while another rank compiles. Compiled kernels
 are cached per node; a lock lets one rank of a node compile while the others wait and reuse its results.
 """
 
@@ -75,7 +75,7 @@ def cache_folder(plan: RunPlan) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentProblem(
-            f"compiled kernels cannot be kept in {folder}: {error}; --kernel-cache-dir names another folder"
+            f"compiled kernels cannot be written to {folder}: {error}; use --kernel-cache-dir with another folder"
         ) from error
     return folder
 
@@ -93,7 +93,7 @@ def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
 
 
 def take_step(plan: RunPlan, device: torch.device) -> None:
-    """Runs forward, backward and update of the reduced plan with random weights."""
+    """Runs forward, backward and update of the plan reduced by `warmed_up`, with random weights."""
     small = warmed_up(plan)
     build.set_algorithms(small)
     if device.type == "cuda":
@@ -138,7 +138,7 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Microbatches that cover storing and adding gradients, and incomplete groups of `--moe-expert-wgrad-interval`."""
+    """Number of microbatches that covers full and incomplete groups of `--moe-expert-wgrad-interval`."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.checks.hints import HINTS
-from arguments.checks.run import RULES
+from arguments.checks.run import HINTS, RULES
 from tests.helpers.check_cases import BALANCING, CASES, EIGHT_RANKS, EP2, GRAPH_MODULES
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
 

@@ -87,10 +87,10 @@ def test_a_layout_that_is_impossible_is_refused_as_ever():
     assert any("does not divide 12 ranks" in problem.what for problem in caught.value.problems)
 
 
-def test_what_keeps_a_plan_from_training_is_told_and_counted():
-    told = facts(DEEPSEEK)
-    assert any(line.startswith("--fp8-format e4m3 is not available yet") for line in told["cannot_train_yet"])
-    assert told["time"]["products_in"] == "fp8"
+def test_unavailable_features_are_reported_in_the_dry_run():
+    report = facts(DEEPSEEK)
+    assert any(line.startswith("--fp8-format e4m3 is not available yet") for line in report["cannot_train_yet"])
+    assert report["time"]["products_in"] == "fp8"
     with pytest.raises(FlagErrors):
         read_plan(DEEPSEEK.split(), {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"})
 
@@ -105,8 +105,8 @@ def ready(tmp_path, monkeypatch) -> str:
 
 
 def test_exit_code_0_means_that_the_run_would_start(ready):
-    told = finished(f"{ready} --dry-run")
-    assert told.code == ExitCode.OK and "would not start" not in told.text
+    report = finished(f"{ready} --dry-run")
+    assert report.code == ExitCode.OK and "would not start" not in report.text
     assert facts(ready)["would_start"] and facts("--recipe m27")["would_start"]
     assert not facts(DEEPSEEK)["would_start"] and finished(f"{DEEPSEEK} --dry-run").code == ExitCode.NOT_READY
     argv = [*shlex.split(ready), "--vocab-size", "1000", "--dry-run"]
@@ -131,14 +131,14 @@ def test_exit_code_0_means_that_the_run_would_start(ready):
 )
 def test_missing_and_wrong_inputs_are_reported_before_the_figures(ready, more, without, sentence):
     line = f"{shlex.join(words(SMALL, without))} {more} --vocab-size 1000 --dry-run"
-    told = finished(line)
+    report = finished(line)
     if sentence is None:
-        assert told.code == ExitCode.OK
+        assert report.code == ExitCode.OK
         return
-    assert told.code == ExitCode.NOT_READY
+    assert report.code == ExitCode.NOT_READY
     (found,) = facts(line)["missing_inputs"]
     assert found.startswith(sentence) and facts(line)["cannot_train_yet"] == []
-    lines = told.text.splitlines()
+    lines = report.text.splitlines()
     assert lines[3] == "missing or wrong, so that the run would not start" and lines[4].startswith(f"  {sentence}")
 
 
@@ -162,12 +162,12 @@ def test_a_second_start_reads_no_load_folder(ready):
     ],
 )
 def test_layers_that_cannot_be_built_have_no_figures(line):
-    told, text = facts(line), answer_to(f"{line} --dry-run")
-    assert told["unknown_layers"] and not told["would_start"]
-    assert not {"model", "stages", "memory", "communication", "experts", "time"} & told.keys()
+    report, text = facts(line), answer_to(f"{line} --dry-run")
+    assert report["unknown_layers"] and not report["would_start"]
+    assert not {"model", "stages", "memory", "communication", "experts", "time"} & report.keys()
     assert "cannot be built yet, so figures that depend on its layers are left out" in text.splitlines()[0]
     assert "parameters" not in text and "GiB" not in text and "FLOP" not in text
-    assert told["ranks"]["world_size"] >= 1 and told["schedule"]["microbatches"] >= 1
+    assert report["ranks"]["world_size"] >= 1 and report["schedule"]["microbatches"] >= 1
 
 
 def test_flags_that_add_no_layer_leave_the_figures(ready):
@@ -213,20 +213,20 @@ def test_any_batch_and_any_world_is_answered_or_refused_in_two_seconds(line, ref
 def test_a_file_says_for_which_machine_as_a_recipe_does(ready, more):
     Path("plan.yaml").write_text("about: {gpu: H200, gpus: 24}")
     line = f"--config plan.yaml {ready} --global-batch-size 96"
-    told = facts(f"{line} {more}")
-    assert (told["ranks"]["world_size"], told["ranks"]["nodes"], told["device"]["kind"]) == (24, 3, "h200")
+    report = facts(f"{line} {more}")
+    assert (report["ranks"]["world_size"], report["ranks"]["nodes"], report["device"]["kind"]) == (24, 3, "h200")
 
 
 def test_the_last_file_says_the_machine_and_flags_win(ready):
     Path("a.yaml").write_text("about: {gpu: h200, gpus: 24}")
     Path("b.yaml").write_text("about: {gpus: 16}")
     line = f"{ready} --global-batch-size 64"
-    told = facts(f"--config a.yaml b.yaml {line}")
-    assert (told["ranks"]["world_size"], told["device"]["kind"]) == (16, "h200")
-    told = facts(f"--config a.yaml b.yaml {line} --gpu gb200 --nodes 2")
-    assert (told["ranks"]["world_size"], told["ranks"]["ranks_per_node"]) == (8, 4)
-    told = facts(f"--config a.yaml {line} --gpus 8 --nodes 4 --tensor-model-parallel-size 2 --sequence-parallel")
-    assert told["ranks"]["groups"]["dp"]["where"] == "over 4 NVLink domains, 4 nodes"
+    report = facts(f"--config a.yaml b.yaml {line}")
+    assert (report["ranks"]["world_size"], report["device"]["kind"]) == (16, "h200")
+    report = facts(f"--config a.yaml b.yaml {line} --gpu gb200 --nodes 2")
+    assert (report["ranks"]["world_size"], report["ranks"]["ranks_per_node"]) == (8, 4)
+    report = facts(f"--config a.yaml {line} --gpus 8 --nodes 4 --tensor-model-parallel-size 2 --sequence-parallel")
+    assert report["ranks"]["groups"]["dp"]["where"] == "over 4 NVLink domains, 4 nodes"
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_recompute_offload_and_formats_change_the_bytes():
 
 
 def test_differences_from_the_recipe_are_listed():
-    told = facts(f"{DEEPSEEK} --micro-batch-size 2")["differences"]
-    assert told == ["--micro-batch-size 2 (command line); recipe: 1"]
+    report = facts(f"{DEEPSEEK} --micro-batch-size 2")["differences"]
+    assert report == ["--micro-batch-size 2 (command line); recipe: 1"]
 
 
 def missing(config: object) -> int:
@@ -297,11 +297,11 @@ def test_a_missing_tokenizer_is_one_line_among_the_problems(more: str, without: 
     argv = [*words(SMALL, f"--data-path {without}"), *more.split()]
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--dry-run=json"], {}, vocab_size_of=missing)
-    told = json.loads(caught.value.text)
-    assert told["missing_inputs"] == [NO_DATA, f"the tokenizer is not here{assumed}"]
+    report = json.loads(caught.value.text)
+    assert report["missing_inputs"] == [NO_DATA, f"the tokenizer is not here{assumed}"]
     with pytest.raises(Finished) as caught:
         read_plan([*argv, "--vocab-size", str(size), "--dry-run=json"], {}, vocab_size_of=lambda config: size)
-    assert json.loads(caught.value.text)["model"] == told["model"]
+    assert json.loads(caught.value.text)["model"] == report["model"]
 
 
 def test_a_size_is_all_that_must_be_known_of_a_tokenizer():
@@ -312,20 +312,20 @@ def test_a_size_is_all_that_must_be_known_of_a_tokenizer():
 
 
 @pytest.mark.parametrize("kind", ["", "--tokenizer-type NullTokenizer"])
-def test_a_size_that_nobody_knows_is_asked_for(kind):
+def test_dry_run_without_vocabulary_size_is_rejected(kind):
     with pytest.raises(FlagErrors) as caught:
         answer_to(f"{' '.join(words(SMALL, without='--tokenizer-type'))} {kind} --dry-run")
     (problem,) = caught.value.problems
     assert problem.what == "the vocabulary size is not known" and "--vocab-size" in problem.remedy
 
 
-def test_what_is_told_is_what_runs():
+def test_dry_run_report_matches_the_launched_plan():
     """The plan of a launch of that size has the same layout, sizes and batch."""
     line = "--recipe m27"
     launched = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     plan = read_plan(line.split(), launched, vocab_size_of=vocab_size_of)
-    told = facts(line)
-    assert told["schedule"]["layout"] == str(plan.layout)
-    assert told["ranks"]["world_size"] == plan.parallel.world_size
-    assert told["schedule"]["global_batch_size"] == plan.batch.global_batch_size
+    report = facts(line)
+    assert report["schedule"]["layout"] == str(plan.layout)
+    assert report["ranks"]["world_size"] == plan.parallel.world_size
+    assert report["schedule"]["global_batch_size"] == plan.batch.global_batch_size
     assert plan.blockers == ()

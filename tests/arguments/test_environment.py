@@ -16,7 +16,7 @@ def test_a_plain_run_needs_nothing():
     assert environment_of() == {}
 
 
-def test_reproducible_numbers_need_three_libraries_to_be_told():
+def test_deterministic_mode_sets_library_variables():
     assert environment_of("--deterministic-mode") == {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "^NVLS",
@@ -45,12 +45,12 @@ def test_each_variable_has_a_reason_that_names_its_flag():
     ]
 
 
-def test_what_is_set_already_stays_and_a_difference_is_told():
+def test_variables_that_are_set_are_kept_and_differences_noted():
     plan = plan_of("--deterministic-mode", environ={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "^NVLS"})
     assert dict(plan.environment) == {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    told = [note for note in plan.notes if "is kept" in note]
-    assert len(told) == 1 and told[0].startswith("environment: CUBLAS_WORKSPACE_CONFIG=:16:8 is kept")
-    assert "would have set :4096:8 (--deterministic-mode" in told[0]
+    notes = [note for note in plan.notes if "is kept" in note]
+    assert len(notes) == 1 and notes[0].startswith("environment: CUBLAS_WORKSPACE_CONFIG=:16:8 is kept")
+    assert "would have set :4096:8 (--deterministic-mode" in notes[0]
 
 
 def test_a_file_wins_over_what_a_flag_needs(tmp_path):

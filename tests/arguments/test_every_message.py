@@ -1,6 +1,6 @@
 """Every message of the rules in arguments/checks is produced by a case.
 
-The messages are extracted from the source: first elements of returned (problem, remedy) pairs, with wildcards for
+The messages are extracted from the source: first elements of yielded (problem, remedy) pairs, with wildcards for
 formatted values.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from arguments.checks import hints
+from arguments.checks.run import HINTS
 from tests.arguments.test_checks import HINT_CASES, notes_of
 from tests.helpers.check_cases import CASES
 from tests.helpers.command_lines import texts_of
@@ -35,11 +36,11 @@ def pattern_of(node: ast.expr) -> str | None:
 
 
 def messages_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, pattern) of the first element of every returned pair."""
+    """(line, pattern) of the first element of every yielded pair."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
-                if isinstance(node, ast.Return) and node.value is not None:
+                if isinstance(node, ast.Yield) and node.value is not None:
                     yield from _of_value(node.value)
 
 
@@ -85,13 +86,13 @@ def test_messages_are_extracted_from_the_source():
     source = """
 def rule(x):
     if x:
-        return f"{x} is (bad)" + x, "fix it"
-    return None if x else ("plain", "fix")
+        yield f"{x} is (bad)" + x, "fix it"
+    yield ("plain", "fix")
 """
     assert {pattern for _, pattern in messages_of(ast.parse(source))} == {r".*\ is\ \(bad\).*", "plain"}
 
 
-@pytest.mark.parametrize("hint", hints.HINTS, ids=lambda hint: hint.__name__)
+@pytest.mark.parametrize("hint", HINTS, ids=lambda hint: hint.__name__)
 def test_every_hint_is_produced_by_a_case(hint):
     notes = [note for more, without, _ in HINT_CASES for note in notes_of(more, without)]
     patterns = [
@@ -99,7 +100,7 @@ def test_every_hint_is_produced_by_a_case(hint):
         for function in ast.parse((CHECKS / "hints.py").read_text(encoding="utf-8")).body
         if isinstance(function, ast.FunctionDef) and function.name == hint.__name__
         for node in ast.walk(function)
-        if isinstance(node, ast.Return) and node.value is not None and pattern_of(node.value) is not None
+        if isinstance(node, ast.Yield) and node.value is not None and pattern_of(node.value) is not None
     ]
     assert patterns
     for pattern in patterns:

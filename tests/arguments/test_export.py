@@ -180,12 +180,12 @@ def test_a_plan_survives_every_form_of_its_settings(tmp_path, case, form):
     text = printed(form, argv)
     path = tmp_path / "exported"
     path.write_text(text, encoding="utf-8")
-    again = shell_words(text) if form == "flags" else ["--config", str(path)]
-    assert specs_of(read_plan(again, {}, vocab_size_of=lambda config: config.vocab_size or VOCAB_SIZE)) == specs_of(
+    repeated = shell_words(text) if form == "flags" else ["--config", str(path)]
+    assert specs_of(read_plan(repeated, {}, vocab_size_of=lambda config: config.vocab_size or VOCAB_SIZE)) == specs_of(
         plan
     )
     if form != "yaml":  # whose comments say where every value came from
-        assert printed(form, again) == text
+        assert printed(form, repeated) == text
 
 
 def test_every_form_has_a_text():

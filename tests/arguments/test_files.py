@@ -171,7 +171,7 @@ def test_every_value_knows_its_line(tmp_path):
     assert origins["--split"] == f"{path}:11"
 
 
-def test_missing_variables_are_all_reported_and_their_flags_not_twice(tmp_path):
+def test_missing_variables_are_reported_once_each(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(ZOO, encoding="utf-8")
     texts = texts_of(f"--config {path}", without="--num-layers --moe-layer-freq")
@@ -261,7 +261,7 @@ def test_the_command_line_wins_over_files_and_later_files_over_earlier_ones(tmp_
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.1, 0.2, 0.3)
 
 
-def test_a_key_given_twice_in_a_file_is_noted(tmp_path):
+def test_duplicate_key_in_a_file_is_noted(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("adam-eps: 0.1\nadam-eps: 0.2\n", encoding="utf-8")
     plan = plan_of(f"--config {path}")
@@ -314,7 +314,7 @@ def test_a_recipe_is_found_by_name_and_comes_before_files(tmp_path, monkeypatch)
     assert "there is no recipe 'tinny'" in texts_of("--recipe tinny")[0]
 
 
-def test_a_file_builds_on_others_that_stand_beside_it(tmp_path):
+def test_base_files_are_relative_to_the_file(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
     (parts / "a.yaml").write_text("environment: {A: 1}\nadam-beta1: 0.1\nadam-beta2: 0.1\nadam-eps: 0.1\n")

@@ -205,7 +205,7 @@ def test_a_config_that_describes_no_model_is_refused(tmp_path, option, text, sen
     assert str(tmp_path / "config.json") in problem.what and sentence in problem.what
 
 
-def test_a_model_that_no_flags_make_is_told_apart():
+def test_model_without_equivalent_flags_is_detected():
     config = plan_of("--multi-latent-attention --rope-type rope --no-group-query-attention").model
     mixer = config.layers[0].mixer
     assert isinstance(mixer, MLAConfig)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from arguments.launch import LaunchProblem, allocation_note, launch_of, other_ranks
+from arguments.errors import FlagErrors
+from arguments.launch import allocation_note, launch_of, other_ranks
 from megatron_moe.config.parallel import Launch
 from tests.helpers.check_cases import EIGHT_RANKS
 from tests.helpers.command_lines import plan_of, problems_of, texts_of
@@ -42,9 +43,10 @@ def test_without_a_launcher_there_is_one_process():
 
 
 def test_a_world_without_a_rank_is_refused():
-    with pytest.raises(LaunchProblem, match="WORLD_SIZE=8, but RANK is not set") as caught:
+    with pytest.raises(FlagErrors, match="WORLD_SIZE=8, but RANK is not set") as caught:
         launch_of({"WORLD_SIZE": "8"})
-    assert "unset WORLD_SIZE" in caught.value.problem.remedy and "set RANK" in caught.value.problem.remedy
+    (problem,) = caught.value.problems
+    assert "unset WORLD_SIZE" in problem.remedy and "set RANK" in problem.remedy
     assert launch_of({"WORLD_SIZE": "1"}) == Launch()
     assert launch_of({"WORLD_SIZE": "8", **SRUN}).launcher == "slurm"
     assert launch_of({"WORLD_SIZE": "8", **MPIRUN}).launcher == "openmpi"
@@ -70,7 +72,7 @@ def test_a_shell_that_sets_the_variables_may_end_before_the_ranks():
 
 @pytest.mark.parametrize("port", ["-1", "70000"])
 def test_a_port_that_does_not_exist_is_refused(port):
-    with pytest.raises(LaunchProblem, match=f"MASTER_PORT={port} is not a port"):
+    with pytest.raises(FlagErrors, match=f"MASTER_PORT={port} is not a port"):
         launch_of({"MASTER_PORT": port})
 
 
@@ -91,7 +93,7 @@ def test_srun_tells_ranks_and_the_first_host_is_the_master():
 def test_srun_without_the_number_of_tasks_per_node():
     environ = {name: value for name, value in SRUN.items() if name != "SLURM_NTASKS_PER_NODE"}
     assert launch_of({**environ, "SLURM_TASKS_PER_NODE": "4(x2)"}).local_world_size == 4
-    with pytest.raises(LaunchProblem, match="SLURM_NTASKS_PER_NODE"):
+    with pytest.raises(FlagErrors, match="SLURM_NTASKS_PER_NODE"):
         launch_of(environ)
 
 
@@ -113,7 +115,7 @@ def test_hosts_with_different_numbers_of_tasks(place, ranks):
 
 
 def test_a_host_that_slurm_does_not_count_is_refused():
-    with pytest.raises(LaunchProblem, match=r"SLURM_NODEID=2, but SLURM lists tasks of 2 hosts: 4\(x2\)"):
+    with pytest.raises(FlagErrors, match=r"SLURM_NODEID=2, but SLURM lists tasks of 2 hosts: 4\(x2\)"):
         launch_of({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "2"})
 
 
@@ -144,14 +146,14 @@ def test_mpirun_tells_ranks_and_needs_a_master_on_several_hosts():
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     del alone["MASTER_ADDR"]
     assert launch_of(alone).master_addr == "127.0.0.1"
-    with pytest.raises(LaunchProblem, match="MASTER_ADDR is not set"):
+    with pytest.raises(FlagErrors, match="MASTER_ADDR is not set"):
         launch_of({**alone, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
     "shell", [{"ENVIRONMENT": "BATCH"}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}]
 )
-def test_plain_python_in_an_allocation_is_one_process_and_is_told_so(shell):
+def test_plain_python_in_an_allocation_is_one_process_with_a_note(shell):
     environ = {**BATCH_SHELL, **shell}
     assert launch_of(environ) == Launch()
     assert "16 tasks" in (allocation_note(environ) or "")
@@ -176,9 +178,9 @@ def test_torchrun_under_srun_is_torchrun():
 def test_variables_set_by_hand_must_agree_with_srun():
     by_hand = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert launch_of({**SRUN, **by_hand}).rank == 5
-    with pytest.raises(LaunchProblem, match="WORLD_SIZE=16, but SLURM_NTASKS=8"):
+    with pytest.raises(FlagErrors, match="WORLD_SIZE=16, but SLURM_NTASKS=8"):
         launch_of({**SRUN, **by_hand, "WORLD_SIZE": "16"})
-    with pytest.raises(LaunchProblem, match="RANK=4, but SLURM_PROCID=5"):
+    with pytest.raises(FlagErrors, match="RANK=4, but SLURM_PROCID=5"):
         launch_of({**SRUN, **by_hand, "RANK": "4"})
 
 
@@ -195,7 +197,7 @@ def test_variables_set_by_hand_must_agree_with_srun():
     ],
 )
 def test_an_environment_that_says_nothing_usable_is_refused(environ, message):
-    with pytest.raises(LaunchProblem, match=message):
+    with pytest.raises(FlagErrors, match=message):
         launch_of(environ)
 
 
@@ -220,7 +222,7 @@ def test_a_step_that_is_no_number_is_no_special_step():
 
 
 @pytest.mark.parametrize(("environ", "teller"), [({}, "no launcher"), (EIGHT_RANKS, "torchrun")])
-def test_a_problem_with_ranks_says_who_told_their_number(environ, teller):
+def test_rank_problem_names_the_origin_of_the_world_size(environ, teller):
     (fold,) = [
         text for text in problems_of("--expert-model-parallel-size 16", environ=environ) if "folded" in text.what
     ]
@@ -236,4 +238,4 @@ def test_a_run_planned_for_some_ranks_is_not_started_on_others():
     (problem,) = other_ranks(None, 2, None, Launch())
     assert problem.what == "--nodes 2, but this run was started with 1 node"
     (problem,) = other_ranks(None, None, 8, Launch())
-    assert problem.what == "--gpus-per-node 8, but this run was started with 1 rank on this node"
+    assert problem.what == "--gpus-per-node 8, but this run was started with 1 local rank"

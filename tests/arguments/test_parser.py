@@ -69,7 +69,7 @@ def test_every_spelling_sets_its_flag(name, words, value):
         ("-\u2014bf16", "starts with the dash U+2014 instead of two hyphens"),
     ],
 )
-def test_a_flag_that_a_shell_or_a_clipboard_has_spoilt_is_told_and_meant(word, problem):
+def test_flag_mangled_by_shell_or_clipboard_is_reported_and_corrected(word, problem):
     given, problems = split(["--num-layers", "4", word])
     assert len(problems) == 1, problems
     assert problem in problems[0].what
@@ -78,7 +78,7 @@ def test_a_flag_that_a_shell_or_a_clipboard_has_spoilt_is_told_and_meant(word, p
 
 
 @pytest.mark.parametrize("word", [" ", "\\", "\r", "${GPT_ARGS[@]}"])
-def test_what_is_left_of_a_line_is_told_and_no_value(word):
+def test_stray_words_are_reported_and_are_no_values(word):
     given, problems = split(["--num-layers", "4", word, word])
     assert len(problems) == 1, problems
     assert settle(REGISTRY, [given]).setting("num_layers").value == 4
@@ -241,7 +241,7 @@ def test_the_report_numbers_problems_and_says_where_values_came_from():
     assert lines[4] == "  Try: --moe-router-topk 8 or less"
 
 
-def test_required_flags_are_asked_for():
+def test_missing_required_flags_are_reported():
     assert texts_of(without="--num-layers --lr") == ["--num-layers is required", "--lr is required"]
 
 

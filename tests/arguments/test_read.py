@@ -38,8 +38,8 @@ def test_a_plan_is_the_same_when_its_run_yaml_is_read_back(tmp_path, case):
     plan = plan_of(case.good, case.without)
     path = tmp_path / "run.yaml"
     path.write_text(plan.resolved_yaml, encoding="utf-8")
-    again = read_plan(["--config", str(path)], {}, vocab_size_of=lambda config: plan.data.vocab_size)
-    assert specs_of(again) == specs_of(plan)
+    reread = read_plan(["--config", str(path)], {}, vocab_size_of=lambda config: plan.data.vocab_size)
+    assert specs_of(reread) == specs_of(plan)
 
 
 def test_run_yaml_says_what_follows_from_the_flags():

@@ -42,7 +42,7 @@ def test_the_dense_width_follows_megatrons_rule():
     assert width("--no-swiglu") == 1024
 
 
-def test_experts_are_as_wide_as_dense_blocks_unless_told():
+def test_expert_width_defaults_to_the_dense_ffn_width():
     assert layer(without="--moe-ffn-hidden-size").feed_forward.experts.ffn_hidden_size == 512
 
 
@@ -264,15 +264,15 @@ def test_the_vocabulary_is_padded():
     assert plan_of("--vocab-size 1000").data.vocab_size == 1000
 
 
-def test_the_tokenizer_is_asked_for_its_vocabulary():
-    asked = []
+def test_vocabulary_size_comes_from_the_tokenizer():
+    requests = []
 
     def ask(config: TokenizerConfig) -> int:
-        asked.append(config)
+        requests.append(config)
         return 77
 
     assert read_plan(words(SMALL), {}, ask).data.vocab_size == 77
-    assert asked == [TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=Path("x.model"))]
+    assert requests == [TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=Path("x.model"))]
     assert read_plan([*words(SMALL), "--vocab-size", "9"], {}).data.vocab_size == 9
     with pytest.raises(FlagErrors, match="the vocabulary size is not known"):
         read_plan(words(SMALL), {})
@@ -322,7 +322,7 @@ def test_weight_decay_is_constant_or_grows():
     assert (lr.start_weight_decay, lr.end_weight_decay, lr.weight_decay_style) == (0.0, 0.2, "cosine")
 
 
-def test_the_batch_is_one_microbatch_per_rank_unless_told():
+def test_default_batch_is_one_microbatch_per_rank():
     assert plan_of(without="--global-batch-size").batch == BatchConfig(micro_batch_size=4, global_batch_size=4)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     assert plan_of(without="--global-batch-size", environ=environ).batch.global_batch_size == 8
@@ -383,7 +383,7 @@ def test_format_flags_choose_parameters_gradients_and_master_weights(more, confi
     assert plan_of(more).precision == config
 
 
-def test_checkpoints_go_into_the_run_folder_unless_told():
+def test_default_checkpoint_folder_is_in_the_run_folder():
     assert plan_of().checkpoint.save == Path("runs/a/checkpoints")
     checkpoint = plan_of("--save x --load hf:y --no-load-optim --ckpt-step 3 --fresh --finetune").checkpoint
     assert (checkpoint.save, checkpoint.load, checkpoint.save_interval) == (Path("x"), "hf:y", 100)
@@ -404,7 +404,7 @@ def test_a_run_on_mock_data_saves_checkpoints_only_if_a_flag_asks_for_them():
         assert not any("no checkpoint" in note for note in plan.notes)
 
 
-def test_evaluations_on_mock_data_are_no_longer_than_the_run_unless_told():
+def test_default_eval_iters_on_mock_data_are_at_most_train_iters():
     assert plan_of(without="--eval-iters").loop.eval_iters == 100
     assert plan_of("--mock-data", without="--eval-iters").loop.eval_iters == 100
     short = "--mock-data --train-iters 3 --lr-warmup-iters 1"
@@ -464,7 +464,7 @@ def test_flags_of_public_models_make_models_of_their_size(row):
     assert f"{active / 1e9:.2f}" == row.cells["computed-active-B"]
 
 
-def test_buckets_and_the_sharded_optimizer_are_as_asked_for():
+def test_data_parallel_flags_reach_the_config():
     assert plan_of().data_parallel == DataParallelConfig()
     words = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"
     words += " --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective --grad-reduce-in-bf16 --bf16"

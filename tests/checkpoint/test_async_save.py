@@ -13,8 +13,7 @@ from megatron_moe.checkpoint import save as save_module
 from megatron_moe.checkpoint.async_save import HostBuffer, submit
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.exit_codes import SaveProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
@@ -25,6 +24,7 @@ from tests.helpers.checkpoint_files import (
     save_some,
     some_state,
     some_tensors,
+    verify,
     whole,
 )
 from tests.helpers.ranks import on_threads
@@ -98,7 +98,7 @@ def test_no_checkpoint_is_visible_until_the_last_rank_has_written(tmp_path: Path
 
     def main(context: ParallelContext) -> bool:
         half = torch.full((2, 3), float(context.rank))
-        boxes = {"model.a": SavedTensor((4, 3), (TensorBox((2 * context.rank, 0), half),))}
+        boxes = {"model.a": TensorShard((4, 3), (TensorBox((2 * context.rank, 0), half),))}
         storage = Gated()
         saver = CheckpointSaver(tmp_path, context, storage=storage, say=silent)
         if context.rank == 0:
@@ -127,7 +127,7 @@ def test_a_failure_in_the_thread_is_reported_and_leaves_no_files(tmp_path: Path)
         said: list[str] = []
         storage = FaultyStorage(fail=fail) if context.rank == 1 else Storage()
         saver = CheckpointSaver(tmp_path, context, storage=storage, stop_after=2, say=said.append)
-        half = {"model.a": SavedTensor((2, 3), (TensorBox((context.rank, 0), torch.ones(1, 3)),))}
+        half = {"model.a": TensorShard((2, 3), (TensorBox((context.rank, 0), torch.ones(1, 3)),))}
         assert saver.start(1, half, {}) is None
         saved = saver.wait()
         assert saved is not None and saved.path is None and saver.last is None
@@ -157,13 +157,13 @@ def test_close_cancels_an_unwritten_save_and_the_next_start_removes_it(
     monkeypatch.setattr(save_module, "_CLOSE_TIMEOUT_S", 0.1)
     saver.close()
     said: list[str] = []
-    again = CheckpointSaver(tmp_path, ONE, say=said.append)
+    second = CheckpointSaver(tmp_path, ONE, say=said.append)
     assert len(said) == 1 and said[0].startswith("removed stale .tmp-iter_0000020")
     storage.gate.set()
     for thread in threads:
         thread.join()
     assert load_some(tmp_path)[0].iteration == 10
-    again.close()
+    second.close()
 
 
 @pytest.fixture
@@ -230,12 +230,12 @@ def save_some_after(saver: CheckpointSaver, storage: Gated, iteration: int) -> N
 def test_the_host_buffer_copies_any_view_and_dtype_and_is_reused() -> None:
     base = torch.arange(24.0).view(4, 6)
     tensors = {
-        "a": SavedTensor((6, 4), (TensorBox((0, 0), base.T),)),
-        "b": SavedTensor((4, 2), (TensorBox((0, 0), base[:2, ::3]), TensorBox((2, 0), base[2:, ::3]))),
-        "c": SavedTensor.whole(torch.tensor(7)),
-        "d": SavedTensor.whole(torch.ones(3, dtype=torch.bool)),
-        "e": SavedTensor.whole(torch.zeros(0, 3)),
-        "f": SavedTensor.whole(torch.ones(5, dtype=torch.bfloat16)),
+        "a": TensorShard((6, 4), (TensorBox((0, 0), base.T),)),
+        "b": TensorShard((4, 2), (TensorBox((0, 0), base[:2, ::3]), TensorBox((2, 0), base[2:, ::3]))),
+        "c": TensorShard.whole(torch.tensor(7)),
+        "d": TensorShard.whole(torch.ones(3, dtype=torch.bool)),
+        "e": TensorShard.whole(torch.zeros(0, 3)),
+        "f": TensorShard.whole(torch.ones(5, dtype=torch.bfloat16)),
     }
     buffer = HostBuffer()
     places = []

@@ -17,8 +17,7 @@ from megatron_moe.checkpoint.huggingface.export import Export, shards, write_fol
 from megatron_moe.checkpoint.huggingface.folder import HFFolder, read_config
 from megatron_moe.checkpoint.huggingface.load import load_hf, weight_tensors
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, EnvironmentProblem
 from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -30,7 +29,7 @@ from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_hf_fp8 import published as published_in_fp8
 from tests.checkpoint.test_huggingface import over_ranks, tensors_in
 from tests.checkpoint.test_huggingface_mtp import published as published_with_mtp
-from tests.helpers.checkpoint_files import FaultyStorage, disk_full, flip_bit
+from tests.helpers.checkpoint_files import FaultyStorage, disk_full, flip_bit, verify
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
@@ -225,13 +224,13 @@ def test_a_damaged_checkpoint_is_rejected_without_output(routed, tmp_path: Path)
 def test_a_checkpoint_of_another_model_is_refused(change: str, said: str, routed, tmp_path: Path):
     folder, _, config = routed
     held = {
-        tensor_key("model", n): SavedTensor.whole(torch.zeros(t.shape))
+        tensor_key("model", n): TensorShard.whole(torch.zeros(t.shape))
         for n, t in skeleton(config).state_dict().items()
     }
     if change == "missing":
         del held[tensor_key("model", "decoder.final_layernorm.weight")]
     else:
-        held[tensor_key("model", "odd")] = SavedTensor.whole(torch.zeros(1))
+        held[tensor_key("model", "odd")] = TensorShard.whole(torch.zeros(1))
     CheckpointSaver(tmp_path, ParallelContext.single(), say=lambda line: None).save(1, held, STATE)
     with pytest.raises(CheckpointProblem, match=said):
         export_checkpoint(tmp_path / "iter_0000001", tmp_path / "back", config, folder)

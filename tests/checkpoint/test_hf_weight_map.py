@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.huggingface.config_map import model_config_from_hf
-from megatron_moe.checkpoint.huggingface.families import FAMILIES
+from megatron_moe.checkpoint.huggingface.config_map import FAMILIES, model_config_from_hf
 from megatron_moe.checkpoint.huggingface.weight_map import (
     COPY,
     GATE_UP,

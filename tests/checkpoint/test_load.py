@@ -14,8 +14,7 @@ from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import LoadedCheckpoint, find, load
 from megatron_moe.checkpoint.manifest import Manifest, TensorEntry, TensorPiece, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, ExitCode
 from megatron_moe.config.parallel import ParallelConfig
@@ -28,6 +27,7 @@ from tests.helpers.checkpoint_files import (
     saved_folder,
     some_state,
     some_tensors,
+    verify,
     whole,
 )
 from tests.helpers.ranks import on_threads
@@ -73,9 +73,9 @@ def test_a_large_state_is_read_and_verified_by_several_threads(tmp_path: Path, m
 
 def test_nan_infinity_and_signed_zero_round_trip_exactly(tmp_path: Path) -> None:
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
-    CheckpointSaver(tmp_path, ONE, say=silent).save(1, {"model.odd": SavedTensor.whole(odd)}, {})
+    CheckpointSaver(tmp_path, ONE, say=silent).save(1, {"model.odd": TensorShard.whole(odd)}, {})
     target = torch.zeros(5)
-    load(find(CheckpointConfig(save=tmp_path), ONE), {"model.odd": SavedTensor.whole(target)}, ONE)
+    load(find(CheckpointConfig(save=tmp_path), ONE), {"model.odd": TensorShard.whole(target)}, ONE)
     EXACT.check(target.view(torch.int32), odd.view(torch.int32), "bits")
 
 
@@ -192,9 +192,9 @@ def test_damage_on_one_rank_rejects_the_checkpoint_on_all(tmp_path: Path) -> Non
 def test_all_mismatches_are_listed_and_no_older_checkpoint_is_tried(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10, 20)
     wanted = whole(blank())
-    wanted["model.extra"] = SavedTensor.whole(torch.zeros(2))
-    wanted["master.embedding.weight"] = SavedTensor.whole(torch.zeros(5, 6))
-    wanted["exp_avg.embedding.weight"] = SavedTensor.whole(torch.zeros(6, 5))
+    wanted["model.extra"] = TensorShard.whole(torch.zeros(2))
+    wanted["master.embedding.weight"] = TensorShard.whole(torch.zeros(5, 6))
+    wanted["exp_avg.embedding.weight"] = TensorShard.whole(torch.zeros(6, 5))
     del wanted["optimizer.step_count"]
     with pytest.raises(CheckpointProblem, match="iter_0000020 does not fit this run in 4 tensors") as problem:
         load(find(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
@@ -208,7 +208,7 @@ def test_all_mismatches_are_listed_and_no_older_checkpoint_is_tried(tmp_path: Pa
 
 def test_twenty_mismatches_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
     saved_folder(tmp_path, 10)
-    wanted = {f"model.{i}": SavedTensor.whole(torch.zeros(1)) for i in range(30)} | whole(blank())
+    wanted = {f"model.{i}": TensorShard.whole(torch.zeros(1)) for i in range(30)} | whole(blank())
     with pytest.raises(CheckpointProblem) as problem:
         load(find(CheckpointConfig(save=tmp_path), ONE), wanted, ONE)
     assert len(str(problem.value).splitlines()) == 22 and str(problem.value).endswith("and 10 more")
@@ -239,11 +239,11 @@ def test_any_partition_loads_into_any_other(tmp_path: Path) -> None:
     by_rows = tuple(TensorBox((0, r, 0), stack[:, r : r + n]) for r, n in ((0, 1), (1, 4), (5, 1)))
     whole_stack = (TensorBox((0, 0, 0), stack),)
     for number, saved in enumerate((by_expert, by_rows, whole_stack), start=1):
-        CheckpointSaver(tmp_path, ONE, say=silent).save(number, {"model.fc1": SavedTensor(stack.shape, saved)}, {})
+        CheckpointSaver(tmp_path, ONE, say=silent).save(number, {"model.fc1": TensorShard(stack.shape, saved)}, {})
         source = find(CheckpointConfig(save=tmp_path), ONE)
         for wanted in (by_expert[:2], by_rows[1:], whole_stack, (TensorBox((1, 2, 1), stack[1:3, 2:5, 1:]),)):
             targets = tuple(TensorBox(box.offset, torch.zeros(box.data.shape)) for box in wanted)
-            load(source, {"model.fc1": SavedTensor(stack.shape, targets)}, ONE)
+            load(source, {"model.fc1": TensorShard(stack.shape, targets)}, ONE)
             for target, box in zip(targets, wanted, strict=True):
                 EXACT.check(target.data, box.data, f"box at {box.offset} from partition {number}")
 
@@ -352,7 +352,7 @@ def test_a_stored_version_1_checkpoint_loads(tmp_path: Path) -> None:
     assert verify(golden / "iter_0000003") == []
     source = find(CheckpointConfig(load=str(golden)), ONE, say=silent)
     weight, moment = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)
-    targets = {"model.a.weight": SavedTensor.whole(weight), "exp_avg.a.weight": SavedTensor.whole(moment)}
+    targets = {"model.a.weight": TensorShard.whole(weight), "exp_avg.a.weight": TensorShard.whole(moment)}
     loaded = load(source, targets, ONE)
     assert loaded.train_state == {"iteration": 3, "lr": 0.1}
     EXACT.check(weight, torch.arange(6.0).view(2, 3).bfloat16(), "weight")

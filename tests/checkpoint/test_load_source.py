@@ -57,8 +57,8 @@ def test_finetune_applies_to_load_and_a_restart_resumes_in_full(tmp_path: Path) 
     first = choose(**flags)
     assert (first.origin, first.optimizer, first.train_state) == ("--load", False, False)
     saved_folder(own, 10)
-    again = choose(**flags)
-    assert (again.origin, again.optimizer, again.train_state) == ("--save", True, True)
+    second = choose(**flags)
+    assert (second.origin, second.optimizer, second.train_state) == ("--save", True, True)
 
 
 def test_finetune_into_the_folder_it_loads_from_is_rejected(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.optimizer import OptimizerConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -44,8 +44,8 @@ class Run:
         found |= {tensor_key(each.kind, each.name): each.whole for each in self.optimizer.named_state()}
         return found | {tensor_key("optimizer", "step_count"): self.optimizer.step_count}
 
-    def saved(self) -> dict[str, SavedTensor]:
-        return {key: SavedTensor.whole(tensor) for key, tensor in self.tensors().items()}
+    def saved(self) -> dict[str, TensorShard]:
+        return {key: TensorShard.whole(tensor) for key, tensor in self.tensors().items()}
 
 
 def stopped_and_resumed(precision: PrecisionConfig, folder: Path, context: ParallelContext) -> dict[str, Tensor]:

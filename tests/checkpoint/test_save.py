@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from megatron_moe.checkpoint import tensor_shards
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import PendingBox, SavedTensor, TensorBox, in_parts
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, in_parts
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode, SaveProblem
 from megatron_moe.config.parallel import ParallelConfig
@@ -27,6 +26,7 @@ from tests.helpers.checkpoint_files import (
     saved_folder,
     some_state,
     some_tensors,
+    verify,
     whole,
 )
 from tests.helpers.ranks import on_threads
@@ -76,7 +76,7 @@ def test_weights_have_their_global_names_in_the_safetensors_file(tmp_path: Path)
 def test_noncontiguous_views_are_saved_with_their_values(tmp_path: Path) -> None:
     tensor = torch.arange(24.0).view(4, 6)
     saver = CheckpointSaver(tmp_path, ONE)
-    saver.save(1, {"model.a": SavedTensor.whole(tensor.T), "model.b": SavedTensor.whole(tensor[:, 1::2])}, {})
+    saver.save(1, {"model.a": TensorShard.whole(tensor.T), "model.b": TensorShard.whole(tensor[:, 1::2])}, {})
     weights = load_file(tmp_path / "iter_0000001" / "model-00000-of-00001.safetensors")
     EXACT.check_all(weights, {"a": tensor.T, "b": tensor[:, 1::2]})
 
@@ -84,7 +84,7 @@ def test_noncontiguous_views_are_saved_with_their_values(tmp_path: Path) -> None
 def test_every_box_of_a_tensor_is_stored_separately(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).view(3, 4)
     boxes = (TensorBox((0, 0), matrix[:1]), TensorBox((1, 0), matrix[1:, :3]), TensorBox((1, 3), matrix[1:, 3:]))
-    CheckpointSaver(tmp_path, ONE).save(1, {"model.a": SavedTensor((3, 4), boxes)}, {})
+    CheckpointSaver(tmp_path, ONE).save(1, {"model.a": TensorShard((3, 4), boxes)}, {})
     weights = load_file(tmp_path / "iter_0000001" / "model-00000-of-00001.safetensors")
     EXACT.check_all(weights, {"a@0,0": matrix[:1], "a@1,0": matrix[1:, :3], "a@1,3": matrix[1:, 3:]})
     assert verify(tmp_path / "iter_0000001") == []
@@ -108,7 +108,7 @@ def test_retention_keeps_the_checkpoint_with_the_lowest_validation_loss(tmp_path
     """Retention by validation loss: unknown losses and torn files do not count, the newest of equals stays."""
     saver = CheckpointSaver(tmp_path, ONE, keep_last=1, keep_best=True, say=lambda line: None)
     for iteration, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 9.0)):
-        saver.save(iteration, {"model.a": SavedTensor.whole(torch.zeros(2))}, {"state": {"validation_loss": loss}})
+        saver.save(iteration, {"model.a": TensorShard.whole(torch.zeros(2))}, {"state": {"validation_loss": loss}})
     assert iterations(tmp_path) == [50, 60]
     (tmp_path / "iter_0000050" / "train_state.json").write_text("{")
     save_some(saver, 70)
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning(tmp_path: Pa
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
     saver = CheckpointSaver(tmp_path, ONE, say=lambda line: None)
-    saver.save(10, {"model.a": SavedTensor.whole(torch.zeros(2))}, {})
+    saver.save(10, {"model.a": TensorShard.whole(torch.zeros(2))}, {})
     save_some(saver, 10)
     loaded, tensors = load_some(tmp_path)
     EXACT.check_all(tensors, some_tensors(10))
@@ -301,8 +301,8 @@ def test_every_rank_writes_the_boxes_that_no_lower_rank_holds(tmp_path: Path) ->
     def main(context: ParallelContext) -> None:
         # ranks 0 and 1 hold the upper half, 2 and 3 the lower one; all hold the step
         top = 2 * (context.rank // 2)
-        half = SavedTensor((4, 6), (TensorBox((top, 0), matrix[top : top + 2]),))
-        step = SavedTensor.whole(torch.tensor(7))
+        half = TensorShard((4, 6), (TensorBox((top, 0), matrix[top : top + 2]),))
+        step = TensorShard.whole(torch.tensor(7))
         saver = CheckpointSaver(tmp_path, context, say=lambda line: None)
         assert saver.save(1, {"model.a": half, "optimizer.step": step}, {"iteration": 1}) is not None
         saver.close()
@@ -318,7 +318,7 @@ def test_every_rank_writes_the_boxes_that_no_lower_rank_holds(tmp_path: Path) ->
     loaded = torch.zeros(4, 6)
     source = find(CheckpointConfig(save=tmp_path), ONE)
     assert source is not None
-    load(source, {"model.a": SavedTensor.whole(loaded), "optimizer.step": SavedTensor.whole(torch.tensor(0))}, ONE)
+    load(source, {"model.a": TensorShard.whole(loaded), "optimizer.step": TensorShard.whole(torch.tensor(0))}, ONE)
     EXACT.check(loaded, matrix, "both halves")
 
 
@@ -331,8 +331,8 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("large")
 def test_a_large_state_is_written_to_several_files(tmp_path: Path) -> None:
     def save(context: ParallelContext) -> None:
-        first = {"model.a": SavedTensor.whole(torch.arange(100.0)), "model.b": SavedTensor.whole(torch.ones(99))}
-        second = {f"master.{name}": SavedTensor.whole(torch.full((40,), 2.0)) for name in "abcd"}
+        first = {"model.a": TensorShard.whole(torch.arange(100.0)), "model.b": TensorShard.whole(torch.ones(99))}
+        second = {f"master.{name}": TensorShard.whole(torch.full((40,), 2.0)) for name in "abcd"}
         assert CheckpointSaver(tmp_path, context).save(1, second if context.rank else first, {}) is not None
 
     on_threads(ParallelConfig(world_size=2), save)
@@ -351,19 +351,19 @@ def test_an_error_in_one_of_several_files_leaves_nothing(tmp_path: Path) -> None
 
     said: list[str] = []
     saver = CheckpointSaver(tmp_path, ONE, storage=FaultyStorage(fail=refuse), say=said.append)
-    state = {f"{kind}.{name}": SavedTensor.whole(torch.ones(50)) for kind in ("model", "master") for name in "ab"}
+    state = {f"{kind}.{name}": TensorShard.whole(torch.ones(50)) for kind in ("model", "master") for name in "ab"}
     assert saver.save(1, state, {}) is None and "No space left on device" in said[0]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.usefixtures("large")
 def test_partitions_are_balanced_and_pending_boxes_stay_in_one() -> None:
-    state = {f"model.{size}": SavedTensor.whole(torch.zeros(size)) for size in range(10, 30)}
+    state = {f"model.{size}": TensorShard.whole(torch.zeros(size)) for size in range(10, 30)}
     parts = in_parts(state)
     assert sorted(key for part in parts for key in part) == sorted(state)
     sizes = [tensor_shards.total_bytes(part) for part in parts]
     assert len(parts) == 3 and max(sizes) - min(sizes) <= 30 * 4
-    later = SavedTensor((99,), (PendingBox((0,), torch.zeros(99, device="meta"), lambda: torch.zeros(99)),))
+    later = TensorShard((99,), (PendingBox((0,), torch.zeros(99, device="meta"), lambda: torch.zeros(99)),))
     assert len(in_parts(state | {"model.later": later})) == 1
     assert in_parts({}) == []
 
@@ -371,7 +371,7 @@ def test_partitions_are_balanced_and_pending_boxes_stay_in_one() -> None:
 def test_boxes_that_do_not_cover_a_tensor_fail_the_save(tmp_path: Path) -> None:
     said: list[str] = []
     saver = CheckpointSaver(tmp_path, ONE, say=said.append)
-    upper_half = SavedTensor((4, 6), (TensorBox((0, 0), torch.zeros(2, 6)),))
+    upper_half = TensorShard((4, 6), (TensorBox((0, 0), torch.zeros(2, 6)),))
     assert saver.save(1, {"model.a": upper_half}, {}) is None
     assert "its boxes do not cover shape (4, 6) exactly once" in said[-1]
     assert iterations(tmp_path) == [] and leftovers(tmp_path) == []
@@ -386,7 +386,7 @@ def test_any_flat_range_of_a_shard_is_split_into_boxes(tmp_path: Path) -> None:
     local = torch.cat([whole[1:3, 2:4], whole[1:3, 6:8]], dim=1)
     for start, end in ((0, 40), (0, 1), (3, 4), (7, 33), (19, 21), (20, 40), (39, 40), (5, 5)):
         flat = local.flatten()[start:end].clone()
-        part = SavedTensor.part((3, 8, 5), held, 1, flat, start)
+        part = TensorShard.part((3, 8, 5), held, 1, flat, start)
         found = torch.full_like(whole, -1)
         for box in part.boxes:
             found[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True))] = box.data
@@ -397,5 +397,5 @@ def test_any_flat_range_of_a_shard_is_split_into_boxes(tmp_path: Path) -> None:
 
 
 def test_a_shard_of_a_scalar_is_its_value() -> None:
-    part = SavedTensor.part((), (param_meta.ParamBox((), ()),), 0, torch.tensor([4.0]))
+    part = TensorShard.part((), (param_meta.ParamBox((), ()),), 0, torch.tensor([4.0]))
     assert part.boxes[0].offset == () and part.boxes[0].data.item() == 4.0

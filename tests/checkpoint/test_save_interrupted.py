@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import (
     FaultyStorage,
@@ -18,6 +17,7 @@ from tests.helpers.checkpoint_files import (
     saved_folder,
     some_state,
     some_tensors,
+    verify,
     whole,
 )
 from tests.helpers.tolerances import EXACT

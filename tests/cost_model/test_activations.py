@@ -14,7 +14,13 @@ from megatron_moe.config.model import LayerConfig, ModelConfig, MTPConfig
 from megatron_moe.config.moe import CapacityConfig, ExpertsConfig, MoEConfig, RouterConfig, SharedExpertsConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.cost_model.activations import ActivationSizes, SavedTensor, expert_rows, layer_tensors, stage_tensors
+from megatron_moe.cost_model.activations import (
+    ActivationSizes,
+    SavedActivation,
+    expert_rows,
+    layer_tensors,
+    stage_tensors,
+)
 from megatron_moe.kernels.kernel_set import KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.gpt import GPT, LossOutput
@@ -113,7 +119,7 @@ def saved_bytes(config: ModelConfig) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 
-def listed(config: ModelConfig) -> list[SavedTensor]:
+def listed(config: ModelConfig) -> list[SavedActivation]:
     (stage,) = even_layout(len(config.layers), num_mtp=config.num_mtp).stages
     layers = [each for one in config.layers for each in layer_tensors(one, ALONE, SIZES)]
     return layers + stage_tensors(config, stage, ALONE, SIZES)

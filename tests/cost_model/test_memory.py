@@ -66,7 +66,7 @@ DEEPSEEK = plan(
 
 
 def of_rank(changed: RunPlan, rank: int = 1) -> RankBytes:
-    return RankMemory(changed).of_rank(rank, 128)
+    return RankMemory(changed).of_rank(rank)
 
 
 def test_the_anatomy_of_deepseek_v3_is_the_published_one():
@@ -253,7 +253,7 @@ def test_later_stages_offload_less():
 
 
 def test_imbalance_affects_expert_rows_only():
-    even, uneven = (RankMemory(DEEPSEEK, imbalance).of_rank(1, 128) for imbalance in (1.0, 1.5))
+    even, uneven = (RankMemory(DEEPSEEK, imbalance).of_rank(1) for imbalance in (1.0, 1.5))
     before, after = dict(even.activations), dict(uneven.activations)
     assert after.pop("experts") == 1.5 * before.pop("experts")
     assert after == before and uneven.state == even.state and uneven.dispatch > even.dispatch
@@ -290,6 +290,6 @@ def test_fp8_halves_the_inputs_of_expert_gemms():
 
 
 def test_the_heaviest_rank_is_the_one_with_the_largest_total():
-    ranks = RankMemory(DEEPSEEK).all_ranks(128)
+    ranks = RankMemory(DEEPSEEK).all_ranks()
     assert heaviest(ranks).total == max(rank.total for rank in ranks)
     assert [rank.in_flight for rank in ranks] == [19, 17, 15, 13]

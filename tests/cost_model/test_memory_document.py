@@ -12,7 +12,6 @@ from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from tests.cost_model.test_memory import BF16, DEEPSEEK, with_standard_permutation
 from tests.house_rules.source import ROOT
 
-MICROBATCHES = 128
 STANDARD_PERMUTATION = 4096 * 8 * 7168 * 2
 """Bytes of one layer: the experts' results, one row per choice, which the gradient of the probabilities needs."""
 
@@ -29,7 +28,7 @@ def switched(plan: RunPlan, recompute: tuple[str, ...] = (), offload: tuple[str,
 
 
 def of_rank(plan: RunPlan, rank: int = 1) -> RankBytes:
-    return RankMemory(plan).of_rank(rank, MICROBATCHES)
+    return RankMemory(plan).of_rank(rank)
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
@@ -69,10 +68,9 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 def _long() -> Iterator[tuple[str, str, str]]:
     plan = switched(row_of("deepseek-v3-h100-256-64k", Registry.declared()).plan)
-    count = plan.batch.global_batch_size // plan.parallel.dp
-    most = heaviest(RankMemory(plan).all_ranks(count))
+    most = heaviest(RankMemory(plan).all_ranks())
     without = switched(plan, ("mla_up_proj", "moe", "mlp", "layernorm"))
-    freed = most.kept - RankMemory(without).of_rank(most.rank, count).kept
+    freed = most.kept - RankMemory(without).of_rank(most.rank).kept
     tensors = RankMemory(plan).tensors(plan.model.layers[30])
     (output,) = (each.bytes for each in tensors if (each.module, each.name) == ("attention", "output"))
     assert most.in_flight == 35
@@ -81,7 +79,7 @@ def _long() -> Iterator[tuple[str, str, str]]:
 
 
 def _most(plan: RunPlan) -> float:
-    return heaviest(RankMemory(plan).all_ranks(MICROBATCHES)).total / GIB
+    return heaviest(RankMemory(plan).all_ranks()).total / GIB
 
 
 def test_the_table_of_the_document_is_current():

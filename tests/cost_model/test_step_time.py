@@ -77,12 +77,12 @@ def test_the_bound_is_operations_over_peak_and_bubble():
         batch=BatchConfig(micro_batch_size=2, global_batch_size=16),
     )
     gpu = GPUS["h100"]
-    time = step_time(plan, gpu, 4)
+    time = step_time(plan, gpu)
     FP64_REF.check(time.compute, time.flops.total / 4 / gpu.bf16)
     FP64_REF.check(time.bound, time.compute / (1 - time.bubble))
     FP64_REF.check(time.per_token * 16 * tiny.SEQ, time.flops.total)
     FP64_REF.check(time.bubble, pipeline_bubble(plan.schedule(4), stage_costs(plan)))
-    low = step_time(replace(plan, precision=PrecisionConfig(params="bf16", low_precision="blockwise")), gpu, 4)
+    low = step_time(replace(plan, precision=PrecisionConfig(params="bf16", low_precision="blockwise")), gpu)
     in_bf16 = time.flops.head + time.flops.core_attention
     FP64_REF.check(low.compute, (in_bf16 + (time.flops.total - in_bf16) / 2) / 4 / gpu.bf16)
 

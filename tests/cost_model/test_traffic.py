@@ -90,7 +90,7 @@ def test_estimated_load_of_the_fullest_rank():
 
 def test_a_row_carries_its_scales_in_fp8():
     config = replace(moe_config(), experts=replace(moe_config().experts, hidden_size=256))
-    sizes = Communication(plan(layer_config(), ParallelConfig()), {}, 1)._sizes
+    sizes = Communication(plan(layer_config(), ParallelConfig()), {})._sizes
     blocks = expert_traffic(config, 4, 1, sizes, block=128)
     assert (blocks.row_bytes, blocks.low_row_bytes) == (256 * FP32 + 4, 256 + 2 * 4 + 4)
     assert expert_traffic(config, 4, 1, sizes, block=32).low_row_bytes == 256 + 8 + 4
@@ -117,7 +117,7 @@ def placements(parallel: ParallelConfig) -> dict[str, Placement]:
 
 
 def predicted(changed: RunPlan, rank: int = 0) -> list[Traffic]:
-    return Communication(changed, placements(changed.parallel), 1).of_rank(rank)
+    return Communication(changed, placements(changed.parallel)).of_rank(rank)
 
 
 class _Done:

@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import microbatch
 EOD = 9
 
 
-class Rows:
+class TokenRows:
     """Samples given as lists."""
 
     fingerprint = "rows"
@@ -37,7 +37,7 @@ class Rows:
 
 def batch(*rows: list[int], dtype: torch.dtype = torch.float64, **masks) -> MicroBatch:
     config = MaskConfig(**{"vocab_size": 10, "eod": EOD, "pad": -1, **masks})
-    return make_microbatch(Rows(*rows), np.arange(len(rows)), config, dtype)
+    return make_microbatch(TokenRows(*rows), np.arange(len(rows)), config, dtype)
 
 
 def test_labels_are_the_next_tokens() -> None:
@@ -60,7 +60,7 @@ def test_tensors_have_the_documented_dtypes_and_are_contiguous() -> None:
 
 
 def test_samples_are_in_the_order_of_the_indices() -> None:
-    rows = Rows([1, 2], [3, 4], [5, 6])
+    rows = TokenRows([1, 2], [3, 4], [5, 6])
     made = make_microbatch(rows, np.array([2, 0]), MaskConfig(vocab_size=10, eod=EOD, pad=-1), torch.float64)
     assert made.tokens_BS.tolist() == [[5], [1]]
 

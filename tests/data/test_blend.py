@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_moe.config.exit_codes import DataProblem
-from megatron_moe.data.blend import (
-    Blend,
-    BlendedSamples,
-    blend_order,
-    normalize,
-    parse_blend,
-    parse_split,
-    samples_per_dataset,
-    split_range,
-)
+from megatron_moe.data.datasets import Blend, parse_blend, parse_split, samples_per_dataset, split_range
 from megatron_moe.data.indexed import IndexedTokens
-from megatron_moe.data.samples import DocumentSamples, SampleRequest
+from megatron_moe.data.samples import BlendedSamples, DocumentSamples, SampleRequest, blend_order, normalize
 from tests.helpers.tiny_data import corpus
 
 
@@ -82,7 +73,7 @@ def test_split_edges_are_rounded() -> None:
     assert split_range((0.5, 1.0), 5) == range(2, 5)
 
 
-def test_sizes_round_up_twice_and_then_add_the_surplus() -> None:
+def test_dataset_sizes_are_rounded_up_before_and_after_the_surplus() -> None:
     assert samples_per_dataset([0.3, 0.7], 10) == [3, 7]
     assert samples_per_dataset([1 / 3, 2 / 3], 10) == [4, 7]
     assert samples_per_dataset([0.3, 0.7], 1000, 0.005) == [302, 704]

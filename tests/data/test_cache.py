@@ -81,10 +81,10 @@ def test_a_damaged_entry_is_rebuilt(tmp_path: Path, suffix: str, damage: str) ->
         path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
     else:
         path.write_bytes({"empty": b"", "cut": content[:-5], "foreign": b'{"a": [1]}'}[damage])
-    again = Builder()
-    load(tmp_path, again)
-    load(tmp_path, again)
-    assert again.count == 1
+    second = Builder()
+    load(tmp_path, second)
+    load(tmp_path, second)
+    assert second.count == 1
 
 
 def test_an_incomplete_entry_is_not_used(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import torch
 from megatron_moe.config.exit_codes import DataProblem, MemoryProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.training import LoopConfig
-from megatron_moe.data import blend, datasets
+from megatron_moe.data import datasets
+from megatron_moe.data import samples as samples_module
 from megatron_moe.data.batch import Samples
-from megatron_moe.data.blend import BlendedSamples
 from megatron_moe.data.datasets import Datasets, MockTokens, build_datasets, split_sizes
 from megatron_moe.data.indexed import IndexedTokens
 from megatron_moe.data.loader import train_loader
-from megatron_moe.data.samples import DocumentSamples, SampleRequest
+from megatron_moe.data.samples import BlendedSamples, DocumentSamples, SampleRequest
 from megatron_moe.data.tokenizer import load_tokenizer
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
@@ -73,8 +73,8 @@ def test_every_split_has_its_own_paths(tmp_path: Path) -> None:
     assert rows(built.train) == direct(train, "train", range(40), 40)
     assert rows(built.valid["validation"]) == direct(valid, "valid", range(40), 4)
     assert rows(built.test) == direct(test, "test", range(40), 4)
-    assert build(train=(train,)).valid == {}
-    assert build(train=(train,)).test is None
+    assert build(train_data_path=(train,)).valid == {}
+    assert build(train_data_path=(train,)).test is None
 
 
 def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_weighted_blend_has_the_targets_of_its_parts(tmp_path: Path) -> None:
     assert taken == 10
 
 
-@pytest.mark.parametrize(("options", "epochs"), [({}, 2), ({"surplus": 0.0}, 1)])
+@pytest.mark.parametrize(("options", "epochs"), [({}, 2), ({"mid_level_dataset_surplus": 0.0}, 1)])
 def test_parts_of_a_weighted_blend_are_built_with_a_surplus(options: dict, epochs: int, tmp_path: Path) -> None:
     # 72 tokens give 8 samples in one epoch; half of 16 samples and the surplus need a second one.
     first, second = (write_tokens(tmp_path / name, [[1] * 9] * 8) for name in ("a", "b"))
-    built = build(loop_config(train_iters=4), train=("1", first, "1", second), **options)
+    built = build(loop_config(train_iters=4), train_data_path=("1", first, "1", second), **options)
     assert isinstance(built.train, BlendedSamples)
     assert len(built.train) == 16
     assert [part.inputs["epochs"] for part in built.train.parts] == [epochs, epochs]
@@ -115,7 +115,7 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     first, second = corpus(tmp_path, name="a"), corpus(tmp_path, name="b", seed=9)
     third = corpus(tmp_path / "x", name="a", seed=5)
-    built = build(train=(first,), valid=(second, first, third), multiple_validation_sets=True)
+    built = build(train_data_path=(first,), valid_data_path=(second, first, third), multiple_validation_sets=True)
     assert [*built.valid] == ["b", first, third]
     assert rows(built.valid["b"]) == direct(second, "valid", range(40), 4)
     with pytest.raises(DataProblem, match="without weights"):
@@ -125,8 +125,10 @@ def test_several_validation_sets_keep_their_names(tmp_path: Path) -> None:
 def test_incomplete_last_validation_sample_is_kept_on_request(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [[1] * 12])
     loop = loop_config(eval_iters=1)
-    cut = build(loop, train=(prefix,), valid=(prefix, prefix)).valid["validation"]
-    kept = build(loop, train=(prefix,), valid=(prefix, prefix), drop_last_partial_validation=False).valid["validation"]
+    cut = build(loop, train_data_path=(prefix,), valid_data_path=(prefix, prefix)).valid["validation"]
+    kept = build(
+        loop, train_data_path=(prefix,), valid_data_path=(prefix, prefix), drop_last_partial_validation=False
+    ).valid["validation"]
     assert (len(cut), len(kept)) == (2, 4)
 
 
@@ -178,7 +180,7 @@ def test_split_that_gets_no_document_is_noted(tmp_path: Path) -> None:
     built = build(data_path=(corpus(tmp_path),), split="969,30,1")
     assert built.test is None
     assert built.notes[0] == 'no test data: --split "969,30,1" gives it none of 40 documents'
-    built = build(blend=(corpus(tmp_path),), split="50,1,49")
+    built = build(data_path=(corpus(tmp_path),), split="50,1,49")
     assert built.valid == {}
     assert built.notes[0] == 'no valid data: --split "50,1,49" gives it none of 40 documents'
 
@@ -224,8 +226,8 @@ def test_an_invalid_id_is_rejected_in_the_step_that_reads_it(
     token: int, dtype: str, problem: str, tmp_path: Path
 ) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3, 4, 5, token, 7, 8, 9]] * 4, dtype)
-    config = data_config(train=(prefix,))
-    loader = train_loader(build(train=(prefix,)), config, batch_config(), ParallelContext.single())
+    config = data_config(train_data_path=(prefix,))
+    loader = train_loader(build(train_data_path=(prefix,)), config, batch_config(), ParallelContext.single())
     with pytest.raises(DataProblem, match=rf"token id {token} in .*/a, document \d, token 5 .* {problem}"):
         loader.next_step()
 
@@ -264,7 +266,7 @@ def test_a_problem_of_the_first_rank_is_raised_on_every_rank(tmp_path: Path) -> 
 def test_ranks_communicate_while_the_first_builds_for_a_long_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, met, order = corpus(tmp_path), [], blend.blend_order
+    prefix, met, order = corpus(tmp_path), [], samples_module.blend_order
 
     def slow_order(weights: Sequence[float], size: int, limits: np.ndarray | None = None) -> dict[str, np.ndarray]:
         while len(met) < 6:
@@ -277,7 +279,7 @@ def test_ranks_communicate_while_the_first_builds_for_a_long_time(
 
     monkeypatch.setattr(datasets, "_ROUND_SECONDS", 0.01)
     monkeypatch.setattr(datasets, "gather_objects", gather_objects)
-    monkeypatch.setattr(blend, "blend_order", slow_order)
+    monkeypatch.setattr(samples_module, "blend_order", slow_order)
     first, second = on_threads(
         ParallelConfig(world_size=2),
         lambda context: build(

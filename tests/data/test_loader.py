@@ -11,8 +11,7 @@ import torch
 from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.data.batch import MaskConfig, MicroBatch
-from megatron_moe.data.loader import EvalLoader, TrainLoader
-from megatron_moe.data.sampler import BatchSchedule, SampleOrder
+from megatron_moe.data.loader import BatchSchedule, EvalLoader, SampleOrder, TrainLoader
 
 MASKS = MaskConfig(vocab_size=1000, eod=999, pad=-1)
 

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from megatron_moe.config.exit_codes import DataProblem
-from megatron_moe.data.textfiles import BadLine, Record, parse_record, read_documents, read_records, write_whole
+from megatron_moe.data.textfiles import BadLine, TextRecord, parse_record, read_documents, read_records, write_whole
 
 TEXTS = ["one\nline", "zwei ß", "three"]
 JSONL = "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(TEXTS)).encode()
@@ -60,7 +60,7 @@ def test_blank_jsonl_lines_are_skipped_but_numbered(tmp_path: Path) -> None:
 
 
 def test_several_keys_give_several_texts() -> None:
-    record = Record(Path("a.jsonl"), 1, b'{"q": "a", "x": 1, "a": "b"}')
+    record = TextRecord(Path("a.jsonl"), 1, b'{"q": "a", "x": 1, "a": "b"}')
     assert parse_record(record, ["a", "q"]) == ["b", "a"]
 
 
@@ -81,7 +81,7 @@ def test_several_keys_give_several_texts() -> None:
 )
 def test_malformed_line_says_why(tmp_path: Path, content: bytes, reason: str) -> None:
     with pytest.raises(BadLine, match=reason):
-        parse_record(Record(Path("a.jsonl"), 1, content), ["text"])
+        parse_record(TextRecord(Path("a.jsonl"), 1, content), ["text"])
     path = written(tmp_path / "a.jsonl", b'{"text": "a"}\n' + content + b"\n")
     with pytest.raises(DataProblem, match=f"a.jsonl, line 2: {reason}"):
         list(read_documents([path], "text"))

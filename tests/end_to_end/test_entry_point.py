@@ -20,8 +20,7 @@ from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import DataProblem, EnvironmentProblem, ExitCode
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
-from megatron_moe.data.loader import TrainLoader
-from megatron_moe.data.sampler import SampleOrder
+from megatron_moe.data.loader import SampleOrder, TrainLoader
 from megatron_moe.logs.reporter import Reporter
 from megatron_moe.resilience import signals
 from pretrain_moe import main, pretrain

@@ -31,7 +31,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
         # saving
         1: (
-            _INTERRUPTED + "test_a_kill_at_any_moment_leaves_only_whole_checkpoints_and_loses_none",
+            _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
             _KILLS + "test_kills_at_instrumented_points_and_random_times_lose_no_committed_checkpoint",
             _KILLS + "test_a_hundred_random_kills_lose_no_committed_checkpoint",
             _SOAK,
@@ -39,7 +39,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         2: (_INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",),
         3: (
             _INJECTED + "test_peers_of_a_lost_rank_exit_with_code_11_and_name_it",
-            "tests/resilience/test_peer_failure.py::test_a_rank_that_left_no_report_is_the_first",
+            "tests/resilience/test_peer_failure.py::test_rank_without_report_is_named",
         ),
         4: (
             _INTERRUPTED + "test_a_kill_at_any_moment_loses_no_committed_checkpoint",
@@ -50,8 +50,8 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _SOURCE + "test_a_stale_tracker_is_ignored_with_one_line",
         ),
         6: (
-            _INTERRUPTED + "test_an_error_at_any_moment_loses_nothing_and_the_next_save_works",
-            _SAVE + "test_a_failed_save_is_told_and_training_goes_on_until_the_third_in_a_row",
+            _INTERRUPTED + "test_after_an_error_at_any_moment_the_next_save_succeeds",
+            _SAVE + "test_the_third_consecutive_failed_save_ends_the_run",
             _INJECTED + "test_a_full_disk_costs_one_checkpoint_and_is_logged",
         ),
         7: (
@@ -59,7 +59,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             _BACKGROUND + "test_a_failure_in_the_thread_is_reported_and_leaves_no_files",
         ),
         8: (
-            _BACKGROUND + "test_the_caller_is_not_held_up_by_slow_storage",
+            _BACKGROUND + "test_slow_storage_does_not_block_the_caller",
             _INJECTED + "test_a_hanging_save_exits_with_code_10",
         ),
         9: (
@@ -69,10 +69,9 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         10: (_SAVE + "test_incomplete_checkpoints_and_nothing_else_are_removed_at_start",),
         11: (
             _SAVE + "test_a_second_job_is_rejected_with_the_owner_of_the_lock",
-            "tests/logs/test_reporter.py::"
-            "test_a_folder_that_another_job_writes_into_is_refused_on_every_rank_and_left_as_it_is",
+            "tests/logs/test_reporter.py::test_run_folder_of_another_job_is_rejected_on_every_rank",
         ),
-        12: ("tests/train/test_exit_conditions.py::test_the_clock_of_the_slowest_rank_counts",),
+        12: ("tests/train/test_exit_conditions.py::test_exit_duration_uses_the_latest_clock_of_all_ranks",),
         13: (_INJECTED + "test_a_pending_save_is_completed_at_the_end_of_the_run",),
         14: (_SAVE + "test_a_checkpoint_that_cannot_be_deleted_is_kept_with_a_warning",),
         15: (_SAVE + "test_saving_recovers_after_a_mount_disappeared",),
@@ -116,12 +115,12 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         30: (
             "tests/faults/test_hang.py::test_a_stopped_rank_is_named_by_its_peer",
-            "tests/resilience/test_watchdog.py::test_where_the_interpreter_is_locked_a_timer_in_c_prints_the_stacks",
+            "tests/resilience/test_watchdog.py::test_c_timer_prints_stacks_while_the_interpreter_is_locked",
             _INJECTED + "test_a_hanging_save_exits_with_code_10",
         ),
         31: (
             _INJECTED + "test_the_first_failed_rank_is_reported_with_its_reason",
-            "tests/resilience/test_peer_failure.py::test_a_rank_that_told_why_it_failed_is_quoted",
+            "tests/resilience/test_peer_failure.py::test_reported_cause_of_a_peer_is_quoted",
         ),
         32: (
             _INJECTED + "test_peers_of_a_lost_rank_exit_with_code_11_and_name_it",
@@ -129,11 +128,11 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         33: (
             _INJECTED + "test_a_rank_that_exits_or_runs_out_of_memory_is_reported",
-            "tests/train/test_trainer.py::test_running_out_of_memory_is_told_with_its_remedy",
+            "tests/train/test_trainer.py::test_out_of_memory_step_raises_with_a_report",
         ),
         34: (
             "tests/parallel/test_rendezvous.py::"
-            "test_ranks_that_disagree_about_a_collective_are_told_what_each_was_about_to_do",
+            "test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do",
             "tests/resilience/test_watchdog.py::test_waiting_rank_names_the_collective_and_its_group",
         ),
         35: (
@@ -158,7 +157,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         41: (
             _NONFINITE + "test_a_spike_is_reported_skipped_or_ends_the_run",
-            "tests/resilience/test_numerics_guard.py::test_a_limit_on_the_device_judges_as_the_host_does",
+            "tests/resilience/test_numerics_guard.py::test_device_spike_limit_equals_the_host_rule",
         ),
         42: (
             _INJECTED + "test_a_flipped_bit_of_a_weight_is_named_with_its_rank",
@@ -166,7 +165,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         43: (
             _INJECTED + "test_a_result_that_is_not_reproduced_exits_with_code_16_and_names_the_rank",
-            "tests/resilience/test_rerun.py::test_a_result_that_changes_accuses_the_rank_whose_loss_changed",
+            "tests/resilience/test_rerun.py::test_changed_result_suspects_the_rank_whose_loss_changed",
         ),
         44: (
             "tests/moe/parallel/test_layer_over_ranks.py::test_all_tokens_to_one_expert",
@@ -174,7 +173,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
         # FP8 is a storage format of files and optimizer states
         45: (
-            "tests/kernels/test_low_precision_state.py::test_an_error_is_half_a_unit_of_the_number_or_of_the_smallest_of_its_block",
+            "tests/kernels/test_low_precision_state.py::test_rounding_error_is_at_most_half_a_unit",
             "tests/checkpoint/test_hf_fp8.py::test_missing_or_misshapen_scales_are_rejected_by_name",
         ),
         # data and configuration
@@ -203,7 +202,7 @@ FAULTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
             "tests/arguments/test_files.py::test_a_file_that_builds_on_itself_or_on_nothing_is_refused",
         ),
         54: (
-            "tests/arguments/test_files.py::test_missing_variables_are_all_reported_and_their_flags_not_twice",
+            "tests/arguments/test_files.py::test_missing_variables_are_reported_once_each",
             "tests/arguments/test_values.py::test_a_pattern_that_is_not_one_is_refused_without_running_it",
         ),
         55: (

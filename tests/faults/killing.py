@@ -27,12 +27,11 @@ import torch.distributed as dist
 from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.checkpoint_files import FaultyStorage, disk_full
+from tests.helpers.checkpoint_files import FaultyStorage, disk_full, verify
 
 NUM_RANKS = 4
 WIDTH = 1 << 14
@@ -80,10 +79,10 @@ def values(iteration: int) -> dict[str, torch.Tensor]:
     return {"model.weight": base + iteration, "master.weight": base.double() * iteration, "exp_avg.weight": -base}
 
 
-def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, SavedTensor]:
+def part(state: dict[str, torch.Tensor], rank: int) -> dict[str, TensorShard]:
     """One row per rank, and the step count on every rank."""
-    rows = {k: SavedTensor(tuple(t.shape), (TensorBox((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
-    return rows | {"optimizer.step_count": SavedTensor.whole(torch.tensor(1))}
+    rows = {k: TensorShard(tuple(t.shape), (TensorBox((rank, 0), t[rank : rank + 1]),)) for k, t in state.items()}
+    return rows | {"optimizer.step_count": TensorShard.whole(torch.tensor(1))}
 
 
 def rank_main(rank: int, folder: Path, start: int, kill_at: int | None, news: int) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.verify import verify
 from tests.faults.scenarios import NIGHTLY, NUM_RANKS, SCENARIOS
+from tests.helpers.checkpoint_files import verify
 from tests.helpers.ranks import run_python
 
 VANISHED = "rank 1 vanished without a report: killed, or its node failed"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
-from megatron_moe.resilience.requeue import judge
+from megatron_moe.resilience.requeue import decide_and_record
 from megatron_moe.resilience.run_status import STARTED
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
@@ -50,7 +50,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(data: str, tmp_path: Path) -> N
     assert ended, said
     assert f"the launcher of rank 0 (process {launcher.pid}) died; this rank ends as well" in said
     assert (status(run)["code"], status(run)["rank"]) == (ExitCode.LAUNCHER, 0)
-    assert judge(run, 137, since=since, now=time.time()).reason == "the launcher of a rank died"
+    assert decide_and_record(run, 137, since=since, now=time.time()).reason == "the launcher of a rank died"
 
 
 def test_a_rank_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_run_whose_rank_is_killed_at_start_is_restarted(data: str, tmp_path: P
     ranks[survivor].terminate()
     said = ranks[survivor].communicate(timeout=TIMEOUT)[0]
     assert ranks[survivor].returncode == -signal.SIGTERM, said
-    assert judge(run, 1, since=since, now=time.time()).restart
+    assert decide_and_record(run, 1, since=since, now=time.time()).restart
 
 
 def test_a_port_in_use_is_in_the_status_and_the_run_is_restarted(data: str, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_port_in_use_is_in_the_status_and_the_run_is_restarted(data: str, tmp_
         said = rank.communicate(timeout=TIMEOUT)[0]
     assert rank.returncode == ExitCode.RENDEZVOUS == status(run)["code"], said
     assert f"127.0.0.1:{port}" in status(run)["sentence"]
-    assert judge(run, 1, since=since, now=time.time()).restart
+    assert decide_and_record(run, 1, since=since, now=time.time()).restart
 
 
 def test_a_start_in_a_locked_folder_keeps_the_status_of_the_other_job(data: str, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.exit_codes import ExitCode
 from tests.end_to_end.tiny_run import arguments
 from tests.faults.processes import TIMEOUT, read_until, start, status
+from tests.helpers.checkpoint_files import verify
 from tests.helpers.ranks import free_port, run_program
 
 ENDLESS = ("--train-iters", "100000", "--eval-iters", "0", "--exit-signal-handler")
@@ -57,4 +57,4 @@ def test_a_run_without_checkpoints_reports_lost_steps(data: str, tmp_path: Path)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=TIMEOUT)[0]
     assert process.returncode == ExitCode.PREEMPTED_UNSAVED, said
-    assert "without a checkpoint of it: no --save folder" in said
+    assert "without a checkpoint of this iteration: no --save folder" in said

@@ -77,7 +77,7 @@ def test_cudnn_blocks_of_four_ranks_match_one(
 def test_triton_blocks_of_four_ranks_match_one(
     split: Any, window: tuple[int, int] | None, width: int, value_width: int
 ) -> None:
-    """The chunk length is no multiple of a tile."""
+    """The chunk length is not a multiple of the tile size."""
     seq, causal = 8 * 77, window is None or window[1] == 0
     inputs = tensors(seq, width, value_width)
     config = CoreAttentionConfig(softmax_scale=width**-0.5, causal=causal, window=window)
@@ -125,8 +125,8 @@ def test_cached_cudnn_plans_serve_attention_with_and_without_sinks() -> None:
     grad, *inputs = tensors(512, 128, 128)
     config, none = CoreAttentionConfig(softmax_scale=0.1), torch.zeros(8, device="cuda", dtype=BF16)
     leaves = [x.requires_grad_() for x in inputs]
-    turned = grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
-    for sinks, given in ((None, grad), (none, turned), (none, grad)):
+    transposed = grad.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    for sinks, given in ((None, grad), (none, transposed), (none, grad)):
         out = triton_kernels.attention(AttentionInputs(*leaves, config, sinks))
         grads = torch.autograd.grad(out, leaves, given)
         actual = {"out": out} | dict(zip(("grad q", "grad k", "grad v"), grads, strict=True))
@@ -141,12 +141,12 @@ def test_deterministic_blocks_are_bitwise_reproducible(monkeypatch: pytest.Monke
     torch.use_deterministic_algorithms(True)
     try:
         assert not cudnn.serves(*inputs[1:], causal=True)
-        once, again = (blocks_of_a_ring(triton_kernels, inputs, config, parts) for _ in range(2))
+        first, second = (blocks_of_a_ring(triton_kernels, inputs, config, parts) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
-    for name in once:
-        EXACT.check(once[name], again[name], name)
-    BF16_BLOCKS.check_all(once, exact(inputs, config))
+    for name in first:
+        EXACT.check(first[name], second[name], name)
+    BF16_BLOCKS.check_all(first, exact(inputs, config))
 
 
 def test_blocks_and_sinks_run_without_host_sync() -> None:

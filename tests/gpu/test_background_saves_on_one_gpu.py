@@ -8,19 +8,19 @@ import torch
 
 from megatron_moe.checkpoint.async_save import HostBuffer
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.tolerances import EXACT
 
 pytestmark = pytest.mark.gpu1
 
 
-def tensors(num_bytes: int) -> dict[str, SavedTensor]:
+def tensors(num_bytes: int) -> dict[str, TensorShard]:
     base = torch.randn(num_bytes // 4 // 1024, 1024, device="cuda")
     half = torch.randn(1024, 2048, device="cuda").bfloat16()
     boxes = (TensorBox((0, 0), half[:512]), TensorBox((512, 0), half[512:]))
-    step = SavedTensor.whole(torch.tensor(3, device="cuda"))
-    return {"master.a": SavedTensor.whole(base), "model.b": SavedTensor((1024, 2048), boxes), "optimizer.step": step}
+    step = TensorShard.whole(torch.tensor(3, device="cuda"))
+    return {"master.a": TensorShard.whole(base), "model.b": TensorShard((1024, 2048), boxes), "optimizer.step": step}
 
 
 def test_host_copy_is_pinned_fast_and_consistent() -> None:

@@ -69,8 +69,8 @@ def test_replayed_steps_are_bitwise_equal_to_eager_steps(recipe: str, routing: s
     for interval, recorded in (("1", MODULES), ("2", [("attn", "moe_router")])):
         words = [*flags, routing, "--moe-expert-wgrad-interval", interval]
         expected = train(words)
-        again = train(words)
-        EXACT.check_all(again, expected, "computed twice")
+        rerun = train(words)
+        EXACT.check_all(rerun, expected, "computed twice")
         for modules in (*recorded, WHOLE):
             EXACT.check_all(train(words, modules), expected, "+".join(modules))
 
@@ -90,9 +90,9 @@ def test_garbage_collection_is_deferred_during_capture(eager_collector: None) ->
     source = torch.ones(4, device="cuda")
 
     def work() -> list[Tensor]:
-        forgotten: list[object] = [torch.cuda.Event(), waste.pop()]
-        forgotten.append(forgotten)
-        del forgotten
+        cycle: list[object] = [torch.cuda.Event(), waste.pop()]
+        cycle.append(cycle)
+        del cycle
         many = [[number] for number in range(1000)]
         return [source * len(many)]
 

@@ -57,8 +57,8 @@ def test_products_match_fp64(inputs: int, outputs: int, counts: list[int]) -> No
         expected[1][part] = grad[part].double() @ weight[expert].double()
     BF16_KERNEL.check(forward[:num_rows].double(), expected[0], "forward")
     BF16_KERNEL.check(backward[:num_rows].double(), expected[1], "gradient of the rows")
-    again = hopper_kernels.grouped_forward(rows, weight, ends)
-    EXACT.check(again[:num_rows], forward[:num_rows], "a second time")
+    repeated = hopper_kernels.grouped_forward(rows, weight, ends)
+    EXACT.check(repeated[:num_rows], forward[:num_rows], "a second time")
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["stored", "added"])
@@ -77,11 +77,11 @@ def test_weight_gradients_match_fp64(
         parts.append(GroupedPart(grad, rows, offsets(counted)))
         for expert, part in slices(counted):
             expected[expert] += grad[part].double().T @ rows[part].double()
-    actual, again = (before.clone() if accumulate else torch.full_like(before, torch.nan) for _ in range(2))
-    for out in (actual, again):
+    actual, repeated = (before.clone() if accumulate else torch.full_like(before, torch.nan) for _ in range(2))
+    for out in (actual, repeated):
         hopper_kernels.grouped_weight_grad(parts, out, accumulate)
     FP32_REF.check(actual.double(), expected, "gradient")
-    EXACT.check(again, actual, "a second time")
+    EXACT.check(repeated, actual, "a second time")
 
 
 def test_rows_of_a_wider_matrix_and_buffers_in_bf16() -> None:

@@ -119,8 +119,8 @@ def test_deterministic_attention_is_bitwise_reproducible_and_matches_fp64(
         kernels.attention(AttentionInputs(*leaves, config)).square().sum().backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
-    for once, again in zip(gradients(), gradients(), strict=True):
-        EXACT.check(once, again, "gradients")
+    for once, second in zip(gradients(), gradients(), strict=True):
+        EXACT.check(once, second, "gradients")
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ def test_latent_keys_and_rotated_queries_match_fp64(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("groups, per_group, width, turned", [(3, 5, 64, 64), (3, 5, 64, 24), (33, 2, 128, 128)])
+@pytest.mark.parametrize("groups, per_group, width, rotary_dim", [(3, 5, 64, 64), (3, 5, 64, 24), (33, 2, 128, 128)])
 def test_query_key_value_matches_fp64(
-    groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool, dtype: torch.dtype
+    groups: int, per_group: int, width: int, rotary_dim: int, interleaved: bool, normed: bool, dtype: torch.dtype
 ) -> None:
-    angles = draw(33, 2, turned // 2)
+    angles = draw(33, 2, rotary_dim // 2)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
     inputs = [draw(33, 2, groups, (per_group + 2) * width)]
     inputs += [draw(width, seed=1), draw(width, seed=2)] if normed else []
@@ -203,8 +203,8 @@ def test_norms_and_heads_are_bitwise_reproducible() -> None:
         )
         return list(torch.autograd.grad(outs, leaves, [out.detach() for out in outs]))
 
-    for once, again in zip(gradients(), gradients(), strict=True):
-        EXACT.check(again, once)
+    for once, second in zip(gradients(), gradients(), strict=True):
+        EXACT.check(second, once)
 
 
 GATES = [(70, 256, 48), (9000, 2048, 128), (700, 7168, 256), (300, 520, 512), (130, 100, 3)]
@@ -228,8 +228,8 @@ def test_gate_product_is_accurate_to_fp32(tokens: int, width: int, experts: int,
     for number, (grad, expected) in enumerate(zip(grads, exact[1:], strict=True)):
         bar = BF16_KERNEL if weights is BF16 else FP32_REF
         bar.check(grad.double().cpu(), expected, f"gradient {number}")
-    for once, again in zip(grads, torch.autograd.grad(kernels.gate_product(*leaves, FP32), leaves, push), strict=True):
-        EXACT.check(again, once)
+    for once, second in zip(grads, torch.autograd.grad(kernels.gate_product(*leaves, FP32), leaves, push), strict=True):
+        EXACT.check(second, once)
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float64], ids=["fp32", "fp64"])
@@ -254,8 +254,8 @@ def test_routing_matches_the_cpu(
     fields = {"valid_T": valid.cuda(), "balance_sets": 3, "z": True}
     on_device = logits.to(dtype).cuda()
     routed, grad = route_and_pull(triton_kernels, on_device, bias.cuda(), config, **fields)
-    again, grad_again = route_and_pull(triton_kernels, on_device, bias.cuda(), config, **fields)
-    for first, second in zip((*differentiable(routed), grad), (*differentiable(again), grad_again), strict=True):
+    rerouted, grad_rerouted = route_and_pull(triton_kernels, on_device, bias.cuda(), config, **fields)
+    for first, second in zip((*differentiable(routed), grad), (*differentiable(rerouted), grad_rerouted), strict=True):
         assert torch.equal(first, second), "two launches differ"
 
     fields["valid_T"] = valid
@@ -341,9 +341,9 @@ def test_weight_gradients_of_several_microbatches_are_summed(
     kernels.grouped_weight_grad(parts, actual, accumulate)
     REFERENCE.grouped_weight_grad(plain, expected, accumulate)
     BF16_KERNEL.check(actual, expected, f"{number} microbatches")
-    again = before.cuda()
-    kernels.grouped_weight_grad(parts, again, accumulate)
-    EXACT.check(again, actual, "the same product once more")
+    second = before.cuda()
+    kernels.grouped_weight_grad(parts, second, accumulate)
+    EXACT.check(second, actual, "the same product once more")
 
 
 def test_grouped_products_without_rows_have_zero_gradients() -> None:
@@ -445,7 +445,7 @@ def test_bf16_moe_layer_matches_fp64_without_host_sync(capacity: CapacityConfig 
     push = draw(64, 2, 64, seed=51)
     push_here = push.to(BF16).cuda()
     mb_there = MicrobatchContext(tokens=TokenMeta(positions_BS=positions))
-    ids = exact.route(there, replace(mb_there, training=False)).chosen_TK
+    ids = exact.router(there, replace(mb_there, training=False)).chosen_TK
     mb = MicrobatchContext(tokens=TokenMeta(positions_BS=positions.cuda()))
     given = ids.cuda()
     layer(here, mb, given).backward(push_here)  # warm up: libraries may allocate and read once
@@ -478,10 +478,10 @@ def test_other_ops_run_without_host_sync() -> None:
 
     def everything() -> None:
         normed = kernels.layer_norm(kernels.rms_norm(x, weight, 1e-5, False), weight, weight, 1e-5, True)
-        turned = kernels.rope(normed, cos, cos, False)
+        rotated = kernels.rope(normed, cos, cos, False)
         config = CoreAttentionConfig(softmax_scale=0.1)
-        out = kernels.attention(AttentionInputs(turned, turned[:, :, :2], turned[:, :, :2], config))
-        out = out + kernels.attention(AttentionInputs(turned, turned, turned, config, weight[:4], segments))
+        out = kernels.attention(AttentionInputs(rotated, rotated[:, :, :2], rotated[:, :, :2], config))
+        out = out + kernels.attention(AttentionInputs(rotated, rotated, rotated, config, weight[:4], segments))
         kernels.cross_entropy(out.reshape(512, 64), labels).sum().backward()
         kernels.sum_of_squares(flat[1])
         kernels.adamw_(*flat, move)

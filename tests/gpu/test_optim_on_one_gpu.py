@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.backends.triton import backend as triton_kernels
@@ -72,7 +72,7 @@ def test_checkpoints_from_the_gpu_are_restored_bitwise(tmp_path: Path) -> None:
     tensors |= {tensor_key(each.kind, each.name): each.whole for each in optimizer.named_state()}
     expected = {key: tensor.clone() for key, tensor in tensors.items()}
     context = ParallelContext.single(device="cuda")
-    saved = {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}
+    saved = {key: TensorShard.whole(tensor) for key, tensor in tensors.items()}
     CheckpointSaver(tmp_path, context, say=lambda line: None).save(3, saved, {})
     for tensor in tensors.values():
         tensor.zero_()

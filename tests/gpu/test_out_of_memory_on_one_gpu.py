@@ -18,8 +18,8 @@ def test_out_of_memory_report_lists_the_largest_allocations(tmp_path, capsys):
         code = pretrain_moe.main([*words, "--run-dir", str(tmp_path)], dict(os.environ))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    told = capsys.readouterr().err
-    assert code == ExitCode.MEMORY, told
-    assert "out of memory in iteration 1" in told and "expected on pipeline rank 0" in told
-    assert "largest blocks in use" in told and "the memory options that would save most" in told
+    errors = capsys.readouterr().err
+    assert code == ExitCode.MEMORY, errors
+    assert "out of memory in iteration 1" in errors and "expected on pipeline rank 0" in errors
+    assert "largest blocks in use" in errors and "the memory options that would save most" in errors
     assert (tmp_path / "crash" / "out-of-memory-00000.txt").is_file()

@@ -33,8 +33,8 @@ def pytest_generate_tests(metafunc):
 
 def compared(name: str, run: Callable[..., RankRecord], dtype: torch.dtype, rtol: float) -> Comparison:
     """The cell on one GPU per rank against one CPU rank in double precision."""
-    with ThreadPoolExecutor(1) as beside:
-        oracle = beside.submit(oracle_of, name)
+    with ThreadPoolExecutor(1) as executor:
+        oracle = executor.submit(oracle_of, name)
         ranks = on_gpus(plan_of(cell_of(name)).parallel, run, name, dtype=dtype)
         return compare_runs(oracle.result(), ranks, rtol=rtol)
 

@@ -60,13 +60,13 @@ def _step(device: str, fields: dict, capacity: CapacityConfig | None, *, ours: b
 @pytest.mark.parametrize(("fields", "capacity"), CASES)
 def test_router_matches_the_cpu_without_host_sync(fields, capacity, ours):
     routing, metrics, router, gradient = _step("cuda", fields, capacity, ours=ours)
-    expected, expected_tally, expected_router, expected_gradient = _step("cpu", fields, capacity)
+    expected, expected_metrics, expected_router, expected_gradient = _step("cpu", fields, capacity)
     for name in ("ids_TK", "map_TE", "counts_E", "chosen_TK"):
         if getattr(expected, name) is not None:
             EXACT.check(getattr(routing, name), getattr(expected, name), name)
     FP64_REF.check(gradient, expected_gradient, "input gradient")
     FP64_REF.check(router.weight.grad, expected_router.weight.grad, "gate gradient")
-    for key, entry in expected_tally.entries.items():
+    for key, entry in expected_metrics.entries.items():
         FP64_REF.check(metrics.entries[key].value, entry.value, str(key))
     for name, buffer in expected_router.named_buffers():
         FP64_REF.check(dict(router.named_buffers())[name], buffer, name)

@@ -59,10 +59,10 @@ def test_batched_expert_weight_gradients_match_separate_ones(flags: list[str], i
     FP32_MODEL.check_all(found[1], found[0], "gradients")
 
 
-@pytest.mark.parametrize("again", [(), ("--overlap-optimizer-step",)], ids=["same", "updates in the forward"])
-def test_deterministic_runs_are_bitwise_reproducible(flags: list[str], again: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("changes", [(), ("--overlap-optimizer-step",)], ids=["same", "updates in the forward"])
+def test_deterministic_runs_are_bitwise_reproducible(flags: list[str], changes: tuple[str, ...]) -> None:
     weights = []
-    for others in ((), again):
+    for others in ((), changes):
         run = start([*flags, "--deterministic-mode", *others])
         for _ in range(3):
             run.step()

@@ -15,8 +15,8 @@ from megatron_moe.checkpoint.load import CheckpointSource, LoadedCheckpoint, fin
 from megatron_moe.checkpoint.manifest import MANIFEST, TORCH_DTYPES, FileEntry, checksum, decode, encode
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.storage import Storage
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, fill, tensor_key
-from megatron_moe.checkpoint.verify import open_verified
+from megatron_moe.checkpoint.tensor_shards import TensorShard, fill, tensor_key
+from megatron_moe.checkpoint.verify import open_verified, verify_checkpoint
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.train.train_state import TrainState
@@ -97,8 +97,8 @@ def some_tensors(iteration: int) -> dict[str, Tensor]:
     }
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
-    return {key: SavedTensor.whole(tensor) for key, tensor in tensors.items()}
+def whole(tensors: dict[str, Tensor]) -> dict[str, TensorShard]:
+    return {key: TensorShard.whole(tensor) for key, tensor in tensors.items()}
 
 
 def stored_tensors(path: Path) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ def stored_tensors(path: Path) -> dict[str, Tensor]:
     reader, tensors = open_verified(path), {}
     for key, entry in reader.manifest.tensors.items():
         tensors[key] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        fill(SavedTensor.whole(tensors[key]), entry, partial(reader.piece, key))
+        fill(TensorShard.whole(tensors[key]), entry, partial(reader.piece, key))
     return tensors
 
 
@@ -154,3 +154,8 @@ def flip_bit(path: Path, position: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
+
+
+def verify(path: Path) -> list[str]:
+    """Lists all problems of a checkpoint; empty if every byte verifies."""
+    return list(verify_checkpoint(path).problems)

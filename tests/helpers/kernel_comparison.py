@@ -81,9 +81,11 @@ def check_nonfinite_flag(ops: Any, what: str, device: torch.device | str = "cpu"
             assert bool(move.nonfinite) == (bad and proceed), "the flag was reset, or set by finite numbers"
 
 
-def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Result and input gradients for a fixed output gradient."""
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+def with_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Result and input gradients for a fixed output gradient, computed on `device` and returned on the CPU."""
+    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
     grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99).to(out))
     return [x.cpu() for x in (out.detach(), *grads)]
@@ -96,8 +98,8 @@ def compare(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> None:
-    """Checks `kernels` in `dtype` against the fp64 reference on the same rounded inputs. The bf16 error may also be
-    twice that of the bf16 reference."""
+    """Checks `kernels` in `dtype` on `device` against the fp64 reference on the CPU, on the same rounded inputs. The
+    error may be twice that of the reference in the same dtype and on the same device."""
     rounded = [x.to(dtype) for x in inputs]
     actual = with_gradients(op(kernels), rounded, dtype, device)
     exact = with_gradients(op(REFERENCE), rounded, torch.float64)

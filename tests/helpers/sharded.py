@@ -83,7 +83,7 @@ class Trained:
 
     losses: list[Tensor]
     gradients: dict[str, Held]
-    """Of the first step."""
+    """Gradients of the first step."""
     weights: dict[str, Held]
 
 

@@ -8,7 +8,7 @@ from tests.house_rules.source import Import, Source, imports
 
 NO_TORCH = (
     "config", "cost_model", "pipeline", "planner", "parallel.grid", "parallel.param_meta", "optim.param_layout",
-    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader", "checkpoint.huggingface.families",
+    "checkpoint.huggingface.config_map", "checkpoint.huggingface.config_reader",
 )  # fmt: skip
 """Packages and modules that load without torch, so that `--help` and `--dry-run` answer at once."""
 

@@ -21,7 +21,7 @@ from tests.house_rules.source import ROOT
 
 MOST_FILES = 12
 BACKENDS = re.compile(r"kernels/(?!ops\.py|autograd\.py)")
-"""Implementations behind the `Kernels` interface."""
+"""Implementations of the `Kernels` interface."""
 
 
 def listed_files() -> list[str]:

@@ -63,7 +63,7 @@ def bundle(name: str) -> Kernels:
 def test_optional_backends_are_selected_by_name_only_and_rejected_if_not_installed(name: str) -> None:
     found = {each.name: each for each in registry.discover(registry.BACKENDS)}[name]
     assert found.on_request and found.missing() == found.needs
-    with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it needs .*{name}.*, not installed here"):
+    with pytest.raises(EnvironmentProblem, match=f"'{name}' cannot compute .* it requires .*{name}.* .not installed"):
         registry.select_kernels(
             KernelConfig(kernel_per_op=((found.provides[0], name),)), torch.device("cpu"), torch.bfloat16
         )
@@ -82,11 +82,11 @@ def test_auto_neither_selects_nor_imports_installed_optional_backends(name: str,
 def test_optional_backends_support_bf16_on_gpus_only(name: str, stand_ins: None) -> None:
     module = backend(name)
     for op in module.PROVIDES:
-        assert module.judge(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
-        assert module.judge(op, CUDA, torch.float64).fit is Priority.NO
-        assert module.judge(op, CUDA, torch.bfloat16).fit is Priority.YES
-    wishes = KernelConfig(kernel_backend=name)
-    assert {c.op for c in registry.select_kernels(wishes, CUDA, torch.bfloat16).choices if c.backend == name} == set(
+        assert module.support(op, torch.device("cpu"), torch.bfloat16).fit is Priority.NO
+        assert module.support(op, CUDA, torch.float64).fit is Priority.NO
+        assert module.support(op, CUDA, torch.bfloat16).fit is Priority.YES
+    config = KernelConfig(kernel_backend=name)
+    assert {c.op for c in registry.select_kernels(config, CUDA, torch.bfloat16).choices if c.backend == name} == set(
         module.PROVIDES
     )
 

@@ -69,7 +69,7 @@ def test_rows_after_the_end_of_a_slice_are_out_of_bounds(start: int, end: int, r
 
 
 def test_unaligned_widths_are_rejected_and_unaligned_addresses_copied() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"rows of \(4, 12\): rows of 24 bytes, .* multiples of 8"):
+    with pytest.raises(EnvironmentProblem, match=r"rows of shape \(4, 12\): a row has 24 bytes, .* multiples of 8"):
         aligned(torch.zeros(4, 12, dtype=torch.bfloat16), "rows")
     fits = torch.zeros(4, 16, dtype=torch.bfloat16)
     assert aligned(fits, "rows") is fits
@@ -82,7 +82,7 @@ def test_unaligned_widths_are_rejected_and_unaligned_addresses_copied() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_devices_are_not_supported(dtype: torch.dtype) -> None:
     for op in hopper_kernels.PROVIDES:
-        assert hopper_kernels.judge(op, torch.device("cpu"), dtype).fit is Priority.NO
+        assert hopper_kernels.support(op, torch.device("cpu"), dtype).fit is Priority.NO
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_other_triton_versions_are_not_supported(version: str, fit: Priority, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper_kernels.triton, "__version__", version)
     for op in hopper_kernels.PROVIDES:
-        judged = hopper_kernels.judge(op, torch.device("cuda"), torch.bfloat16)
-        assert judged.fit is fit and (fit is Priority.TAILORED or "Triton 3.6, and here is 3.9.0" in judged.reason)
+        support = hopper_kernels.support(op, torch.device("cuda"), torch.bfloat16)
+        assert support.fit is fit and (fit is Priority.TAILORED or "Triton 3.6, and here is 3.9.0" in support.reason)

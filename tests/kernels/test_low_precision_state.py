@@ -74,8 +74,8 @@ def test_weights_are_rounded_to_the_nearest_and_ties_away_from_zero() -> None:
 def test_repacking_is_lossless(name: str, root: bool, size: int) -> None:
     numbers = draw(size).abs() if root else draw(size)
     once = unpack(pack(numbers, empty(name, size, root=root)))
-    again = unpack(pack(once, empty(name, size, root=root)))
-    EXACT.check(again, once, "packed twice")
+    repacked = unpack(pack(once, empty(name, size, root=root)))
+    EXACT.check(repacked, once, "packed twice")
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])

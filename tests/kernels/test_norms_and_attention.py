@@ -56,8 +56,8 @@ def test_norms_of_bf16_are_computed_in_fp32() -> None:
 
 def cos_and_sin(angles_SD: Tensor) -> tuple[Tensor, Tensor]:
     """[S, D / 2] angles as the [S, 1, D] tables of the contract, each angle twice."""
-    twice = torch.cat([angles_SD, angles_SD], dim=-1)[:, None]
-    return twice.cos(), twice.sin()
+    repeated = torch.cat([angles_SD, angles_SD], dim=-1)[:, None]
+    return repeated.cos(), repeated.sin()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -66,16 +66,16 @@ def test_rope_rotates_pairs_as_complex_numbers_and_keeps_other_dims(interleaved:
     actual = KERNELS.rope(x, *cos_and_sin(angles), interleaved)
     for i in range(2):
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + 2)
-        turned = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * angles[:, None, None, i])
-        FP64_REF.check(actual[..., first], turned.real, f"first of pair {i}")
-        FP64_REF.check(actual[..., second], turned.imag, f"second of pair {i}")
+        rotated = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * angles[:, None, None, i])
+        FP64_REF.check(actual[..., first], rotated.real, f"first of pair {i}")
+        FP64_REF.check(actual[..., second], rotated.imag, f"second of pair {i}")
     EXACT.check(actual[..., 4:], x[..., 4:], "dims past the rotated ones")
 
 
 def test_rope_with_angles_per_sequence() -> None:
     x, angles = draw(3, 2, 1, 4), draw(3, 2, 2, seed=1)
-    twice = torch.cat([angles, angles], dim=-1)
-    both = KERNELS.rope(x, twice.cos(), twice.sin(), False)
+    repeated = torch.cat([angles, angles], dim=-1)
+    both = KERNELS.rope(x, repeated.cos(), repeated.sin(), False)
     for b in range(2):
         alone = KERNELS.rope(x[:, b : b + 1], *cos_and_sin(angles[:, b]), False)
         EXACT.check(both[:, b : b + 1], alone, f"sequence {b}")

@@ -48,7 +48,7 @@ def test_kernel_sets_reject_missing_and_unknown_ops() -> None:
         KernelSet.of({**functions, "sort": sorted}, ())
 
 
-def test_backends_implement_and_judge_their_declared_ops() -> None:
+def test_backends_implement_and_rate_their_declared_ops() -> None:
     installed = [backend for backend in discover(choosing.BACKENDS) if not backend.missing()]
     assert {"torch_native", "triton"} <= {backend.name for backend in installed}
     for backend in installed:
@@ -57,7 +57,7 @@ def test_backends_implement_and_judge_their_declared_ops() -> None:
             assert callable(getattr(module, op)), f"{backend.name} has no {op}"
             for device in ("cpu", "cuda"):
                 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-                    assert module.judge(op, torch.device(device), dtype).reason
+                    assert module.support(op, torch.device(device), dtype).reason
 
 
 def test_fp64_selects_the_reference_only() -> None:
@@ -85,7 +85,7 @@ def test_per_op_requests_override_the_backend_request() -> None:
 def test_ops_missing_in_the_requested_backend_use_the_reference_with_a_reason() -> None:
     bundle = select_kernels(KernelConfig(kernel_backend="torch_native"), CPU, torch.float32)
     (rope,) = [choice for choice in bundle.choices if choice.op == "rope"]
-    assert rope.backend == "reference" and "torch_native has no rope" in rope.reason
+    assert rope.backend == "reference" and "torch_native does not provide rope" in rope.reason
     assert backend_of(bundle)["permute"] == "torch_native", "asked for, though auto would not"
 
 
@@ -103,10 +103,10 @@ def test_unknown_names_are_rejected_with_the_known_ones() -> None:
 def test_unsupported_requests_are_rejected_with_reason_and_alternatives() -> None:
     assert refusal(KernelConfig(kernel_backend="torch_native"), torch.float64) == (
         "Kernel backend 'torch_native' cannot compute 'linear_weight_grad' in float64 on cpu: "
-        "fp64 is for proofs, which run on plain torch. It can be computed by auto or reference, "
+        "fp64 is used for verification only and runs on plain torch. It can be computed by auto or reference, "
         "for instance with --kernel-per-op linear_weight_grad=auto."
     )
-    assert "cannot compute 'rope' in float32 on cpu: it has no rope" in refusal(
+    assert "cannot compute 'rope' in float32 on cpu: it does not provide rope" in refusal(
         KernelConfig(kernel_per_op=(("rope", "torch_native"),))
     )
 
@@ -124,20 +124,20 @@ def test_backends_with_missing_packages_are_discovered_without_importing_them(tm
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(choosing, "BACKENDS", tmp_path)
     (rope,) = [choice for choice in select_kernels(KernelConfig(), CPU, torch.float32).choices if choice.op == "rope"]
-    assert rope.backend == "reference" and "shiny: it needs a_package_nobody_has, not installed here" in rope.reason
-    assert "it needs a_package_nobody_has, not installed here" in refusal(KernelConfig(kernel_backend="shiny"))
+    assert rope.backend == "reference" and "shiny: it requires a_package_nobody_has (not installed)" in rope.reason
+    assert "it requires a_package_nobody_has (not installed)" in refusal(KernelConfig(kernel_backend="shiny"))
 
 
 @pytest.mark.parametrize(
-    "text, complaint",
+    "text, message",
     [
         ('NAME = "x"\nNEEDS = ()', "must define NAME, NEEDS and PROVIDES"),
-        ('NAME = "x"\nNEEDS = ()\nPROVIDES = ("rop",)', r"does not know: \['rop'\]"),
+        ('NAME = "x"\nNEEDS = ()\nPROVIDES = ("rop",)', r"not in the interface: \['rop'\]"),
     ],
 )
-def test_wrong_backend_constants_are_rejected(tmp_path: Path, text: str, complaint: str) -> None:
+def test_wrong_backend_constants_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x.py").write_text(text)
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(AssertionError, match=message):
         discover(tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_backend_of_highest_priority_is_selected_and_called(tmp_path, monkeypatc
     (package / "shiny.py").write_text(
         "from megatron_moe.kernels.kernel_set import Priority, Support\n"
         'NAME = "shiny"\nNEEDS = ()\nPROVIDES = ("sum_of_squares", "rope")\n'
-        "def judge(op, device, dtype):\n"
+        "def support(op, device, dtype):\n"
         '    return Support(Priority.BEST if op == "sum_of_squares" else Priority.YES, "made up")\n'
         "def sum_of_squares(flat):\n    return 42\n"
         "def rope(*args):\n    return 43\n"

@@ -93,7 +93,7 @@ def test_grouped_products_without_rows_have_zero_weight_gradients() -> None:
 def test_grouped_mm_rejects_rows_not_aligned_to_16_bytes_with_a_remedy() -> None:
     rows, weight = draw(4, 12).bfloat16(), draw(2, 8, 12).bfloat16()
     with pytest.raises(
-        EnvironmentProblem, match=r"rows of 24 bytes.*multiples of 8, or take --kernel-backend reference"
+        EnvironmentProblem, match=r"row has 24 bytes.*multiples of 8, or use --kernel-backend reference"
     ):
         torch_native._grouped_mm(rows, weight.transpose(1, 2), torch.tensor([2, 4], dtype=torch.int32))
 

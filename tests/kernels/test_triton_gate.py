@@ -30,8 +30,8 @@ def check(hidden_TH: Tensor, weight_EH: Tensor, grad_TE: Tensor) -> None:
     FP32_REF.check(logits, hidden @ weight.T, "logits")
     BF16_KERNEL.check(grad_hidden, grad @ weight, "gradient of the hidden states")
     BF16_KERNEL.check(grad_weight, grad.T @ hidden, "gradient of the weight")
-    for once, again in zip(found, product_and_gradients(hidden_TH, weight_EH, grad_TE), strict=True):
-        EXACT.check(again, once)
+    for first, second in zip(found, product_and_gradients(hidden_TH, weight_EH, grad_TE), strict=True):
+        EXACT.check(second, first)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_other_dtypes_use_torch(hidden: torch.dtype, weight: torch.dtype, dtype:
 
 @pytest.mark.parametrize(("experts", "is_theirs"), [(128, False), (129, True)])
 def test_many_experts_use_torch(experts: int, is_theirs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
     theirs = gate.torch_native.gate_product
-    monkeypatch.setattr(gate.torch_native, "gate_product", lambda *given: asked.append(given) or theirs(*given))
+    monkeypatch.setattr(gate.torch_native, "gate_product", lambda *given: calls.append(given) or theirs(*given))
     hidden, weight = draw(3, 8).to(BF16), draw(experts, 8, seed=1).to(BF16)
     FP32_REF.check(triton_kernels.gate_product(hidden, weight, FP32), hidden.double() @ weight.double().T, "logits")
-    assert bool(asked) is is_theirs
+    assert bool(calls) is is_theirs
 
 
 A_FEW = 40

@@ -1,4 +1,4 @@
-"""Interpreted Triton kernels against the reference, with sizes that are no multiple of a tile."""
+"""Interpreted Triton kernels against the reference, with sizes that are not multiples of a tile."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -42,11 +42,11 @@ def test_layer_norm_of_strided_rows() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("heads", "width", "turned", "batch"), [(3, 8, 8, 1), (5, 12, 6, 2), (1, 64, 2, 2)])
+@pytest.mark.parametrize(("heads", "width", "rotary_dim", "batch"), [(3, 8, 8, 1), (5, 12, 6, 2), (1, 64, 2, 2)])
 def test_rope_matches_the_reference(
-    heads: int, width: int, turned: int, batch: int, interleaved: bool, dtype: torch.dtype
+    heads: int, width: int, rotary_dim: int, batch: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
-    half = draw(7, batch, turned // 2, seed=2).float()
+    half = draw(7, batch, rotary_dim // 2, seed=2).float()
     cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
     for angles in ((cos, sin), (cos[:, :1], sin[:, :1])):
         compare(
@@ -74,14 +74,14 @@ def test_rope_from_a_later_dim_on() -> None:
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("length", "batch", "groups", "per_group", "width", "turned"),
+    ("length", "batch", "groups", "per_group", "width", "rotary_dim"),
     [(7, 2, 3, 2, 8, 8), (5, 1, 1, 1, 12, 6), (1, 1, 5, 40, 16, 4), (1, 1, 9, 1, 512, 512), (0, 2, 2, 2, 8, 8)],
 )
 def test_query_key_value_matches_the_reference(
-    length: int, batch: int, groups: int, per_group: int, width: int, turned: int, interleaved: bool, normed: bool,
+    length: int, batch: int, groups: int, per_group: int, width: int, rotary_dim: int, interleaved: bool, normed: bool,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    half = draw(length, batch, turned // 2, seed=2).float()
+    half = draw(length, batch, rotary_dim // 2, seed=2).float()
     cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
     inputs = [draw(length, batch, groups, (per_group + 2) * width)]
     inputs += [draw(width, seed=1), draw(width, seed=3)] if normed else []

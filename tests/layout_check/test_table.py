@@ -45,15 +45,15 @@ def test_missing_reduction_is_explained():
     assert len(comparison.bad) == 3
     for row in comparison.bad:
         assert row.remark.startswith("copies on ranks [0, 1] differ")
-        assert row.remark.endswith("their sum is the right value: a reduction over them is missing")
+        assert row.remark.endswith("their sum is the right value: a reduction over these ranks is missing")
 
 
 def test_missing_element_is_reported():
-    def forget(rank, name, held):
+    def drop(rank, name, held):
         if name == "output_layer.weight":
             held.value[3, 5] = float("nan")
 
-    (row,) = compare_changed(forget).bad
+    (row,) = compare_changed(drop).bad
     assert row.remark == "1 elements are held by no rank"
 
 

@@ -19,7 +19,7 @@ from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.logs.log_line import ValidationReport
 from megatron_moe.logs.metrics_file import read_metrics
 from megatron_moe.logs.reporter import Reporter, memory_line, memory_tags
-from megatron_moe.logs.writers import Entry
+from megatron_moe.logs.writers import LogEntry
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers import tiny
 from tests.helpers.ranks import REPOSITORY, on_threads
@@ -33,10 +33,10 @@ class Listener:
     rest_seconds = 0.0
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.closed = False
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         self.entries.append(entry)
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Broken(Listener):
 
     name = "broken"
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: LogEntry) -> None:
         raise RuntimeError("quota exceeded")
 
     def close(self) -> None:
@@ -319,9 +319,9 @@ def test_first_rank_writes_notes_and_last_rank_reports(tmp_path):
 
 def test_telemetry_threads_do_not_keep_the_process_alive(tmp_path):
     program = (
-        "from megatron_moe.logs.writers import Entry, TensorBoard\n"
+        "from megatron_moe.logs.writers import LogEntry, TensorBoard\n"
         "from pathlib import Path\n"
-        "TensorBoard(Path('tb'), 0).log(Entry(iteration=1, samples=1, tags={'lm loss': 1.0}))\n"
+        "TensorBoard(Path('tb'), 0).log(LogEntry(iteration=1, samples=1, tags={'lm loss': 1.0}))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=300)

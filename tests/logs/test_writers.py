@@ -16,10 +16,10 @@ from megatron_moe.logs.metrics_file import read_metrics
 from megatron_moe.logs.writers import (
     HOUR,
     Console,
-    Entry,
     Guard,
     JsonLines,
     LiveConsole,
+    LogEntry,
     LogFile,
     TensorBoard,
     WandB,
@@ -28,8 +28,8 @@ from megatron_moe.logs.writers import (
 from tests.logs.reports import Clock, step_result
 
 
-def entry(iteration: int, **tags: float) -> Entry:
-    return Entry(iteration=iteration, samples=8 * iteration, tags=tags, record={"iteration": iteration, **tags})
+def entry(iteration: int, **tags: float) -> LogEntry:
+    return LogEntry(iteration=iteration, samples=8 * iteration, tags=tags, record={"iteration": iteration, **tags})
 
 
 def read_scalars(folder) -> dict[str, list[tuple[int, float]]]:
@@ -87,7 +87,7 @@ def test_records_are_written_immediately_and_appended(tmp_path):
     sink = JsonLines(tmp_path / "metrics.jsonl")
     sink.log(entry(1, loss=2.0))
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "loss": 2}
-    sink.log(Entry(iteration=2, samples=0, tags={"loss": 1.0}))
+    sink.log(LogEntry(iteration=2, samples=0, tags={"loss": 1.0}))
     JsonLines(tmp_path / "metrics.jsonl").log(entry(3, loss=1.0))  # a resumed run
     assert [record["iteration"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
 
@@ -243,7 +243,7 @@ def test_live_console(monkeypatch):
     assert all(part in last for part in ("5/10", "loss 2.5000", "512 tokens/s", "0:00:02 left")), last
 
 
-def test_live_console_can_be_closed_twice_and_before_start(monkeypatch):
+def test_closing_the_live_console_is_idempotent(monkeypatch):
     sit_at_terminal(monkeypatch)
     console = LiveConsole(seq_length=32)
     console.close()

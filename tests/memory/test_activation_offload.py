@@ -168,7 +168,7 @@ def test_groups_are_selected_by_fraction_bytes_and_last_use():
 
 
 def test_small_tensors_and_parameters_stay_on_the_device():
-    net = Net(offload(*MODULES, min_elements=1 << 20))
+    net = Net(offload(*MODULES, min_offloaded_tensor_size=1 << 20))
     net.forward().backward()
     assert net.pool.bytes_to_host == 0
 

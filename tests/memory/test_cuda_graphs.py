@@ -76,7 +76,7 @@ def eager():
 
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
 def test_replayed_steps_equal_eager_steps_bit_for_bit(eager, config):
-    plan = the_plan(graphs=config)
+    plan = the_plan(cuda_graphs=config)
     trainer = make_trainer(plan)
     found = run_steps(plan, trainer, TrainState(), 3)
     assert (trainer.full_iteration or trainer.pipeline.graph_instances).summary()
@@ -98,13 +98,13 @@ MODELS = {
 def test_replays_of_other_models_equal_eager_steps(model):
     expected = results(the_plan(model=model), steps=2)
     for config in (parts_of("attn", "mlp", "moe"), WHOLE):
-        EXACT.check_all(results(the_plan(model=model, graphs=config), steps=2), expected, str(config))
+        EXACT.check_all(results(the_plan(model=model, cuda_graphs=config), steps=2), expected, str(config))
 
 
 def test_experts_are_reeager_alongside_captured_attention(eager):
     """Selective recompute applies to the eager modules of partly captured layers."""
-    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
-    plan = the_plan(graphs=parts_of("attn"), memory=again)
+    recomputed = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
+    plan = the_plan(graphs=parts_of("attn"), memory=recomputed)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
     EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), eager, "experts again")
@@ -148,8 +148,10 @@ def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
 
     shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
     model = tiny.model(moe_config=tiny.moe(tiny.router(**ROUTER), shared=shared))
-    again = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",)))
-    plan = the_plan(model=model, memory=again, cuda_graphs=parts_of("moe_router", "moe_preprocess"))
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
+    plan = the_plan(
+        model=model, memory=MemoryConfig(recompute=recompute), cuda_graphs=parts_of("moe_router", "moe_preprocess")
+    )
     trainer = make_trainer(plan)
     trainer.recent = deque()
     monkeypatch.setattr(DiscardedOutput, "pack", count)
@@ -161,7 +163,7 @@ def test_a_norm_after_a_captured_router_is_discarded_in_every_step(monkeypatch):
 def test_prediction_layers_repeat_the_forced_balance_of_eager_steps():
     model = replace(MODELS["forced balance"], mtp=MTPConfig(num_layers=2))
     config = parts_of("attn", "mlp", "moe")
-    EXACT.check_all(results(the_plan(model=model, graphs=config)), results(the_plan(model=model)), str(config))
+    EXACT.check_all(results(the_plan(model=model, cuda_graphs=config)), results(the_plan(model=model)), str(config))
 
 
 def test_every_in_flight_microbatch_has_its_own_instance():
@@ -260,7 +262,7 @@ def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, mo
         EXACT.check_all(found, reference_run, "weights gathered in the forward")
 
 
-def test_addresses_are_fixed_and_nothing_is_captured_twice():
+def test_addresses_are_fixed_and_graphs_are_captured_once():
     plan = the_plan(graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)

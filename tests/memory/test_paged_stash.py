@@ -107,7 +107,7 @@ def test_a_step_that_runs_out_of_pages_is_rejected_on_every_rank() -> None:
     found = on_threads(plan.parallel, lambda context: one_step(plan, context))
     assert any(overflowed for *_, overflowed in found) and not all(overflowed for *_, overflowed in found)
     reports = [RankReport(rank=rank, stage=0, no_room=lost) for rank, (*_, lost) in enumerate(found)]
-    assert "rows of experts found no free page on rank" in sentence(reports)
+    assert "the paged stash had no free pages for expert rows on rank" in sentence(reports)
     for outcome, same, _ in found:
         assert not outcome.proceed and not outcome.norms["all"].isfinite() and same
 
@@ -117,13 +117,13 @@ def test_pages_are_sized_for_the_peak_of_the_schedule() -> None:
     config = PagedStashConfig(moe_paged_stash_page_size=64, moe_paged_stash_buffer_size_factor_cuda=1.5)
     one_rank = replace(tiny.plan(), memory=MemoryConfig(paged_stash=config))
     assert pages_of_rank(one_rank, 0) == {width: 2 * (3 + 1) for width in (32, 48, 24)}
-    again = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
-    assert pages_of_rank(again, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
+    with_recompute = replace(one_rank, memory=MemoryConfig(paged_stash=config, recompute=ACT))
+    assert pages_of_rank(with_recompute, 0) == {width: 2 * (3 + 1) for width in (32, 48)}
     stages = laid_out(replace(one_rank, model=tiny.model(num_layers=4)), "Et|t|t|tL", 2)
     # of 1F1B in two chunks of one layer each: the first stage has a dense layer
-    in_flight = [counts for counts, _ in RankMemory(stages).moments(1, 4)]
+    in_flight = [counts for counts, _ in RankMemory(stages).moments(1)]
     assert pages_of_rank(stages, 1)[32] == 4 * max(sum(counts) for counts in in_flight)
-    assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).moments(0, 4))
+    assert pages_of_rank(stages, 0)[32] == 4 * max(counts[1] for counts, _ in RankMemory(stages).moments(0))
 
 
 def test_memory_emulation_shows_the_memory_saved_by_pages() -> None:
@@ -145,7 +145,7 @@ def test_memory_emulation_shows_the_memory_saved_by_pages() -> None:
     whole, saved = (
         emulate_rank(each, 1, torch.device("meta"), num_microbatches=2).timeline.peak() for each in (base, paged)
     )
-    closed = [RankMemory(each).of_rank(0, 2).kept for each in (base, paged)]
+    closed = [RankMemory(each).of_rank(0).kept for each in (base, paged)]
     assert saved.total < whole.total and closed[1] < closed[0]
     assert saved.categories["activations"] < whole.categories["activations"]
     assert saved.categories["other"] == whole.categories["other"], "pages are activations"

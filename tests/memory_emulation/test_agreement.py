@@ -109,7 +109,7 @@ def plan_of(recipe: str) -> RunPlan:
 def compare(plan: RunPlan) -> Compared:
     """Emulates the rank with the highest peak of the cost model."""
     plan = replace(plan, emulation=EmulationConfig(), device="cpu")
-    closed = heaviest(RankMemory(plan).all_ranks(plan.num_microbatches))
+    closed = heaviest(RankMemory(plan).all_ranks())
     rank = all_groups(plan.parallel)["pp"][0][closed.rank]
     return Compared(dict(emulate_rank(plan, rank, torch.device("meta")).timeline.peak().categories), closed)
 

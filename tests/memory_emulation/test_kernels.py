@@ -177,7 +177,7 @@ def test_fake_ops_return_tensors_of_the_reference_shapes(name: str) -> None:
 
 def test_fakes_do_not_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(fakes, "_loader", fakes._Loader)
+    monkeypatch.setattr(fakes, "_loader", fakes._BackendLoader)
     backend = fakes.fake_backend("triton")
     assert backend.rms_norm(leaf(10, 256), leaf(256), 1e-6, False).shape == (10, 256)
 

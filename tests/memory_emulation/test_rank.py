@@ -180,12 +180,12 @@ def test_the_assumed_load_counts_every_choice_once(num_ranks: int, hot: int, imb
     assert all(len(set(row)) == len(row) for row in ids_TK.tolist())
 
 
-def test_activation_saved_twice_is_detected() -> None:
+def test_duplicate_saved_activation_is_detected() -> None:
     """Fault injection: a norm that saves a copy of its input, too."""
     config, sound = plan(), emulated.emulated_kernels(KernelConfig(), torch.bfloat16)
 
     def wasteful(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        return sound.rms_norm(_Twice.apply(x), weight, eps, zero_centered)
+        return sound.rms_norm(_SaveCopy.apply(x), weight, eps, zero_centered)
 
     functions = {op: getattr(sound, op) for op in OPS} | {"rms_norm": wasteful}
     before, after = (
@@ -196,7 +196,7 @@ def test_activation_saved_twice_is_detected() -> None:
     assert after.categories["activations"] - before.categories["activations"] == 5 * tokens
 
 
-class _Twice(torch.autograd.Function):
+class _SaveCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x.clone())

@@ -57,7 +57,7 @@ def test_default_rank_is_that_of_the_launcher(capsys: pytest.CaptureFixture[str]
         ),
         ([*WORLD, "--emulate-rank", "all"], "--emulate-rank without --fake-init-process-group"),
         ([*TINY, "--world-size", "8"], "--world-size 8, but this run was started with 1 rank"),
-        ([*RUN, "--kernel-backend", "transformer_engine"], "memory emulation on a CPU does not know the memory of"),
+        ([*RUN, "--kernel-backend", "transformer_engine"], "memory emulation on a CPU does not support kernel backend"),
         ([*RUN, "--emulate-json", "/no/such/folder/x.json"], "the emulation's results could not be written"),
     ],
 )

@@ -43,9 +43,9 @@ def mb_of(layer: TransformerLayer, **changes) -> MicrobatchContext:
 
 def by_hand(layer: TransformerLayer, x: Tensor, mb: MicrobatchContext, dropout: float = 0.0) -> Tensor:
     normed = layer.input_layernorm(x)
-    attended = layer.self_attention(normed, mb)
+    attention_out = layer.self_attention(normed, mb)
     x = (normed if layer.config.residual_from_norm else x) + rng.dropout(
-        attended, dropout, mb.key("decoder.layers.0.attention_residual")
+        attention_out, dropout, mb.key("decoder.layers.0.attention_residual")
     )
     normed = layer.pre_mlp_layernorm(x)
     fed = layer.mlp(normed, mb) if layer.config.is_moe else layer.mlp(normed)

@@ -20,7 +20,7 @@ class LoopResult:
     output_SBH: Tensor
     choices: list[list[int]]
     """Experts of every token (t = s * B + b) in descending order of score, before drops; empty for padding."""
-    visits: list[list[tuple[int, Tensor]]]
+    assignments: list[list[tuple[int, Tensor]]]
     """(expert, weight) of every token after drops."""
     counts: list[int]
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -38,24 +38,25 @@ def loop_moe(config: MoEConfig, weights: dict[str, Tensor], hidden_SBH: Tensor, 
     logits = [loop_logits(token, weights) for token in tokens]
 
     bias = [float(x) for x in weights.get("router.expert_bias", torch.zeros(config.router.num_experts))]
-    visits: list[list[tuple[int, Tensor]]] = []
+    assignments: list[list[tuple[int, Tensor]]] = []
     for t in range(len(tokens)):
-        visits.append(loop_choose(logits[t], bias, config.router) if real[t] else [])
-    choices = [[expert for expert, _ in visit] for visit in visits]
+        assignments.append(loop_choose(logits[t], bias, config.router) if real[t] else [])
+    choices = [[expert for expert, _ in assigned] for assigned in assignments]
     if config.capacity is not None:
-        visits = loop_drop(visits, config.router, config.capacity)
+        assignments = loop_drop(assignments, config.router, config.capacity)
 
     outputs = []
     for t, token in enumerate(tokens):
         out = torch.zeros_like(token)
-        for expert, weight in visits[t]:
+        for expert, weight in assignments[t]:
             out = out + weight * loop_expert(token, expert, config, weights)
         if config.shared is not None:
             out = out + loop_shared(token, config, weights)
         outputs.append(out)
 
-    counts = [sum(e == expert for visit in visits for e, _ in visit) for expert in range(config.router.num_experts)]
-    result = LoopResult(torch.stack(outputs).view_as(hidden_SBH), choices, visits, counts)
+    chosen = [expert for assigned in assignments for expert, _ in assigned]
+    counts = [chosen.count(expert) for expert in range(config.router.num_experts)]
+    result = LoopResult(torch.stack(outputs).view_as(hidden_SBH), choices, assignments, counts)
     loop_losses(
         result,
         [x for x, r in zip(logits, real, strict=True) if r],
@@ -121,17 +122,17 @@ def loop_choose(logits: list[Tensor], bias: list[float], config: RouterConfig) -
 
 
 def loop_drop(
-    visits: list[list[tuple[int, Tensor]]], config: RouterConfig, capacity: CapacityConfig
+    assignments: list[list[tuple[int, Tensor]]], config: RouterConfig, capacity: CapacityConfig
 ) -> list[list[tuple[int, Tensor]]]:
     """Each expert keeps its ceil(T k / E * factor) tokens with the highest weight, or the first ones."""
-    limit = math.ceil(len(visits) * config.topk / config.num_experts * capacity.factor)
+    limit = math.ceil(len(assignments) * config.topk / config.num_experts * capacity.factor)
     kept: set[tuple[int, int]] = set()
     for expert in range(config.num_experts):
-        askers = [(t, number(w)) for t, visit in enumerate(visits) for e, w in visit if e == expert]
+        askers = [(t, number(w)) for t, assigned in enumerate(assignments) for e, w in assigned if e == expert]
         if capacity.policy == "probs":
             askers.sort(key=lambda asker: (-asker[1], asker[0]))
         kept |= {(t, expert) for t, _ in askers[:limit]}
-    return [[(e, w) for e, w in visit if (t, e) in kept] for t, visit in enumerate(visits)]
+    return [[(e, w) for e, w in assigned if (t, e) in kept] for t, assigned in enumerate(assignments)]
 
 
 # experts

@@ -110,8 +110,8 @@ def compare(config: MoEConfig, *, seed: int = 5, valid_BS: torch.Tensor | None =
     EXACT.check(routing.counts_E, loop.counts, "counts")
     none = [-1] * config.router.topk
     assert routing.chosen_TK.tolist() == [choices or none for choices in loop.choices]
-    visits = [[e for e in ids if e >= 0] for ids in routing.ids_TK.tolist()]
-    assert visits == [[e for e, _ in visit] for visit in loop.visits]
+    assignments = [[e for e in ids if e >= 0] for ids in routing.ids_TK.tolist()]
+    assert assignments == [[e for e, _ in assigned] for assigned in loop.assignments]
 
 
 @pytest.mark.parametrize("shared", SHARED)

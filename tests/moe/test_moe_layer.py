@@ -202,11 +202,11 @@ def test_parameter_names_are_those_of_the_checkpoint() -> None:
 
 def test_contradictory_configs_are_rejected() -> None:
     good = spec_of()
-    with pytest.raises(AssertionError, match="experts of width 8, tokens of 4"):
+    with pytest.raises(AssertionError, match="expert width 8, not 4"):
         make(replace(good, latent_size=4))
-    with pytest.raises(AssertionError, match="6 experts routed"):
+    with pytest.raises(AssertionError, match="6 experts in router"):
         make(replace(good, experts=replace(good.experts, num_experts=5)))
-    with pytest.raises(AssertionError, match="need k = 1"):
+    with pytest.raises(AssertionError, match="need top-1"):
         make(replace(good, experts=replace(good.experts, probs_on_input=True)))
 
 

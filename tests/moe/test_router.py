@@ -168,9 +168,9 @@ def test_given_ids_replay_a_routing(capacity, fields):
     valid[1, 3:] = False
     mb = make_mb(hidden, valid_BS=valid)
     first = router(hidden, mb)
-    again = router(hidden, mb, first.chosen_TK)
+    replayed = router(hidden, mb, first.chosen_TK)
     for name in ("ids_TK", "probs_TK", "counts_E", "chosen_TK"):
-        EXACT.check(getattr(again, name), getattr(first, name), name)
+        EXACT.check(getattr(replayed, name), getattr(first, name), name)
     with torch.no_grad():
         router.weight.mul_(-1)
     EXACT.check(router(hidden, mb, first.chosen_TK).chosen_TK, first.chosen_TK, "ids with other weights")
@@ -191,21 +191,21 @@ def test_recomputed_forward_counts_and_records_once():
     """The first pass has metrics and no gradients, the second gradients and no metrics. Other microbatches run between
     the two, in another order."""
     fields = {"score_function": "sigmoid", "expert_bias": True, **ALL_LOSSES}
-    once, twice, hidden = make_router(**fields), make_router(**fields), make_hidden()
-    tallies, microbatches = (MetricAccumulator(), MetricAccumulator()), [make_hidden(seed=seed) for seed in range(3)]
+    whole, split, hidden = make_router(**fields), make_router(**fields), make_hidden()
+    metrics, microbatches = (MetricAccumulator(), MetricAccumulator()), [make_hidden(seed=seed) for seed in range(3)]
     for microbatch in microbatches:
-        _objective(once, microbatch, make_mb(hidden, metrics=tallies[0]))
+        _objective(whole, microbatch, make_mb(hidden, metrics=metrics[0]))
     mbs = [make_mb(hidden, rng=RNGKey(number, 0, 0)) for number in range(3)]
     with torch.no_grad():
-        firsts = [twice(x, replace(mb, metrics=tallies[1])) for x, mb in zip(microbatches, mbs, strict=True)]
+        firsts = [split(x, replace(mb, metrics=metrics[1])) for x, mb in zip(microbatches, mbs, strict=True)]
     for number in (2, 0, 1):
-        second = _objective(twice, microbatches[number], mbs[number])
+        second = _objective(split, microbatches[number], mbs[number])
         EXACT.check(second.ids_TK, firsts[number].ids_TK, "choices")
-    FP64_REF.check(twice.weight.grad, once.weight.grad, "gradient")
-    assert once.tokens_since_update.sum() > 0, "the counters of the test's own model"
-    EXACT.check(twice.tokens_since_update, once.tokens_since_update, "load for the bias")
-    EXACT.check(twice.global_counts, once.global_counts, "counts for the global loss")
-    plain, recomputed = (metrics.cut().entries for metrics in tallies)
+    FP64_REF.check(split.weight.grad, whole.weight.grad, "gradient")
+    assert whole.tokens_since_update.sum() > 0, "the counters of the test's own model"
+    EXACT.check(split.tokens_since_update, whole.tokens_since_update, "load for the bias")
+    EXACT.check(split.global_counts, whole.global_counts, "counts for the global loss")
+    plain, recomputed = (accumulator.cut().entries for accumulator in metrics)
     assert plain.keys() == recomputed.keys()
     for key, entry in plain.items():
         EXACT.check(recomputed[key].value, entry.value, f"{key}")
@@ -241,7 +241,7 @@ def test_appended_padding_changes_nothing(fields):
     """Four sequences of five tokens; then the same with three more positions and a fifth sequence, all padding."""
     router, padded_router = make_router(**fields), make_router(**fields)
     hidden = make_hidden(5, 4)
-    metrics, padded_tally = MetricAccumulator(), MetricAccumulator()
+    metrics, padded_metrics = MetricAccumulator(), MetricAccumulator()
     routing = _objective(router, hidden, make_mb(hidden, metrics=metrics))
 
     padded = torch.full((8, 5, 4), 3.0, dtype=torch.float64)
@@ -249,7 +249,7 @@ def test_appended_padding_changes_nothing(fields):
     padded.requires_grad_()
     valid = torch.zeros(5, 8, dtype=torch.bool)
     valid[:4, :5] = True
-    mb = make_mb(padded, metrics=padded_tally, valid_BS=valid)
+    mb = make_mb(padded, metrics=padded_metrics, valid_BS=valid)
     padded_routing = padded_router(padded, mb)
     real_T = valid.t().reshape(-1)
     push = torch.arange(1, routing.probs_TK.numel() + 1, dtype=torch.float64).view_as(routing.probs_TK)
@@ -263,7 +263,7 @@ def test_appended_padding_changes_nothing(fields):
     FP64_REF.check(padded.grad[:5, :4], hidden.grad, "input gradient")
     assert padded.grad[5:].abs().max() == 0 and padded.grad[:, 4].abs().max() == 0
     for key, entry in metrics.entries.items():
-        FP64_REF.check(padded_tally.entries[key].value, entry.value, str(key))
+        FP64_REF.check(padded_metrics.entries[key].value, entry.value, str(key))
     for name, buffer in router.named_buffers():
         FP64_REF.check(dict(padded_router.named_buffers())[name], buffer, name)
 

@@ -231,12 +231,12 @@ def norms_and_biases_decay(original: Any) -> Any:
 
 
 @mutant(
-    "train.trainer:Trainer._verdict",
+    "train.trainer:Trainer._accept",
     "tests/train/test_trainer.py::test_infinite_gradient_of_a_finite_loss_is_not_applied",
 )
 def an_infinite_gradient_is_applied(original: Any) -> Any:
     """One infinite gradient ends the run, and the checkpoint has it."""
-    return lambda self, loss, norm: original(self, loss, torch.zeros_like(norm))
+    return lambda self, loss, norm, overflow: original(self, loss, torch.zeros_like(norm), overflow)
 
 
 @mutant(

@@ -34,7 +34,7 @@ OVERLAPPED = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
 
 
 @dataclass
-class Chain:
+class Layers:
     """A few linear layers, then a norm; every matrix is a bucket."""
 
     context: ParallelContext
@@ -53,8 +53,8 @@ class Chain:
             self.parameters[name].uses = self.uses.get(name, 1)
         self.buffers = GradBuffers(self.parameters.items(), FP64, self.context, KERNELS, data_parallel=self.config)
 
-    def loss(self, step: int, microbatch: int, *, twice: bool = False) -> Tensor:
-        """With `twice` the last matrix is used a second time."""
+    def loss(self, step: int, microbatch: int, *, repeat_last: bool = False) -> Tensor:
+        """With `repeat_last` the last matrix is used a second time."""
         seed = 100 * step + 10 * microbatch + self.context.rank
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for i in range(DEPTH):
@@ -62,7 +62,7 @@ class Chain:
             if i == 1:
                 x.register_hook(lambda _: self.started.append(self.buffers.reducer.num_started))
         x = x * self.parameters[NORM]
-        if twice:
+        if repeat_last:
             x = linear(KERNELS, x.tanh(), self.parameters[f"layers.{DEPTH - 1}.weight"])
         return x.square().sum()
 
@@ -77,11 +77,11 @@ class Chain:
 
 
 def on_two(function, config: DataParallelConfig = OVERLAPPED) -> list:
-    return on_threads(ParallelConfig(world_size=2), lambda context: function(Chain(context, config)))
+    return on_threads(ParallelConfig(world_size=2), lambda context: function(Layers(context, config)))
 
 
 def test_buckets_start_during_the_last_backward_of_every_step() -> None:
-    def starts(chain: Chain) -> list[list[int]]:
+    def starts(chain: Layers) -> list[list[int]]:
         found = []
         for step, num_microbatches in enumerate((2, 2, 3, 1)):
             chain.step(step, num_microbatches)
@@ -98,7 +98,7 @@ def test_buckets_start_during_the_last_backward_of_every_step() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_overlap_changes_no_bit(sharded: bool) -> None:
-    def grads(chain: Chain) -> dict[str, Tensor]:
+    def grads(chain: Layers) -> dict[str, Tensor]:
         for step in range(2):
             chain.step(step)
         buffers = chain.buffers.buffers
@@ -113,22 +113,22 @@ def test_overlap_changes_no_bit(sharded: bool) -> None:
 
 
 def test_a_matrix_with_two_uses_waits_for_both_gradients() -> None:
-    def run(chain: Chain) -> list[int]:
-        chain.step(0, twice=True)
+    def run(chain: Layers) -> list[int]:
+        chain.step(0, repeat_last=True)
         return list(chain.started)
 
     uses = {f"layers.{DEPTH - 1}.weight": 2}
-    for found in on_threads(ParallelConfig(world_size=2), lambda context: run(Chain(context, OVERLAPPED, uses))):
+    for found in on_threads(ParallelConfig(world_size=2), lambda context: run(Layers(context, OVERLAPPED, uses))):
         assert found == [0, 3]
 
 
 def test_a_gradient_that_contradicts_the_count_is_reported() -> None:
     with pytest.raises(AssertionError, match="layers.3.weight: 3 gradients in a step with 2, 1 per microbatch"):
-        on_two(lambda chain: chain.step(0, twice=True))
+        on_two(lambda chain: chain.step(0, repeat_last=True))
 
 
 def test_a_step_of_unknown_length_waits_for_the_end() -> None:
-    def run(chain: Chain) -> list[int]:
+    def run(chain: Layers) -> list[int]:
         chain.buffers.begin_step()
         chain.loss(1, 0).backward()
         chain.buffers.collect()
@@ -139,7 +139,7 @@ def test_a_step_of_unknown_length_waits_for_the_end() -> None:
 
 
 def test_a_deferred_weight_gradient_counts_when_it_is_computed() -> None:
-    def run(chain: Chain) -> tuple[list[int], dict[str, Tensor]]:
+    def run(chain: Layers) -> tuple[list[int], dict[str, Tensor]]:
         chain.buffers.queue.deferred = True
         chain.step(0)
         grads = chain.step(1)
@@ -156,7 +156,7 @@ def test_a_parameter_without_gradient_is_zero_even_if_its_bucket_starts_early(sh
     config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=10**6, use_distributed_optimizer=sharded)
 
     def run(context: ParallelContext) -> Tensor:
-        chain = Chain(context, config, uses={f"layers.{DEPTH - 1}.weight": 0})
+        chain = Layers(context, config, uses={f"layers.{DEPTH - 1}.weight": 0})
         for _ in range(2):
             for buffer in chain.buffers.buffers:
                 buffer.grads.fill_(7.0)

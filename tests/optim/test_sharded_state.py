@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.load import find, load
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
@@ -26,18 +26,18 @@ PLAIN = DataParallelConfig()
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def tensors(optimizer: Optimizer) -> dict[str, SavedTensor]:
+def tensors(optimizer: Optimizer) -> dict[str, TensorShard]:
     """Weights and state as a checkpoint takes them."""
 
-    def saved(parameter: Parameter, data: Tensor, start: int = 0) -> SavedTensor:
+    def saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
         dim = sharded_dim(parameter.meta) or 0
-        return SavedTensor.part(parameter.global_shape, parameter.boxes, dim, data, start)
+        return TensorShard.part(parameter.global_shape, parameter.boxes, dim, data, start)
 
     slots = optimizer.buffers.slots
     found = {tensor_key("model", slot.name): saved(slot.parameter, slot.parameter.data.view(-1)) for slot in slots}
     for state in optimizer.named_state():
         found[tensor_key(state.kind, state.name)] = saved(state.parameter, state.data, state.start)
-    found[tensor_key("optimizer", "step_count")] = SavedTensor.whole(optimizer.step_count)
+    found[tensor_key("optimizer", "step_count")] = TensorShard.whole(optimizer.step_count)
     return found
 
 

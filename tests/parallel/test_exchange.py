@@ -153,7 +153,7 @@ def test_work_between_start_and_finish_overlaps_in_forward_and_backward() -> Non
         EXACT.check(grad, torch.full((2, WIDTH), 3.0, dtype=torch.float64))
 
 
-def test_backward_can_run_twice_on_one_graph() -> None:
+def test_backward_can_be_repeated_on_one_graph() -> None:
     def rank(ctx: ParallelContext) -> Tensor:
         leaf = draw(2, WIDTH, seed=ctx.rank).requires_grad_()
         out = exchange.run(AllToAll(ctx.group("ep")), leaf).sum()

@@ -70,7 +70,7 @@ def test_dynamic_context_parallelism_has_groups_of_every_power_of_two():
     assert groups["cp_2"][:2] == [(0, 2), (1, 3)] and len(groups["cp_2"]) == 8
     assert sorted(groups["cp_4"]) == sorted(groups["cp"])
     assert "cp_2" not in all_groups(ParallelConfig(world_size=16, tp=2, cp=4))
-    with pytest.raises(FoldError, match="3 ranks: not a power of two"):
+    with pytest.raises(FoldError, match="--context-parallel-size 3 is not a power of two"):
         all_groups(ParallelConfig(world_size=3, cp=3, max_seqlen_per_dp_cp_rank=8))
 
 

@@ -29,13 +29,15 @@ def test_a_rank_that_never_comes_is_named_with_place_and_time() -> None:
     port = free_port()
     problem = refused(0, port)
     assert problem.rank == 1
-    assert f"1 of 2 ranks did not come to 127.0.0.1:{port} within 0.02 minutes: rank 1" in str(problem)
+    assert f"1 of 2 ranks did not connect to 127.0.0.1:{port} within 0.02 minutes: rank 1" in str(problem)
 
 
 def test_a_first_rank_that_never_comes_is_reported_with_place_and_time() -> None:
     """Fault 37: code 13."""
     port = free_port()
-    assert f"rank 1 of 2 could not meet the others at 127.0.0.1:{port} within 0.02 minutes" in str(refused(1, port))
+    assert f"rank 1 of 2 could not connect to the other ranks at 127.0.0.1:{port} within 0.02 minutes" in str(
+        refused(1, port)
+    )
 
 
 def test_a_port_in_use_is_reported() -> None:

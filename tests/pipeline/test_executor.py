@@ -190,9 +190,9 @@ def test_lost_microbatch_raises():
 
 
 def test_output_that_is_never_sent_raises():
-    def forget(rank, entries):
+    def drop(rank, entries):
         kinds = ("send_backward",) if rank else ("receive_backward", "backward")
         return [e for e in entries if not (e.microbatch == 2 and e.kind in kinds)]
 
     with pytest.raises(AssertionError, match="computed and never sent|without a backward"):
-        two_ranks(forget)
+        two_ranks(drop)

@@ -268,4 +268,4 @@ def test_tables_list_every_stage_and_the_most_expensive_rank():
     ]
     lines = cost_table(layout, costs).splitlines()
     assert lines[1].endswith(" 40.0%") and lines[2].endswith(" 60.0%")
-    assert lines[-1] == "rank 1 is the dearest: 1.200 times the mean over 2 ranks"
+    assert lines[-1] == "rank 1 has the highest cost: 1.200 times the mean over 2 ranks"

@@ -37,7 +37,7 @@ def launched(num_ranks: int) -> dict[str, str]:
 
 def is_unpublished(row: Row) -> bool:
     """Whether a part of its layout, batch or recompute is not published."""
-    return row.about.gpu == "h200" or "ours" in row.about.source or bool(row.about.mended)
+    return row.about.gpu == "h200" or "ours" in row.about.source or bool(row.about.corrections)
 
 
 def texts_of(words: str, num_ranks: int) -> list[str]:
@@ -99,9 +99,9 @@ def test_all_ranks_agree_on_groups_that_cover_the_world_once(row: Row):
 def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     path = tmp_path / "run.yaml"
     path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
-    again = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
-    assert (again.problems, again.notes) == ([], [])
-    assert planned(again, Launch(world_size=row.about.gpus)) == row.plan
+    resettled = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
+    assert (resettled.problems, resettled.notes) == ([], [])
+    assert planned(resettled, Launch(world_size=row.about.gpus)) == row.plan
 
 
 @pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_unpublished(row)], ids=lambda row: row.name)
@@ -130,7 +130,7 @@ def test_a_recipe_names_its_hardware_and_source(row: Row):
     assert about.model and about.gpus >= 1
     assert about.gpu in ("", "h100", "h200", "b200", "b300", "gb200", "gb300")
     assert about.gpu == "" or about.source or about.gpu == "h200"
-    assert about.source or not (about.published or about.mended)
+    assert about.source or not (about.published or about.corrections)
 
 
 def test_corrected_layouts_were_invalid(tmp_path):

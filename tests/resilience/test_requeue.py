@@ -9,11 +9,11 @@ import pytest
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.logs.run_lock import RunLock
-from megatron_moe.resilience.requeue import HISTORY, Ending, decide, judge, read_history, read_report
+from megatron_moe.resilience.requeue import HISTORY, Ending, decide, decide_and_record, read_history, read_report
 from megatron_moe.resilience.run_status import STARTED, STATUS, RunStatus, StatusReport
 from tools.requeue import main
 
-AGAIN = {
+RESTARTED = {
     ExitCode.HANG,
     ExitCode.OTHER_RANK,
     ExitCode.DRIFT,
@@ -33,8 +33,8 @@ def ending(checkpoint: int | None, restart: bool = True) -> Ending:
 def test_exit_codes_that_are_restarted(code):
     report = StatusReport(state="failed", code=int(code), sentence="the sentence")
     decision = decide(report, 1)
-    assert decision.restart == (code in AGAIN)
-    if code not in AGAIN:
+    assert decision.restart == (code in RESTARTED)
+    if code not in RESTARTED:
         assert f"exit code {int(code)}: the sentence" in decision.reason
 
 
@@ -59,9 +59,9 @@ def test_start_killed_before_its_first_report_is_restarted(tmp_path):
     """torchrun converts the signal to exit code 1, like the code of a rejected command line."""
     since = time.time() - 5
     RunStatus(tmp_path, rank=1)
-    assert judge(tmp_path, 1, since=since, now=time.time()).reason.startswith("it ended without a report")
+    assert decide_and_record(tmp_path, 1, since=since, now=time.time()).reason.startswith("it ended without a report")
     os.utime(tmp_path / STARTED, (0.0, since - 60))
-    assert "before it wrote status.json" in judge(tmp_path, 1, since=since, now=time.time()).reason
+    assert "before it wrote status.json" in decide_and_record(tmp_path, 1, since=since, now=time.time()).reason
 
 
 def test_host_of_drifted_weights_is_suspect():
@@ -92,16 +92,16 @@ def test_old_report_is_ignored(tmp_path):
     os.utime(tmp_path / STATUS, (0.0, 100.0))
     assert read_report(tmp_path, since=99.0) is not None
     assert read_report(tmp_path, since=101.0) is None
-    assert not judge(tmp_path, 2, since=time.time() - 5, now=time.time()).restart
+    assert not decide_and_record(tmp_path, 2, since=time.time() - 5, now=time.time()).restart
 
 
 @pytest.mark.parametrize("behind", [-7200.0, 0.0, 7200.0])
 def test_report_of_this_start_counts_with_any_host_clock(tmp_path, behind):
     report = StatusReport(state="failed", code=int(ExitCode.HANG), time=time.time() - behind)
     (tmp_path / STATUS).write_text(json.dumps(asdict(report)))
-    assert judge(tmp_path, 1, since=time.time() - 60, now=time.time()).reason == "the run hung"
+    assert decide_and_record(tmp_path, 1, since=time.time() - 60, now=time.time()).reason == "the run hung"
     os.utime(tmp_path / STATUS, (0.0, time.time() - 90))
-    assert not judge(tmp_path, 1, since=time.time() - 60, now=time.time()).restart
+    assert not decide_and_record(tmp_path, 1, since=time.time() - 60, now=time.time()).restart
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running", "unknown": 1}'])
@@ -112,7 +112,7 @@ def test_invalid_report_is_ignored(tmp_path, text):
 
 def test_history_of_ends(tmp_path):
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running", iteration=4, time=5.0))))
-    answers = [judge(tmp_path, 1, since=-600.0, now=float(now)).restart for now in (6, 7, 8)]
+    answers = [decide_and_record(tmp_path, 1, since=-600.0, now=float(now)).restart for now in (6, 7, 8)]
     assert answers == [True, True, False]
     assert [(entry.time, entry.restart) for entry in read_history(tmp_path)] == [(6, True), (7, True), (8, False)]
     with open(tmp_path / HISTORY, "a") as history:
@@ -124,11 +124,11 @@ def test_rejected_start_of_a_second_job_is_not_restarted(tmp_path):
     """status.json belongs to the other job and has no exit code yet."""
     lock = RunLock(tmp_path, does="writes into", option="--run-dir")
     (tmp_path / STATUS).write_text(json.dumps(asdict(StatusReport(state="running", iteration=4, time=5.0))))
-    decision = judge(tmp_path, 1, since=-600.0, now=6.0)
+    decision = decide_and_record(tmp_path, 1, since=-600.0, now=6.0)
     assert not decision.restart and f"another job writes into the run folder {tmp_path}: process " in decision.reason
     assert not (tmp_path / HISTORY).exists()
     lock.release()
-    assert judge(tmp_path, 1, since=-600.0, now=7.0).restart
+    assert decide_and_record(tmp_path, 1, since=-600.0, now=7.0).restart
 
 
 def test_unwritable_history_prevents_restart(tmp_path, capsys):

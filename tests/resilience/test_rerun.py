@@ -6,13 +6,13 @@ import torch
 
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.resilience.rerun import Repeatability, RerunResult, judge, same
+from megatron_moe.resilience.rerun import Repeatability, RerunResult, compare_rerun, same
 
 NAN = math.nan
 
 
-def twice(rank: int, first: float, again: float) -> RerunResult:
-    return RerunResult(rank, "host", "cpu", first, again)
+def result(rank: int, first: float, rerun: float) -> RerunResult:
+    return RerunResult(rank, "host", "cpu", first, rerun)
 
 
 def test_nonfinite_results_are_equal() -> None:
@@ -22,26 +22,26 @@ def test_nonfinite_results_are_equal() -> None:
 
 def test_changed_result_suspects_the_rank_whose_loss_changed() -> None:
     """Fault 43."""
-    ranks = [twice(0, 5.0, 5.0), twice(1, NAN, 5.0)]
-    found = judge({"loss": NAN, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, ranks)
+    ranks = [result(0, 5.0, 5.0), result(1, NAN, 5.0)]
+    found = compare_rerun({"loss": NAN, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, ranks)
     assert (found.kind, found.suspects) == ("transient", (1,)) and "suspect rank 1 (host, cpu)" in found.sentence
     assert found.problem("x").code == ExitCode.RERUN_DISAMBIGUATE
 
 
 def test_changed_losses_with_an_equal_sum_are_detected() -> None:
-    found = judge({"loss": 5.0}, {"loss": 5.0}, [twice(0, 5.0, 4.0), twice(1, 5.0, 6.0), twice(2, 5.0, 5.0)])
+    found = compare_rerun({"loss": 5.0}, {"loss": 5.0}, [result(0, 5.0, 4.0), result(1, 5.0, 6.0), result(2, 5.0, 5.0)])
     assert (found.kind, found.suspects) == ("transient", (0, 1))
 
 
 def test_changed_gradients_name_no_suspect() -> None:
-    found = judge({"loss": 5.0, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, [twice(0, 5.0, 5.0)])
+    found = compare_rerun({"loss": 5.0, "norm all": NAN}, {"loss": 5.0, "norm all": 1.0}, [result(0, 5.0, 5.0)])
     assert (found.kind, found.suspects) == ("transient", ())
 
 
 def test_equal_result_in_two_starts_excludes_the_hardware() -> None:
-    first, again, ranks = {"loss": NAN, "norm all": NAN}, {"loss": NAN, "norm all": NAN}, [twice(0, NAN, NAN)]
+    first, rerun, ranks = {"loss": NAN, "norm all": NAN}, {"loss": NAN, "norm all": NAN}, [result(0, NAN, NAN)]
     earlier = {"loss": "nan", "norm all": "nan"}
-    verdicts = [judge(first, again, ranks, each) for each in (None, {**earlier, "loss": "5.0"}, earlier)]
+    verdicts = [compare_rerun(first, rerun, ranks, each) for each in (None, {**earlier, "loss": "5.0"}, earlier)]
     assert [found.kind for found in verdicts] == ["reproducible", "reproducible", "confirmed"]
     codes = [found.problem("x").code for found in verdicts]
     assert codes == [ExitCode.NUMERICS, ExitCode.NUMERICS, ExitCode.RERUN_FAILED]

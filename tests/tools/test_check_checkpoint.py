@@ -7,11 +7,10 @@ import torch
 
 from megatron_moe.checkpoint.manifest import MANIFEST
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
-from megatron_moe.checkpoint.verify import verify
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
-from tests.helpers.checkpoint_files import flip_bit, saved_folder, some_state
+from tests.helpers.checkpoint_files import flip_bit, saved_folder, some_state, verify
 from tools.check_checkpoint import main
 
 VALID, INVALID = ExitCode.OK, ExitCode.CHECKPOINT
@@ -62,10 +61,10 @@ def test_nonfinite_values_are_reported_although_every_byte_verifies(tmp_path: Pa
     moment, weight = torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(4)
     moment[1, 0], moment[0, 2] = torch.nan, -torch.inf
     tensors = {
-        "model.a": SavedTensor.whole(weight),
-        "model.fp8": SavedTensor.whole(weight.to(torch.float8_e4m3fn)),
-        "exp_avg.a": SavedTensor((2, 3), (TensorBox((0, 0), moment[:1]), TensorBox((1, 0), moment[1:]))),
-        "optimizer.step": SavedTensor.whole(torch.tensor(1)),
+        "model.a": TensorShard.whole(weight),
+        "model.fp8": TensorShard.whole(weight.to(torch.float8_e4m3fn)),
+        "exp_avg.a": TensorShard((2, 3), (TensorBox((0, 0), moment[:1]), TensorBox((1, 0), moment[1:]))),
+        "optimizer.step": TensorShard.whole(torch.tensor(1)),
     }
     saver = CheckpointSaver(tmp_path, ParallelContext.single(), say=lambda line: None)
     assert saver.save(1, tensors, some_state(1)) is not None

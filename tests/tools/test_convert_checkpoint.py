@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.exit_codes import ExitCode
 from tests.checkpoint.hf_models import configs, hf_model, saved
 from tests.checkpoint.test_huggingface import change_config, tensors_in
+from tests.helpers.checkpoint_files import verify
 from tests.helpers.tolerances import EXACT
 from tools import generate
 from tools.convert_checkpoint import main

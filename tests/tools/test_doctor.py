@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from arguments.flags import Registry
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.kernels.registry import Backend
-from megatron_moe.resilience.machine import Probe
 from megatron_moe.resilience.packages import PACKAGES, InstalledPackage, Package, find_all
 from tools import doctor
+from tools.doctor import Probe, probes
 
 REGISTRY = Registry.declared()
 USER = Backend("transformer_engine", ("transformer_engine",), (), on_request=True, module="x")
@@ -74,3 +76,25 @@ def test_missing_constraints_file_is_rejected(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--constraints", "nowhere.txt"])
     assert "--constraints nowhere.txt is not a file" in capsys.readouterr().err
+
+
+def test_all_probes_pass_and_leave_no_process_group():
+    tried = {probe.name: probe for probe in probes(torch.device("cpu"))}
+    assert [name for name, probe in tried.items() if not probe.works] == []
+    assert {"python", "device", "bf16", "grouped_mm", "attention", "gloo"} == set(tried)
+    assert not dist.is_initialized()
+
+
+def test_wrong_product_fails_its_probe(monkeypatch):
+    monkeypatch.setattr(doctor.F, "grouped_mm", lambda rows, weights, offs: torch.zeros(32, 16))
+    failed = {probe.name: probe.text for probe in probes(torch.device("cpu")) if not probe.works}
+    assert failed == {"grouped_mm": "ValueError: computes 0.0 instead of 64.0"}
+
+
+def test_failing_probe_does_not_stop_the_others(monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no such backend\nwith a long story")
+
+    monkeypatch.setattr(doctor.dist, "init_process_group", broken)
+    failed = {probe.name: probe.text for probe in probes(torch.device("cpu")) if not probe.works}
+    assert failed == {"gloo": "RuntimeError: no such backend"}

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_moe.checkpoint.directory import find_checkpoints
 from megatron_moe.checkpoint.megatron import source
 from megatron_moe.checkpoint.megatron.per_rank import PerRank
 from megatron_moe.checkpoint.megatron.pickles import Inert, load_archive, load_pickle
@@ -27,7 +28,7 @@ from megatron_moe.data.batch import MicrobatchContext, TokenMeta
 from tests.helpers.checkpoint_files import stored_tensors
 from tests.helpers.tolerances import BF16_RUN, EXACT
 from tools import import_megatron
-from tools.generate import load_model, newest, plan_of
+from tools.generate import load_model, plan_of
 
 FILES = Path(__file__).parents[1] / "data_files" / "megatron"
 COMMON = (
@@ -99,7 +100,7 @@ def test_weights_are_megatrons_and_give_its_logits(version: str, model: str, kep
     assert len(common) > 10
     for key in common:
         EXACT.check(tensors[key].float(), truth[key].float(), key)
-    candidate = newest(tmp_path / "ours")
+    candidate = find_checkpoints(tmp_path / "ours")[0]
     network = load_model(candidate, plan_of(candidate, "cpu", []))
     tokens_BS = truth["tokens"]
     meta = TokenMeta(positions_BS=torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS))
@@ -153,7 +154,7 @@ def test_flags_of_a_parallel_run_are_imported_on_one_rank(kept: Path, tmp_path: 
     alone = imported(kept / "0.19.2" / "alike", tmp_path / "alone", "alike")
     found = imported(kept / "0.19.2" / "alike", tmp_path / "ours", "alike", flags=layout)
     assert set(found) == set(alone)
-    candidate = newest(tmp_path / "ours")
+    candidate = find_checkpoints(tmp_path / "ours")[0]
     assert plan_of(candidate, "cpu").parallel.world_size == 1, "and what is written can be looked into"
 
 
@@ -199,9 +200,9 @@ def test_shards_of_several_ranks_are_merged(stored: bool, kept: Path, tmp_path: 
     for tp, pp, ep in product(range(2), repeat=3):
         content = {"model": cut(weights, tp, pp, ep), "args": args, "iteration": 3}
         save_rank(folder, content, f"mp_rank_{tp:02d}_{pp:03d}_{ep:03d}")
-    again = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
+    second = imported(folder, tmp_path / "again", "gqa", "--no-optimizer")
     for name, value in weights.items():
-        EXACT.check(again[f"model.{name}"].float(), value.float(), name)
+        EXACT.check(second[f"model.{name}"].float(), value.float(), name)
     shutil.rmtree(folder / "mp_rank_01_000_001")
     assert refused(folder, tmp_path, "--no-optimizer") == ExitCode.CHECKPOINT
     assert "mp_rank_01_001_001 needs the model of pipeline stage 0, which is missing" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import torch
 
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.statistics import OpenCheckpoint
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, TensorBox
+from megatron_moe.checkpoint.tensor_shards import TensorBox, TensorShard
 from megatron_moe.config.exit_codes import ExitCode
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.checkpoint_files import flip_bit, saved_folder
@@ -20,7 +20,7 @@ RUN = """model:
 """
 
 
-def save(folder: Path, iteration: int, tensors: dict[str, SavedTensor], run: str = RUN) -> Path:
+def save(folder: Path, iteration: int, tensors: dict[str, TensorShard], run: str = RUN) -> Path:
     saver = CheckpointSaver(folder, ParallelContext.single(), say=lambda line: None)
     path = saver.save(iteration, tensors, {}, texts={"run.yaml": run})
     saver.close()
@@ -28,15 +28,15 @@ def save(folder: Path, iteration: int, tensors: dict[str, SavedTensor], run: str
     return path
 
 
-def in_two(tensor: torch.Tensor) -> SavedTensor:
+def in_two(tensor: torch.Tensor) -> TensorShard:
     upper, lower = tensor[:2], tensor[2:]
-    return SavedTensor(tuple(tensor.shape), (TensorBox((0, 0), upper), TensorBox((2, 0), lower)))
+    return TensorShard(tuple(tensor.shape), (TensorBox((0, 0), upper), TensorBox((2, 0), lower)))
 
 
 def test_the_table_has_every_tensor_with_its_norm(tmp_path: Path, capsys):
     weight = torch.full((5, 4), 3.0)
     weight[4, 3] = torch.nan
-    save(tmp_path, 7, {"model.a": in_two(weight), "exp_avg.a": SavedTensor.whole(torch.zeros(5, 4).double())})
+    save(tmp_path, 7, {"model.a": in_two(weight), "exp_avg.a": TensorShard.whole(torch.zeros(5, 4).double())})
     assert main([str(tmp_path)]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert "iteration 7" in lines[0] and lines[1] == "layout: tp 1 cp 1 dp 1 pp 1 ep 1 etp 1 edp 1"
@@ -68,7 +68,7 @@ def test_a_checkpoint_equals_itself_in_other_pieces(tmp_path: Path, capsys):
     weight = torch.arange(20.0).view(5, 4)
     weight[0, 0] = torch.nan
     one = save(tmp_path / "a", 1, {"model.a": in_two(weight)})
-    other = save(tmp_path / "b", 1, {"model.a": SavedTensor.whole(weight)})
+    other = save(tmp_path / "b", 1, {"model.a": TensorShard.whole(weight)})
     assert main([str(one), "--against", str(other)]) == ExitCode.OK
     assert main([str(other), "--against", str(one)]) == ExitCode.OK
     assert capsys.readouterr().out.count("1 of 1 tensors are equal") == 2
@@ -78,11 +78,11 @@ def test_differences_are_listed_by_tensor(tmp_path: Path, capsys):
     weight = torch.full((5, 4), 2.0)
     changed = weight.clone()
     changed[4, 1] = 2.5
-    same = {"model.same": SavedTensor.whole(weight)}
-    one = {"model.a": in_two(weight), "model.b": SavedTensor.whole(weight), "model.c": SavedTensor.whole(weight)}
-    other = {"model.a": SavedTensor.whole(changed), "model.b": SavedTensor.whole(weight.double())}
-    save(tmp_path / "a", 1, {**one, **same, "model.d": SavedTensor.whole(weight)})
-    save(tmp_path / "b", 2, {**other, **same, "model.d": SavedTensor.whole(weight[:3])}, RUN.replace("4 ", "8 "))
+    same = {"model.same": TensorShard.whole(weight)}
+    one = {"model.a": in_two(weight), "model.b": TensorShard.whole(weight), "model.c": TensorShard.whole(weight)}
+    other = {"model.a": TensorShard.whole(changed), "model.b": TensorShard.whole(weight.double())}
+    save(tmp_path / "a", 1, {**one, **same, "model.d": TensorShard.whole(weight)})
+    save(tmp_path / "b", 2, {**other, **same, "model.d": TensorShard.whole(weight[:3])}, RUN.replace("4 ", "8 "))
     assert main([str(tmp_path / "a"), "--against", str(tmp_path / "b")]) == ExitCode.DRIFT
     said = capsys.readouterr().out
     assert "num-layers: 4 and 8" in said and "1 of 5 tensors are equal" in said

@@ -14,8 +14,8 @@ from tools import plan
 def test_recipe_written_by_fit_can_be_read(tmp_path: Path, capsys):
     words = "--fit --recipe m8 --gpu h100 --micro-batch-size 4 --moe-expert-wgrad-interval 1 --write".split()
     assert plan.main([*words, str(tmp_path)]) == ExitCode.OK
-    told = capsys.readouterr().out
-    assert "does not fit: 98.6 of 79.2 GiB" in told and "moments in bf16" in told
+    output = capsys.readouterr().out
+    assert "does not fit: 98.6 of 79.2 GiB" in output and "moments in bf16" in output
     read = read_plan(["--config", str(tmp_path / "fit.yaml"), "--vocab-size", "163840"], {}, lambda config: 163840)
     assert read.precision.exp_avg_dtype == "bf16" and read.memory.recompute.recompute_granularity == "selective"
 
@@ -60,9 +60,9 @@ def test_cluster_options_equal_those_of_a_dry_run(size: str, tmp_path: Path, cap
     assert "on 16 H200" in capsys.readouterr().out
     with pytest.raises(Finished) as caught:
         read_plan(["--config", str(tmp_path / "plan-01.yaml"), "--dry-run=json"], {})
-    told = json.loads(caught.value.text)
-    assert (told["ranks"]["world_size"], told["device"]["kind"]) == (16, "h200")
-    assert caught.value.code == ExitCode.OK and told["memory"]["fits"]
+    output = json.loads(caught.value.text)
+    assert (output["ranks"]["world_size"], output["device"]["kind"]) == (16, "h200")
+    assert caught.value.code == ExitCode.OK and output["memory"]["fits"]
 
 
 @pytest.mark.parametrize("words", ["--gpus 0", "--gpus -4", "--best 0", "--imbalance 0", "--imbalance nan"])

@@ -85,7 +85,7 @@ def test_stage_times_of_a_run_follow_their_flops(capsys):
     assert main(["--width", "150", "--ranks", "2", "--", *RUN.split()]) == ExitCode.OK
     even = capsys.readouterr().out
     assert "1F1B: PP 2, 8 microbatches" in even
-    assert "layers 2-3 (2), final norm, loss" in even and "rank 1 is the dearest" in even
+    assert "layers 2-3 (2), final norm, loss" in even and "rank 1 has the highest cost" in even
     assert main(["--ranks", "2", "--", *RUN.split(), "--pipeline-model-parallel-layout", "auto"]) == ExitCode.OK
     balanced = capsys.readouterr().out
     assert "Et*3|tL" in balanced

@@ -97,15 +97,15 @@ def test_invalid_requests_are_rejected(more, code, text, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "plant"),
+    ("text", "fault_seed"),
     [
         ("scale-expert-grads:2", FaultSeed("scale-expert-grads", 2.0)),
         ("scale-attention-grads:0.5", FaultSeed("scale-attention-grads", 0.5)),
         ("skip-partial-sums", FaultSeed("skip-partial-sums")),
     ],
 )
-def test_fault_seeds_are_parsed(text, plant):
-    assert FaultSeed.parse(text) == plant
+def test_fault_seeds_are_parsed(text, fault_seed):
+    assert FaultSeed.parse(text) == fault_seed
 
 
 @pytest.mark.parametrize("text", ["scale-expert-grads", "scale-expert-grads:x", "skip-partial-sums:2", "", "nan:nan"])
@@ -124,7 +124,7 @@ def test_summary_shows_the_worst_row_over_layers_and_steps():
     assert lines[2].split() == ["gradient", "b", "attention", "1", "2.0e-16"]
     assert lines[3].split()[:3] == ["metric", "loss", "attention"]
     assert lines[5:7] == [
-        "gradients of the first step are wrong in 1 parameters, and so is all that follows from them:",
+        "gradients of the first step are wrong in 1 parameters, which affects all later results:",
         "  a.*.w (in some layers)  doubled",
     ]
 

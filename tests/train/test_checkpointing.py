@@ -22,7 +22,6 @@ from megatron_moe.checkpoint.directory import list_checkpoints
 from megatron_moe.checkpoint.manifest import CorruptCheckpoint
 from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import total_bytes
-from megatron_moe.checkpoint.verify import verify
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem, NumericsProblem, Preempted, SaveProblem
 from megatron_moe.config.precision import PrecisionConfig
@@ -37,7 +36,7 @@ from megatron_moe.train.checkpointing import PROGRESS, Checkpointing, ProgressLo
 from megatron_moe.train.train_state import TrainState, check_train_state
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny
-from tests.helpers.checkpoint_files import rewrite_text
+from tests.helpers.checkpoint_files import rewrite_text, verify
 from tests.helpers.tiny_data import write_tokens
 from tests.helpers.tiny_models import dense_ancestor
 from tests.helpers.tolerances import EXACT
@@ -125,10 +124,10 @@ def changed(plan: RunPlan, room: str, **fields: Any) -> RunPlan:
 
 def test_resumed_run_has_equal_state_and_reports_no_differences(trained: tuple[Path, Run]) -> None:
     folder, run = trained
-    again = start(plan_of(load=folder))
-    assert (again.state, again.loader.consumed) == (run.state, 16)
-    EXACT.check_all(again.weights(), run.weights())
-    assert "differs" not in again.start_notes and "data" not in again.start_notes
+    resumed = start(plan_of(load=folder))
+    assert (resumed.state, resumed.loader.consumed) == (run.state, 16)
+    EXACT.check_all(resumed.weights(), run.weights())
+    assert "differs" not in resumed.start_notes and "data" not in resumed.start_notes
 
 
 def test_status_has_the_resumed_iteration_from_the_start(trained: tuple[Path, Run]) -> None:
@@ -151,9 +150,7 @@ def test_nonfinite_state_is_not_saved(tmp_path: Path) -> None:
             save(run.state, run.loader)
         reported = str(problem.value)
         assert "the checkpoint of iteration 2 was not written, because 1 of its tensors" in reported
-        assert (
-            "the newest checkpoint there is of iteration 1" in reported and "decoder.final_layernorm.weight" in reported
-        )
+        assert "the newest checkpoint is of iteration 1" in reported and "decoder.final_layernorm.weight" in reported
     assert [each.iteration for each in list_checkpoints(tmp_path)] == [1]
 
 
@@ -174,9 +171,9 @@ def test_failed_last_save_without_earlier_checkpoint(tmp_path: Path, monkeypatch
     run = start(plan_of(save=tmp_path))
     run.train(1)
     monkeypatch.setattr(CheckpointSaver, "save", lambda *arguments, **names: None)
-    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is none yet; fix"):
+    with pytest.raises(SaveProblem, match=f"could not be saved to {tmp_path}; there is no checkpoint yet; fix"):
         run.checkpoints.save_last(run.state, run.loader)
-    with pytest.raises(Preempted, match="why, without a checkpoint of it: there is none yet"):
+    with pytest.raises(Preempted, match="why, without a checkpoint of this iteration: there is no checkpoint yet"):
         run.checkpoints.leave_preempted(run.state, run.loader, "why")
 
 
@@ -282,13 +279,13 @@ def test_invalid_train_state_falls_back_to_the_older_checkpoint(tmp_path: Path) 
     content = json.loads((path / "train_state.json").read_text())
     del content["state"]["consumed_samples"]
     rewrite_text(path, "train_state.json", json.dumps(content).encode())
-    again = start(plan_of(load=tmp_path))
-    assert again.state.iteration == 1
-    assert again.start_notes.count("state lacks the keys ['consumed_samples']") == 1
+    resumed = start(plan_of(load=tmp_path))
+    assert resumed.state.iteration == 1
+    assert resumed.start_notes.count("state lacks the keys ['consumed_samples']") == 1
 
 
 def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tuple[Path, Run]) -> None:
-    other = changed(plan_of(load=trained[0]), "lr", max_lr=3e-3)
+    other = changed(plan_of(load=trained[0]), "lr_schedule", max_lr=3e-3)
     with pytest.raises(CheckpointProblem, match="the learning rate schedule differs"):
         start(other)
     for flags in ({"load_optim": False}, {"finetune": True}, {"skip_train": True}):
@@ -298,7 +295,7 @@ def test_changed_learning_rate_is_rejected_only_with_optimizer_state(trained: tu
 
 
 def test_evaluation_casts_weights_and_ignores_training_data(trained: tuple[Path, Run]) -> None:
-    plan = plan_of(load=trained[0], flags={"weights_only": True}, precision=BF16)
+    plan = plan_of(load=trained[0], flags={"skip_train": True}, precision=BF16)
     plan = changed(changed(plan, "loop", skip_train=True), "data", seq_length=16)
     run = start(plan)
     assert (run.state.iteration, run.loader) == (2, None)
@@ -329,10 +326,10 @@ def test_upcycled_model_is_saved_at_start_and_resumed(tmp_path: Path) -> None:
     (candidate,) = list_checkpoints(tmp_path / "moe")
     assert candidate.iteration == converted.state.iteration == 0 and verify(candidate.path) == []
 
-    again = start(plan)
-    assert "upcycled the dense" in converted.start_notes and "upcycled the dense" not in again.start_notes
-    assert "the data or its sample order" not in again.start_notes
-    EXACT.check_all(again.weights(), converted.weights())
+    resumed = start(plan)
+    assert "upcycled the dense" in converted.start_notes and "upcycled the dense" not in resumed.start_notes
+    assert "the data or its sample order" not in resumed.start_notes
+    EXACT.check_all(resumed.weights(), converted.weights())
 
 
 def test_progress_log_has_starts_and_checkpoints(tmp_path: Path) -> None:

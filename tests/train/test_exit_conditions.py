@@ -36,7 +36,7 @@ def test_exit_interval():
 @pytest.mark.parametrize("begun", [None, 100.0])
 def test_exit_duration_counts_minutes_from_the_start_of_the_process(begun):
     times = iter([100.0, 219.0, 221.0] if begun is None else [219.0, 221.0])
-    conditions = exit_conditions(exit_duration_minutes=2.0, begun=begun, clock=lambda: next(times))
+    conditions = exit_conditions(exit_duration_in_mins=2.0, begun=begun, clock=lambda: next(times))
     assert not conditions.now(1)
     assert conditions.now(1) and conditions.reason == "exiting program after 2.0 minutes"
 

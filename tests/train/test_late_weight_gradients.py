@@ -67,7 +67,7 @@ LATENT = tiny.moe(
     experts=experts(hidden_size=16),
     shared=SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16)),
 )
-AGAIN = MTPConfig(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
+REPEATED = MTPConfig(num_layers=2, loss_scaling_factor=0.3, repeated_layer=True)
 ALL_TO_ALL, ALL_GATHER = tiny.moe(dispatcher="alltoall"), tiny.moe(dispatcher="allgather")
 STAGES = laid_out(plan(), "Et|tL", 2)
 CHUNKS = laid_out(plan(config=model(4)), "Et|t|t|tL", 2)
@@ -93,7 +93,7 @@ CASES = {
     "rows on the host": plan(memory=MemoryConfig(offload=MOVED)),
     "standard permutation, bias": plan(config=model(moe=tiny.moe(experts=experts(probs_on_output=True, bias=True)))),
     "one by one": plan(config=model(moe=tiny.moe(experts=experts(grouped=False)))),
-    "latent, prediction by a repeated layer": plan(3, model(moe=LATENT, mtp=AGAIN)),
+    "latent, prediction by a repeated layer": plan(3, model(moe=LATENT, mtp=REPEATED)),
     "recorded attention": plan(
         cuda_graphs=CudaGraphConfig(cuda_graph_modules=("attn", "moe_router"), cuda_graph_warmup_steps=1)
     ),
@@ -143,8 +143,8 @@ def test_batched_weight_gradients_equal_immediate_ones(case: str) -> None:
 
 @pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
 def test_batched_weight_gradients_reject_captured_expert_modules(module: str) -> None:
-    recorded = plan(graphs=CudaGraphConfig(cuda_graph_modules=(module,), cuda_graph_warmup_steps=1))  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="rows of 2 microbatches wait"):
+    recorded = plan(cuda_graphs=CudaGraphConfig(cuda_graph_modules=(module,), cuda_graph_warmup_steps=1))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="overwrite the rows of 2 microbatches"):
         trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
 
 

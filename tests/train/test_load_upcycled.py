@@ -6,7 +6,7 @@ import torch
 from megatron_moe.build import build_data, build_model, build_train_loader
 from megatron_moe.checkpoint.load import find
 from megatron_moe.checkpoint.save import CheckpointSaver
-from megatron_moe.checkpoint.tensor_shards import SavedTensor, tensor_key
+from megatron_moe.checkpoint.tensor_shards import TensorShard, tensor_key
 from megatron_moe.config.checkpoint import CheckpointConfig
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.parallel import ParallelConfig
@@ -30,7 +30,7 @@ def dense_checkpoint(config, folder):
     """Saves a dense model with random weights and returns it."""
     dense = build_model(tiny.plan(model=config), CONTEXT, KERNELS)
     saver = CheckpointSaver(folder, CONTEXT, say=lambda line: None)
-    tensors = {tensor_key("model", name): SavedTensor.whole(value) for name, value in dense.state_dict().items()}
+    tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in dense.state_dict().items()}
     saver.save(1, tensors, {})
     saver.close()
     return dense

@@ -140,8 +140,7 @@ def test_changed_training_settings_are_reported(trained: tuple[Path, Run]) -> No
 def test_changed_global_batch_size_is_reported(trained: tuple[Path, Run]) -> None:
     run = start(plan_of(load=trained[0], batch=BatchConfig(micro_batch_size=2, global_batch_size=4)))
     assert (
-        "the next step takes 4 sequences (128 tokens), at the checkpoint it would have been 8 (256 tokens)"
-        in run.start_notes
+        "the next step has 4 sequences (128 tokens), with the checkpoint's settings 8 (256 tokens)" in run.start_notes
     )
     assert (run.state.iteration, run.state.consumed_samples, run.loader.consumed) == (2, 16, 16)
     run.train(1)
@@ -183,8 +182,8 @@ def test_changed_end_of_document_id_is_rejected_and_changed_vocabulary_reported(
         return replace(plan, data=replace(plan.data, tokenizer=replace(plan.data.tokenizer, **fields)))
 
     with pytest.raises(CheckpointProblem, match="ends documents with id 89; this run's, NullTokenizer-90-7, with id 7"):
-        start(with_tokenizer(eod=7))
-    run = start(with_tokenizer(vocab_size=91, eod=89))
+        start(with_tokenizer(null_tokenizer_eod_id=7))
+    run = start(with_tokenizer(vocab_size=91, null_tokenizer_eod_id=89))
     assert "not that of the checkpoint (then NullTokenizer-90, now NullTokenizer-91-89)" in run.start_notes
     assert "tokenizer" not in start(plan_of(load=trained[0])).start_notes
 

@@ -1,17 +1,27 @@
-"""Converts the config.json of a Hugging Face model to a ModelConfig."""
+"""Converts the config.json of a Hugging Face model to a ModelConfig, with one reader of layers per model family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
-from megatron_moe.checkpoint.huggingface.config_reader import HFConfig
-from megatron_moe.checkpoint.huggingface.families import FAMILIES
-from megatron_moe.config.attention import MLAConfig
+from megatron_moe.checkpoint.huggingface.config_reader import (
+    HFConfig,
+    read_layers,
+    read_mlp,
+    read_moe,
+    read_norm,
+    read_rope,
+)
+from megatron_moe.config.attention import AttentionConfig, CoreAttentionConfig, MLAConfig, NormConfig, yarn_mscale
 from megatron_moe.config.exit_codes import CheckpointProblem
 from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPConfig
+from megatron_moe.config.moe import ActivationConfig, MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
 """A larger number is a damaged file, whose layer configs could exhaust memory."""
+_LATENT_NORM_EPS = 1e-6
+"""transformers uses the default epsilon for the q and kv latent norms and ignores rms_norm_eps there."""
 
 
 def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
@@ -24,22 +34,19 @@ def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> Mod
     """
     hf_config = HFConfig(values)
     try:
-        return _model_config(hf_config, _read_layers(hf_config), mtp)
+        return _model_config(hf_config, mtp)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # e.g. a string for a list
         raise CheckpointProblem(f"config.json holds an invalid value: {error}; download the file again.") from error
 
 
-def _read_layers(hf_config: HFConfig) -> tuple[LayerConfig, ...]:
-    read = FAMILIES.get(hf_config.model_type)
-    if read is None:
+def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
+    read_family = FAMILIES.get(hf_config.model_type)
+    if read_family is None:
         known = ", ".join(FAMILIES)
         raise CheckpointProblem(f"config.json has the model type {hf_config.model_type}; supported are {known}.")
     num_layers = hf_config.get("num_hidden_layers", 0)
     hf_config.refuse_if(num_layers > _MAX_LAYERS, f"has num_hidden_layers = {num_layers}")
-    return read(hf_config)
-
-
-def _model_config(hf_config: HFConfig, layers: tuple[LayerConfig, ...], mtp: bool) -> ModelConfig:
+    layers = read_family(hf_config)
     num_mtp = int(hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers", 0))) if mtp else 0
     std = float(hf_config.get("initializer_range", 0.02))
     return ModelConfig(
@@ -68,3 +75,229 @@ def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelCo
         for own, layer in zip(config.layers, published.layers, strict=False)
     )
     return replace(published, layers=(*layers, *published.layers[len(layers) :]))
+
+
+def mixtral(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Mixtral (arXiv 2401.04088): softmax over the top-k logits."""
+    norm = read_norm(config, 1e-5)
+    mixer = _attention(config, norm, default_base=1e6, window=config.get("sliding_window", None))
+    num_experts, ffn_hidden_size = config.integer("num_local_experts"), config.integer("intermediate_size")
+    return _qwen_layers(config, norm, mixer, read_moe(config, num_experts, ffn_hidden_size, pre_softmax=False))
+
+
+def qwen2_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Qwen2-MoE: biases on q, k and v, and a gated shared expert."""
+    config.refuse_if(config.get("use_sliding_window", False), "has sliding windows in some layers (use_sliding_window)")
+    norm = read_norm(config, 1e-6)
+    mixer = _attention(config, norm, qkv_bias=config.get("qkv_bias", True))
+    shared = SharedExpertsConfig(mlp=read_mlp(config, config.integer("shared_expert_intermediate_size")), gate=True)
+    moe = _softmax_moe(config, "num_experts", "moe_intermediate_size", shared)
+    return _qwen_layers(config, norm, mixer, moe)
+
+
+def qwen3_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """Qwen3-MoE (arXiv 2505.09388): norms of q and k per head, no shared expert."""
+    norm, bias = read_norm(config, 1e-6), config.get("attention_bias", False)
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    mixer = _attention(config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, window=window)
+    return _qwen_layers(config, norm, mixer, _softmax_moe(config, _experts_key(config), "moe_intermediate_size"))
+
+
+def olmoe(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """OLMoE (arXiv 2409.02060): norms of q and k over all heads."""
+    config.refuse_if(config.get("clip_qkv", None) is not None, "clips q, k and v (clip_qkv)")
+    norm, bias = read_norm(config, 1e-5), config.get("attention_bias", False)
+    mixer = _attention(config, norm, qk_norm="full", qkv_bias=bias, out_bias=bias)
+    return _qwen_layers(config, norm, mixer, _softmax_moe(config, "num_experts", "intermediate_size"))
+
+
+def gpt_oss(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """GPT-OSS (arXiv 2508.10925): attention sinks, alternating windows, biases everywhere, clamped GeGLU."""
+    alpha, clamp = config.get("swiglu_alpha", 1.702), float(config.get("swiglu_limit", 7.0))
+    config.refuse_if(alpha != 1.702, f"has a sigmoid gain of {alpha} in its activation")
+    norm, bias = read_norm(config, 1e-5), config.get("attention_bias", True)
+    full, windowed = (
+        _attention(config, norm, 150000.0, qkv_bias=bias, out_bias=bias, sinks=True, window=window)
+        for window in (None, config.get("sliding_window", 128))
+    )
+    moe = read_moe(
+        config,
+        config.integer(_experts_key(config)),
+        config.integer("intermediate_size"),
+        activation=ActivationConfig(kind="quick_gelu", gated=True, clamp=clamp, linear_offset=1.0),
+        bias=True,
+        linear_bias=True,
+    )
+    mixers = {"sliding_attention": windowed, "full_attention": full}
+    num_layers = config.integer("num_hidden_layers")
+    kinds = config.get("layer_types", [*mixers] * num_layers)[:num_layers]
+    unknown = sorted({str(kind) for kind in kinds} - set(mixers))
+    config.refuse_if(bool(unknown), f"has layers of the types {', '.join(unknown)} (layer_types)")
+    config.refuse_if(len(kinds) < num_layers, f"has {num_layers} layers and {len(kinds)} layer_types")
+    return tuple(LayerConfig(mixer=mixers[kind], feed_forward=moe, norm=norm) for kind in kinds)
+
+
+def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """GLM-4.5 (arXiv 2508.06471): half of each head rotated, DeepSeek-V3's MoE layer, first layers dense."""
+    norm = read_norm(config, 1e-5)
+    qk_norm: Literal["per_head", "none"] = "per_head" if config.get("use_qk_norm", False) else "none"
+    bias, num_dense = config.get("attention_bias", False), config.integer("first_k_dense_replace")
+    mixer = _attention(config, norm, qk_norm=qk_norm, qkv_bias=bias, rotary_factor=0.5)
+    return read_layers(config, norm, mixer, _sigmoid_moe(config), lambda i: i < num_dense)
+
+
+def deepseek_v2(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """DeepSeek-V2 (arXiv 2405.04434): softmax over all experts, scaled but not renormalised."""
+    config.refuse_if(config.get("norm_topk_prob", False), "renormalises softmax probabilities (norm_topk_prob)")
+    config.refuse_other("scoring_func", "softmax")
+    config.refuse_other("topk_method", "greedy", "group_limited_greedy")
+    topk, group_topk = config.integer("num_experts_per_tok"), config.get("topk_group", 1)
+    grouped = config.get("topk_method", "greedy") == "group_limited_greedy" and config.get("n_group", 1) > 1
+    config.refuse_if(
+        grouped and topk // group_topk != 1, f"scores groups by their best expert at top-{topk} in {group_topk} groups"
+    )
+    return _deepseek_layers(config, _deepseek_moe(config, grouped, pre_softmax=True), interleaved=True)
+
+
+def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
+    """DeepSeek-V3 (arXiv 2412.19437)."""
+    config.refuse_other("scoring_func", "sigmoid")
+    config.refuse_other("topk_method", "noaux_tc")
+    return _deepseek_layers(config, _sigmoid_moe(config), interleaved=config.get("rope_interleave", True))
+
+
+def _sigmoid_moe(config: HFConfig) -> MoEConfig:
+    """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
+
+    Refuses two cases that transformers computes differently: it renormalises the score of a single expert, and it
+    scores a group by its best two experts, where our router uses the best topk // group_topk.
+    """
+    topk, renormalised = config.integer("num_experts_per_tok"), config.get("norm_topk_prob", True)
+    config.refuse_if(topk == 1 and renormalised, "renormalises the score of a single expert (norm_topk_prob)")
+    config.refuse_if(topk > 1 and not renormalised, "does not renormalise sigmoid scores (norm_topk_prob false)")
+    num_groups, group_topk = config.get("n_group", 1), config.get("topk_group", 1)
+    config.refuse_if(
+        num_groups > 1 and topk // group_topk != 2,
+        f"scores groups by their best 2 experts at top-{topk} in {group_topk} groups",
+    )
+    return _deepseek_moe(config, num_groups > 1, score_function="sigmoid", expert_bias=True)
+
+
+FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingProxyType(
+    {
+        "mixtral": mixtral,
+        "qwen2_moe": qwen2_moe,
+        "qwen3_moe": qwen3_moe,
+        "olmoe": olmoe,
+        "gpt_oss": gpt_oss,
+        "glm4_moe": glm4_moe,
+        "deepseek_v2": deepseek_v2,
+        "deepseek_v3": deepseek_v3,
+        "kimi_k2": deepseek_v3,
+    }
+)
+"""Readers by `model_type`. A new family needs a reader here, name rules in `weight_map`, and a case in the logit parity
+test."""
+
+
+def _attention(
+    config: HFConfig,
+    norm: NormConfig,
+    default_base: float = 10000.0,
+    *,
+    window: int | None = None,
+    sinks: bool = False,
+    rotary_factor: float = 1.0,
+    **options: Any,
+) -> AttentionConfig:
+    """Reads the attention; `options` are fields of AttentionConfig.
+
+    Args:
+        window: sliding window including the token itself, which `CoreAttentionConfig.window` excludes.
+        rotary_factor: default of `partial_rotary_factor`.
+    """
+    hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    head_dim = config.get("head_dim", hidden // num_heads)
+    core = CoreAttentionConfig(
+        softmax_scale=head_dim**-0.5,
+        window=(window - 1, 0) if window else None,
+        sinks=sinks,
+        dropout=float(config.get("attention_dropout", 0.0)),
+    )
+    return AttentionConfig(
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_query_groups=config.get("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        core=core,
+        rope=read_rope(config, head_dim, default_base, default_rotary_factor=rotary_factor),
+        norm=norm,
+        **options,
+    )
+
+
+def _experts_key(config: HFConfig) -> str:
+    """Key of the number of experts, which depends on the version of transformers that wrote the file."""
+    return "num_experts" if "num_experts" in config.values else "num_local_experts"
+
+
+def _softmax_moe(
+    config: HFConfig, experts_key: str, ffn_key: str, shared: SharedExpertsConfig | None = None
+) -> MoEConfig:
+    """Renormalising after top-k (norm_topk_prob) equals a softmax over the top-k logits."""
+    pre_softmax = not config.get("norm_topk_prob", False)
+    num_experts, ffn_hidden_size = config.integer(experts_key), config.integer(ffn_key)
+    return read_moe(config, num_experts, ffn_hidden_size, shared=shared, pre_softmax=pre_softmax)
+
+
+def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe: MoEConfig) -> tuple[LayerConfig, ...]:
+    """Every `decoder_sparse_step`-th layer is MoE unless `mlp_only_layers` lists it (Qwen)."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or i in dense)
+
+
+def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
+    """Shared experts are one MLP of their total width."""
+    ffn_hidden_size, num_shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts", 0)
+    scaling_factor = float(config.get("routed_scaling_factor", 1.0))
+    return read_moe(
+        config,
+        config.integer("n_routed_experts"),
+        ffn_hidden_size,
+        shared=SharedExpertsConfig(mlp=read_mlp(config, num_shared * ffn_hidden_size)) if num_shared else None,
+        num_groups=config.get("n_group", 1) if grouped else None,
+        group_topk=config.get("topk_group", 1) if grouped else None,
+        scaling_factor=None if scaling_factor == 1.0 else scaling_factor,
+        dtype="fp32",
+        **router,
+    )
+
+
+def _deepseek_layers(config: HFConfig, moe: MoEConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
+    """After `first_k_dense_replace` dense layers, those whose index `moe_layer_freq` divides are MoE."""
+    num_dense, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    mixer = _mla(config, interleaved)
+    return read_layers(config, read_norm(config, 1e-6), mixer, moe, lambda i: i < num_dense or i % step != 0)
+
+
+def _mla(config: HFConfig, interleaved: bool) -> MLAConfig:
+    config.refuse_if(config.get("attention_bias", False), "has biases in its attention (attention_bias)")
+    nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    rope = read_rope(config, rope_dim, 10000.0, interleaved)
+    mscale = yarn_mscale(rope.scaling_factor, rope.mscale_all_dim) if rope.scaling == "yarn" else 1.0
+    core = CoreAttentionConfig(
+        softmax_scale=(nope_dim + rope_dim) ** -0.5 * mscale**2, dropout=float(config.get("attention_dropout", 0.0))
+    )
+    return MLAConfig(
+        hidden_size=config.integer("hidden_size"),
+        num_heads=config.integer("num_attention_heads"),
+        q_lora_rank=config.get("q_lora_rank", None),
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        qk_head_dim=nope_dim,
+        qk_rope_dim=rope_dim,
+        v_head_dim=config.integer("v_head_dim"),
+        core=core,
+        rope=rope,
+        qk_norm=True,
+        norm=NormConfig(kind="RMSNorm", eps=_LATENT_NORM_EPS),
+    )

@@ -27,8 +27,8 @@ from megatron_moe.checkpoint.save import CheckpointSaver
 from megatron_moe.checkpoint.tensor_shards import (
     CheckpointReader,
     PendingBox,
-    SavedTensor,
     TensorBox,
+    TensorShard,
     dtype_name,
     fill,
     tensor_key,
@@ -155,7 +155,7 @@ def from_hf(
     return ConversionReport(folder, path, rows, time.monotonic() - started, weights.notes)
 
 
-def _pending_tensors(weights: MatchedWeights) -> dict[str, SavedTensor]:
+def _pending_tensors(weights: MatchedWeights) -> dict[str, TensorShard]:
     """Builds a `PendingBox` for every parameter or expert."""
     by_target: dict[str, list[weight_map.WeightMapping]] = {}
     for mapping in weights.mappings:
@@ -166,7 +166,7 @@ def _pending_tensors(weights: MatchedWeights) -> dict[str, SavedTensor]:
         dtypes = [TORCH_DTYPES[weights.source.dtype(name)] for part in parts for name in part.hf_names]
         dtype = reduce(torch.promote_types, dtypes)
         boxes = tuple(_pending_box(part, shape, dtype, weights.source) for part in parts)
-        tensors[tensor_key("model", target)] = SavedTensor(shape, boxes)
+        tensors[tensor_key("model", target)] = TensorShard(shape, boxes)
     return tensors
 
 
@@ -215,7 +215,7 @@ def _stored_weights(
 
     Raises CheckpointProblem if the checkpoint's weights do not match the model.
     """
-    state = {tensor_key("model", name): SavedTensor.whole(value) for name, value in model.state_dict().items()}
+    state = {tensor_key("model", name): TensorShard.whole(value) for name, value in model.state_dict().items()}
     problems = mismatches(state, frozenset(), manifest, casting=True)
     if problems:
         raise CheckpointProblem(
@@ -233,5 +233,5 @@ def _read(reader: CheckpointReader, mapping: weight_map.WeightMapping) -> Tensor
     entry = reader.manifest.tensors[key]
     offset, shape = _extent(mapping, entry.shape)
     data = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(SavedTensor(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mapped(key, piece))
+    fill(TensorShard(entry.shape, (TensorBox(offset, data),)), entry, lambda piece, _: reader.mapped(key, piece))
     return data if mapping.expert is None else data[0]

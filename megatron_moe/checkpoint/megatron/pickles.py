@@ -71,7 +71,7 @@ class Inert:
         pass
 
 
-class Record(SimpleNamespace):
+class PickledObject(SimpleNamespace):
     """Substitute for a dataclass or Namespace that holds only its fields."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
@@ -85,7 +85,7 @@ class Record(SimpleNamespace):
         return hash(tuple(sorted((key, str(value)) for key, value in vars(self).items())))
 
 
-class Properties(Record):
+class Properties(PickledObject):
     """Substitute for TensorProperties, which is pickled as a tuple that starts with the dtype."""
 
     def __setstate__(self, state: Any) -> None:
@@ -115,13 +115,13 @@ class LazyTensor:
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _PickledStorage:
     dtype: torch.dtype
     read: Callable[[], bytes]
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
-    if not isinstance(storage, _Storage):
+    if not isinstance(storage, _PickledStorage):
         return Inert()
     return LazyTensor(storage.dtype, tuple(map(int, size)), tuple(map(int, stride)), int(offset), storage.read)
 
@@ -140,10 +140,10 @@ _ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("torch", "Size"): tuple,
         ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
         ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-        ("argparse", "Namespace"): Record,
-        **{("torch.distributed.checkpoint.metadata", name): Record for name in _METADATA_CLASSES},
+        ("argparse", "Namespace"): PickledObject,
+        **{("torch.distributed.checkpoint.metadata", name): PickledObject for name in _METADATA_CLASSES},
         ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledObject,
     }
 )
 
@@ -165,7 +165,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], torch.dtype)):
             return Inert()
-        return _Storage(pid[1], self._open_storage(str(pid[2])))
+        return _PickledStorage(pid[1], self._open_storage(str(pid[2])))
 
 
 def load_pickle(data: bytes, what: str) -> Any:

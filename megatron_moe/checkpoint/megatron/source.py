@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.megatron.per_rank import FILE, LAYER, PerRank
 from megatron_moe.checkpoint.megatron.torch_dist import TorchDist
-from megatron_moe.checkpoint.tensor_shards import PendingBox, SavedTensor, TensorBox, tensor_key
+from megatron_moe.checkpoint.tensor_shards import PendingBox, TensorBox, TensorShard, tensor_key
 from megatron_moe.config.exit_codes import CheckpointProblem, listed
 
 Source = TorchDist | PerRank
@@ -80,7 +80,7 @@ def _candidate_locations(name: str) -> Iterator[Location]:
 class ImportedModel:
     """Tensors of a Megatron checkpoint as `PendingBox`es, and its position in training."""
 
-    tensors: dict[str, SavedTensor]
+    tensors: dict[str, TensorShard]
     notes: list[str]
     iteration: int
     consumed_samples: int
@@ -106,7 +106,7 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
         )
     used: set[str] = set()
     problems: list[str] = []
-    tensors: dict[str, SavedTensor] = {}
+    tensors: dict[str, TensorShard] = {}
     notes: list[str] = []
     for name, like in model.items():
         location = next((found for found in _candidate_locations(name) if found.name in source.tensors), None)
@@ -149,7 +149,7 @@ def open_megatron(folder: Path) -> Source:
 
 def _optimizer(
     source: Source, model: Mapping[str, Tensor], used: set[str], problems: list[str]
-) -> dict[str, SavedTensor]:
+) -> dict[str, TensorShard]:
     """Maps master weights, moments and the step count. Master weights of fp32 parameters replace the weights."""
     states: dict[tuple[str, str], str] = {}
     for key in source.tensors:
@@ -178,7 +178,7 @@ def _optimizer(
     steps = _steps(source.common.get("optimizer"))
     if len(steps) != 1:
         raise CheckpointProblem(f"{source.folder} has {len(steps)} different optimizer step counts, expected one")
-    tensors[tensor_key("optimizer", "step_count")] = SavedTensor.whole(torch.tensor(steps.pop(), dtype=torch.int64))
+    tensors[tensor_key("optimizer", "step_count")] = TensorShard.whole(torch.tensor(steps.pop(), dtype=torch.int64))
     return tensors
 
 
@@ -190,7 +190,7 @@ def _pending(
     dtype: torch.dtype,
     problems: list[str],
     notes: list[str],
-) -> SavedTensor:
+) -> TensorShard:
     """Builds the pending boxes of one parameter: one per expert, or one for the tensor."""
     stored, shape = source.tensors[location.name].shape, tuple(like.shape)
     stack = () if location.layer is None else (location.layer,)
@@ -198,7 +198,7 @@ def _pending(
     padded = name in _VOCABULARY and inner[1:] == shape[1:] and inner != shape
     if inner != shape and not padded or stack and stack[0] >= stored[0]:
         problems.append(f"shape of {name}: {list(shape)} in the model, {list(stored)} in {location.name}")
-        return SavedTensor(shape, ())
+        return TensorShard(shape, ())
     if padded:
         notes.append(f"{name} has {inner[0]} rows in the checkpoint and {shape[0]} in the model, including padding")
 
@@ -211,8 +211,8 @@ def _pending(
         return PendingBox(offset, torch.empty(size, dtype=dtype, device="meta"), make)
 
     if len(shape) == 3:
-        return SavedTensor(shape, tuple(box((e, 0, 0), (1, *shape[1:])) for e in range(shape[0])))
-    return SavedTensor(shape, (box((0,) * len(shape), shape),))
+        return TensorShard(shape, tuple(box((e, 0, 0), (1, *shape[1:])) for e in range(shape[0])))
+    return TensorShard(shape, (box((0,) * len(shape), shape),))
 
 
 def _steps(state: Any) -> set[int]:

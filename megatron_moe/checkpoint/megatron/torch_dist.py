@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.megatron.pickles import MAX_PICKLE_BYTES, LazyTensor, Record, load_archive, load_pickle
+from megatron_moe.checkpoint.megatron.pickles import (
+    MAX_PICKLE_BYTES,
+    LazyTensor,
+    PickledObject,
+    load_archive,
+    load_pickle,
+)
 from megatron_moe.checkpoint.storage import open_regular, read_bounded
 from megatron_moe.checkpoint.tensor_shards import block_slices, intersection
 from megatron_moe.config.exit_codes import CheckpointProblem
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor and its byte range in a file."""
 
     offset: tuple[int, ...]
@@ -29,12 +35,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor and the chunks that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class TorchDist:
@@ -70,7 +76,7 @@ class TorchDist:
             raise CheckpointProblem(f"{self.folder}: {name} has only {filled} of {out.numel()} elements")
         return out
 
-    def _chunk(self, name: str, entry: Entry, chunk: Chunk) -> Tensor:
+    def _chunk(self, name: str, entry: StoredTensor, chunk: StoredChunk) -> Tensor:
         stored = load_archive(self._stored(chunk), f"{self.folder / chunk.file}, {name}")
         if not isinstance(stored, LazyTensor) or (stored.dtype, stored.shape) != (entry.dtype, chunk.shape):
             raise CheckpointProblem(
@@ -78,7 +84,7 @@ class TorchDist:
             )
         return stored.load()
 
-    def _stored(self, chunk: Chunk) -> bytes:
+    def _stored(self, chunk: StoredChunk) -> bytes:
         path = self.folder / chunk.file
         with open_regular(path) as file:
             if not 0 <= chunk.start <= chunk.start + chunk.size <= os.fstat(file.fileno()).st_size:
@@ -88,7 +94,7 @@ class TorchDist:
             file.seek(chunk.start)
             return file.read(chunk.size)
 
-    def _common(self, objects: Mapping[str, Chunk]) -> dict[str, Any]:
+    def _common(self, objects: Mapping[str, StoredChunk]) -> dict[str, Any]:
         """Reads the common state: common.pt, or since Megatron-Core 0.17 an object among the stored ones."""
         stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
         if (self.folder / "common.pt").is_file() or stored is None:
@@ -100,7 +106,7 @@ class TorchDist:
             raise CheckpointProblem(f"{self.folder}: the common state is not a dict")
         return content
 
-    def _entries(self) -> tuple[dict[str, Entry], dict[str, Chunk]]:
+    def _entries(self) -> tuple[dict[str, StoredTensor], dict[str, StoredChunk]]:
         """Tensors and the locations of other objects, from .metadata."""
         metadata = load_pickle(self._bytes(".metadata"), f"{self.folder}/.metadata")
         try:
@@ -111,11 +117,11 @@ class TorchDist:
             described = {
                 str(name): item
                 for name, item in metadata.state_dict_metadata.items()
-                if isinstance(item, Record) and hasattr(item, "chunks")
+                if isinstance(item, PickledObject) and hasattr(item, "chunks")
             }
             entries = {name: self._entry(name, item, locations) for name, item in described.items()}
             objects = {
-                name: Chunk((), (), self._known_file(info, name), int(info.offset), int(info.length))
+                name: StoredChunk((), (), self._known_file(info, name), int(info.offset), int(info.length))
                 for (name, _), info in locations.items()
                 if name not in entries
             }
@@ -123,22 +129,22 @@ class TorchDist:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointProblem(f"{self.folder}/.metadata is malformed: {error!r}") from error
 
-    def _entry(self, name: str, described: Record, locations: dict[tuple[str, tuple[int, ...]], Any]) -> Entry:
-        shape = tuple(map(int, described.size))
+    def _entry(self, name: str, item: PickledObject, locations: dict[tuple[str, tuple[int, ...]], Any]) -> StoredTensor:
+        shape = tuple(map(int, item.size))
         chunks = []
-        for chunk in described.chunks:
+        for chunk in item.chunks:
             offset, info = tuple(map(int, chunk.offsets)), locations[name, tuple(chunk.offsets)]
             file = self._known_file(info, name)
             size = tuple(map(int, chunk.sizes))
             if any(o < 0 or o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
                 raise CheckpointProblem(f"{self.folder}: {name} of shape {shape} has a chunk {offset} + {size}")
-            chunks.append(Chunk(offset, size, file, int(info.offset), int(info.length)))
-        dtype = described.properties.dtype
+            chunks.append(StoredChunk(offset, size, file, int(info.offset), int(info.length)))
+        dtype = item.properties.dtype
         if not isinstance(dtype, torch.dtype):
             raise CheckpointProblem(f"{self.folder}: {name} has no dtype in .metadata")
-        return Entry(dtype, shape, tuple(chunks))
+        return StoredTensor(dtype, shape, tuple(chunks))
 
-    def _known_file(self, info: Record, name: str) -> str:
+    def _known_file(self, info: PickledObject, name: str) -> str:
         """File name of a stored object, checked to be a file of the folder."""
         if info.relative_path not in self._files:
             raise CheckpointProblem(f"{self.folder}: {name} is stored in {info.relative_path!r}, which is missing")

@@ -1,6 +1,6 @@
-"""Ops by NVIDIA's apex, built from its source with its CUDA extensions: fused weight gradients and the fused norms.
+"""Ops of NVIDIA Apex, built from source with its CUDA extensions: fused weight gradients and fused norms.
 
-The package `apex` of the Python index is another program and has none of these modules.
+The package `apex` on PyPI is unrelated and has none of these modules.
 """
 
 import fused_weight_gradient_mlp_cuda
@@ -17,19 +17,19 @@ ON_REQUEST = True
 PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is torch.float64:
-        return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
+        return Support(Priority.NO, "fp64 is used for verification only and runs on plain torch")
     if op == "linear_weight_grad":
         return Support(Priority.YES, "accumulates inside the gradient buffer")
-    return Support(Priority.YES, "its kernel")
+    return Support(Priority.YES, "Apex kernel")
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Accumulates in fp32 or in the dtype of the factors."""
+    """See `Kernels.linear_weight_grad`. `out` must have fp32 or the dtype of `grad` and `x`."""
     grads, rows = grad.flatten(0, -2).contiguous(), x.flatten(0, -2).contiguous()
     if not accumulate:
         out.zero_()

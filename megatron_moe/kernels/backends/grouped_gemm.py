@@ -1,6 +1,6 @@
-"""Grouped products by the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
+"""Grouped GEMMs of the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
 
-It needs the rows of every expert on the host: one synchronisation per product. `auto` does not select it.
+The package reads the number of rows per expert on the host: one synchronisation per GEMM. `auto` never selects it.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ ON_REQUEST = True
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is not torch.bfloat16:
         return Support(Priority.NO, "it computes in bfloat16 only")
-    return Support(Priority.YES, "the host waits for the rows of every expert")
+    return Support(Priority.YES, "the host synchronises to read the number of rows per expert")
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """The product is rounded to bf16 before it is added: the package gives no other."""
+    """See `Kernels.grouped_weight_grad`. The package returns bf16 only, so the result is rounded before it is added."""
     for part, adds in reference.one_by_one(parts, accumulate):
         _weight_grad(*part, out, adds)
 
@@ -47,13 +47,13 @@ def _weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Tensor, acc
     held = int(sizes_e.sum())
     a, b = (x[:held].contiguous() for x in (grad, rows))
     product = backend.gmm(a, b, sizes_e, trans_a=True, trans_b=False) if held else out.new_zeros(out.shape)
-    # the package leaves the gradient of an expert without rows undefined
+    # the package leaves the weight gradient of experts without rows undefined
     empty_e = (sizes_e == 0).to(out.device)[:, None, None]
     reference.store(out, product.to(out.dtype).masked_fill(empty_e, 0), accumulate)
 
 
 def _product(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, trans_b: bool) -> Tensor:
-    """Rows of every expert by its matrix; zeros past the last offset."""
+    """Grouped GEMM of rows and expert weights; rows beyond `offsets_e[-1]` are 0 in the result."""
     sizes_e = _sizes(offsets_e)
     held = int(sizes_e.sum())
     out = rows.new_zeros(rows.shape[0], weight.shape[1 if trans_b else 2])
@@ -63,5 +63,5 @@ def _product(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, trans_b: bool) 
 
 
 def _sizes(offsets_e: Tensor) -> Tensor:
-    """int64 rows of every expert, on the host. The host waits here."""
+    """Number of rows per expert, int64 on the host. Synchronises with the device."""
     return offsets_e.diff(prepend=offsets_e.new_zeros(1)).to("cpu", torch.int64)

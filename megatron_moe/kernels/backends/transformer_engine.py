@@ -1,7 +1,7 @@
-"""Ops by NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
+"""Ops of NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
 
-Selected by name only, for comparison: our own kernels are faster. Its grouped products need the rows of every expert on
-the host: one synchronisation per product.
+Selected only by name, for comparison: this project's kernels are faster. Its grouped GEMMs need the number of rows per
+expert on the host: one device synchronisation per GEMM.
 """
 
 from collections.abc import Sequence
@@ -38,26 +38,26 @@ PROVIDES = (
 )
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
-        return Support(Priority.NO, "it computes on NVIDIA GPUs only")
+        return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is torch.float64:
-        return Support(Priority.NO, "it has no fp64")
+        return Support(Priority.NO, "it does not support fp64")
     if op == "attention" and dtype is torch.float32:
-        return Support(Priority.NO, "its attention has no fp32")
+        return Support(Priority.NO, "its attention does not support fp32")
     reasons = {
-        "grouped_forward": "GroupedLinear's products; the host waits for the rows of every expert",
-        "grouped_input_grad": "as grouped_forward",
-        "grouped_weight_grad": "as grouped_forward; accumulates inside the gradient buffer",
-        "linear_weight_grad": "accumulates inside the gradient buffer",
-        "attention": "DotProductAttention; sinks, dropout and documents are plain torch",
+        "grouped_forward": "GEMMs of GroupedLinear; the host synchronises to read the number of rows per expert",
+        "grouped_input_grad": "same as grouped_forward",
+        "grouped_weight_grad": "same as grouped_forward; accumulates in the gradient buffer",
+        "linear_weight_grad": "accumulates in the gradient buffer",
+        "attention": "DotProductAttention; sinks, dropout and document masks are plain torch",
         "activation": "SwiGLU; other activations are plain torch",
     }
-    return Support(Priority.YES, reasons.get(op, "its kernel"))
+    return Support(Priority.YES, reasons.get(op, "Transformer Engine kernel"))
 
 
-# matrix products: the order of the operands is weight, input, and "TN" multiplies input by weight transposed
+# matrix multiplications: operands in the order weight, input; "TN" multiplies the input by the transposed weight
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -
 def _product(
     weight: Tensor, x: Tensor, layout: str, width: int, *, bias: Tensor | None = None, grad: bool = False
 ) -> Tensor:
-    """x [..., I] by the weight -> [..., width]."""
+    """Multiplies x [..., I] by the weight -> [..., width]."""
     matrix = x.flatten(0, -2).contiguous()
     if matrix.shape[0] == 0:
         return x.new_zeros(*x.shape[:-1], width)
@@ -104,7 +104,7 @@ def _grouped_weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Ten
     splits = _splits(offsets_e)
     inputs, grads = (list(_held(x, splits).split(splits)) for x in (rows, grad))
     if not accumulate:
-        out.zero_()  # an expert without rows is skipped by the product
+        out.zero_()  # the GEMM skips experts without rows
     held = [i for i, size in enumerate(splits) if size]
     if held:
         general_grouped_gemm(
@@ -121,7 +121,7 @@ def _grouped_weight_grad(grad: Tensor, rows: Tensor, offsets_e: Tensor, out: Ten
 
 
 def _grouped_product(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: str) -> Tensor:
-    """Rows of every expert by its matrix; what stands past the last offset stays as it is allocated."""
+    """Grouped GEMM of rows and expert weights; rows beyond `offsets_e[-1]` are uninitialised in the result."""
     splits = _splits(offsets_e)
     out = rows.new_empty(rows.shape[0], weight.shape[1 if layout == "TN" else 2])
     held = [i for i, size in enumerate(splits) if size]
@@ -142,13 +142,13 @@ def _grouped_product(rows: Tensor, weight: Tensor, offsets_e: Tensor, layout: st
 
 
 def _splits(offsets_e: Tensor) -> list[int]:
-    """Rows of every expert. The host waits here."""
+    """Number of rows per expert, on the host. Synchronises with the device."""
     ends = offsets_e.tolist()
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _held(rows: Tensor, splits: list[int]) -> Tensor:
-    """The rows that hold something."""
+    """Rows up to the end of the last expert."""
     return rows[: sum(splits)].contiguous()
 
 
@@ -156,11 +156,11 @@ def _held(rows: Tensor, splits: list[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TERMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-class _RMSNorm(torch.autograd.Function):
+class _TERMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -184,11 +184,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
+    out: Tensor = _TELayerNorm.apply(x, weight, bias, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
-class _LayerNorm(torch.autograd.Function):
+class _TELayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.flatten(0, -2).contiguous()
@@ -212,7 +212,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Causal and sliding-window attention of one document."""
+    """See `Kernels.attention`. Supports causal and sliding-window attention of a single document."""
     q_SBND, k_SBGD, v_SBGE, config, *_ = inputs
     if inputs.has_sinks or inputs.drops or inputs.segments_BS is not None or not config.causal:
         return reference.attention(inputs)
@@ -242,27 +242,27 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Its SwiGLU, and our multiplication by the probabilities; rows of probability 0 hold nothing."""
+    """Transformer Engine's SwiGLU, then the multiplication by the probabilities; rows of probability 0 are padding."""
 
     @staticmethod
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_RF, probs_R)
         out_RF: Tensor = tex.swiglu(x_RF.contiguous(), None)
-        return out_RF if probs_R is None else _weigh(out_RF, probs_R)
+        return out_RF if probs_R is None else _scale_rows(out_RF, probs_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x_RF, probs_R), (grad_RF,) = ctx.saved_tensors, grads
         if probs_R is None:
             return tex.dswiglu(grad_RF.contiguous(), x_RF.contiguous(), None), None
-        grad_x = tex.dswiglu(_weigh(grad_RF, probs_R), x_RF.contiguous(), None)
+        grad_x = tex.dswiglu(_scale_rows(grad_RF, probs_R), x_RF.contiguous(), None)
         products_RF = grad_RF.float() * tex.swiglu(x_RF.contiguous(), None).float()
         empty_R = probs_R == 0
         grad_probs = products_RF.sum(dim=-1).masked_fill(empty_R, 0).to(probs_R.dtype)
         return grad_x.masked_fill_(empty_R[..., None], 0), grad_probs
 
 
-def _weigh(x_RF: Tensor, probs_R: Tensor) -> Tensor:
+def _scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
     """Every row times its probability; zero where that is 0, whatever the row holds."""
     product_RF = (x_RF.float() * probs_R.float()[..., None]).to(x_RF.dtype)
     return product_RF.masked_fill_((probs_R == 0)[..., None], 0)

@@ -13,10 +13,10 @@ from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.kernels.kernel_set import KernelSet
 
 Work = Callable[[], Sequence[Tensor]]
-"""Reads and writes tensors at fixed addresses and returns its outputs."""
+"""Function to capture: reads and writes tensors at fixed addresses and returns output tensors."""
 _MIB = 2**20
 _CAPTURABLE = ("hopper", "torch_native", "triton")
-"""Backends whose grouped products keep offsets on the device."""
+"""Backends whose grouped GEMMs read row offsets on the device."""
 
 
 def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
@@ -35,7 +35,7 @@ def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
 
 
 class CapturedGraph:
-    """CUDA graph with its outputs, which are valid after the first `replay` and never move."""
+    """CUDA graph with its outputs, which are valid after the first `replay` and stay at fixed addresses."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Tensor]) -> None:
         self._graph = graph
@@ -46,7 +46,7 @@ class CapturedGraph:
 
 
 class CudaGraphRecorder:
-    """Captures CUDA graphs. Captured work must not synchronise, and its kernels must have been compiled before."""
+    """Captures CUDA graphs. Captured work must not synchronise, and its kernels must already be compiled."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,7 +63,7 @@ class CudaGraphRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), garbage_collection_disabled():
-            # thread_local: other threads, such as the data loader's, may allocate meanwhile
+            # thread_local: other threads, such as the data loader's, may allocate during the capture
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 outputs = work()
@@ -73,7 +73,7 @@ class CudaGraphRecorder:
         return CapturedGraph(graph, outputs)
 
     def empty_cache(self) -> None:
-        """Returns cached memory of eager steps to the device, because graph pools cannot use it."""
+        """Returns memory that eager steps have cached to the device, because graph pools cannot use it."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -101,7 +101,7 @@ def garbage_collection_disabled() -> Iterator[None]:
 
 
 class CaptureReport:
-    """Reports once what was captured. `enter` observes `train.events.RunEvents`.
+    """Logs a summary of the captured graphs once. `enter` is an observer of `train.events.RunEvents`.
 
     `summary` returns None until the first step with graphs has ended.
     """
@@ -112,7 +112,7 @@ class CaptureReport:
         self._reported = False
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Called at the begin of every phase of the run."""
+        """Called at the beginning of every phase of the run."""
         summary = None if self._reported else self._summary()
         if summary is not None:
             self._reported = True

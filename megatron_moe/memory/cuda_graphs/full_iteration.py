@@ -18,9 +18,9 @@ Work = Callable[[Sequence[MicroBatch]], Tensor]
 
 
 class FullIterationGraph:
-    """Captured steps, one graph per number and form of microbatches.
+    """Captures and replays whole steps, with one graph per number and form (shapes, dtypes) of microbatches.
 
-    The first `warmup` steps run eagerly. The gradients of all `accumulators` must have been reset before a step.
+    The first `warmup` steps run eagerly. All `accumulators` must have been reset before a step.
     """
 
     def __init__(self, recorder: CudaGraphRecorder, warmup: int, accumulators: Sequence[StaticGradAccumulator]) -> None:
@@ -32,7 +32,7 @@ class FullIterationGraph:
         self._captured: dict[Form, _CapturedStep] = {}
 
     def run(self, batches: Sequence[MicroBatch], work: Work, metrics: MetricAccumulator) -> Tensor:
-        """Returns `work(batches)`."""
+        """Computes `work(batches)`, eagerly during warm-up, then by graph replay."""
         self._num_steps += 1
         if self._num_steps <= self._warmup:
             return work(batches)
@@ -72,7 +72,7 @@ class _CapturedStep:
         self.graph: CapturedGraph | None = None
         self.metrics = MetricRecorder()
         self.filled: list[StaticGradAccumulator] = []
-        """Accumulators that get a gradient."""
+        """Accumulators that get a gradient in this step."""
         self._batches: tuple[MicroBatch, ...] = unflatten(inputs, tensors, self.static_inputs)
 
     def compute(self, work: Work) -> list[Tensor]:

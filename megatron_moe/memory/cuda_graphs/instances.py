@@ -7,8 +7,8 @@ from megatron_moe.memory.cuda_graphs.layer_graphs import GraphInstance
 
 
 class GraphInstancePool:
-    """Graph instances of every chunk on this rank, as many as the schedule has microbatches between forward and
-    backward. The first `warmup` steps run eagerly, so that kernels are compiled before the capture."""
+    """Graph instances of every model chunk on this rank, one for each microbatch in flight (between forward and
+    backward). The first `warmup` steps run eagerly, so that kernels are compiled before the capture."""
 
     def __init__(self, recorder: CudaGraphRecorder, warmup: int) -> None:
         self._recorder = recorder
@@ -42,7 +42,7 @@ class GraphInstancePool:
             self._free[chunk].append(instance)
 
     def of(self, chunk: int) -> tuple[GraphInstance, ...]:
-        """All instances of a chunk, between steps."""
+        """All instances of a chunk. Only valid between steps, when all instances are idle."""
         return tuple(self._free.get(chunk, ()))
 
     def __iter__(self) -> Iterator[GraphInstance]:

@@ -26,7 +26,7 @@ from megatron_moe.memory.pytree import Form, flatten, unflatten
 from megatron_moe.parallel.parameter import Parameter
 
 Function = Callable[[Any, MicrobatchContext], Any]
-"""Maps the state left by the previous module to the state left by this one."""
+"""Maps the state that the previous module returned to the state that this module returns."""
 
 
 class StaticGradAccumulator(Protocol):
@@ -34,7 +34,7 @@ class StaticGradAccumulator(Protocol):
 
     main_grad: Tensor
     filled: bool
-    """True once this step's first gradient was written; later ones accumulate."""
+    """True once the first gradient of this step has been written; later gradients are added to it."""
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None: ...
 
@@ -49,7 +49,8 @@ class CapturedModule:
     """All parameters that the function uses."""
 
     def __call__(self, state: Any, mb: MicrobatchContext) -> Any:
-        """Replays the graph of the microbatch's instance, capturing it first if needed; eager without an instance."""
+        """Replays the graph of the microbatch's instance (captured on first use); eager without instance or
+        gradients."""
         if mb.graph_instance is None or not torch.is_grad_enabled():
             return self.function(state, mb)
         return mb.graph_instance.run(self, state, mb)
@@ -68,7 +69,7 @@ class GraphInstance:
         self._contexts: dict[Form, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._outputs: dict[int, Tensor] = {}
-        """Outputs of graphs by address."""
+        """Outputs of captured graphs by address."""
         self._static_grads: dict[tuple[Any, ...], Tensor] = {}
 
     def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
@@ -90,7 +91,7 @@ class GraphInstance:
         return self._recorder.capture(work, self.pool)
 
     def static_input(self, tensor: Tensor, allocate: Callable[[Tensor], Tensor]) -> "_StaticInput":
-        """Graph input for tensors like this one: its own memory if it is the output of a graph, else a new buffer."""
+        """Graph input for tensors like `tensor`: `tensor` itself if it is the output of a graph, else a new buffer."""
         known = self._outputs.get(tensor.data_ptr())
         if known is not None and known.shape == tensor.shape and known.stride() == tensor.stride():
             return _StaticInput(tensor.detach(), is_output=True)
@@ -101,12 +102,12 @@ class GraphInstance:
         self._outputs |= {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
 
     def static_buffer(self, like: Tensor) -> Tensor:
-        """Allocates memory at a fixed address."""
+        """Allocates a static buffer, at a fixed address, with the shape and dtype of `like`."""
         self.static_bytes += like.nbytes
         return torch.empty_like(like, requires_grad=False)
 
     def static_grad(self, like: Tensor, index: int) -> Tensor:
-        """Static buffer of an output gradient; backwards run one at a time and share it."""
+        """Static buffer of output gradient `index`; modules share it, since backwards run one at a time."""
         key = index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)
@@ -172,7 +173,7 @@ class _CapturedForward:
         *,
         records: bool,
     ) -> None:
-        """`mb`: a static context. `records`: metrics are recorded."""
+        """`mb`: context with static tensors. `records`: whether metrics are recorded."""
         self._instance = instance
         self._module = module
         self._mb = mb
@@ -207,7 +208,7 @@ class _CapturedForward:
         return [output.requires_grad for output in self._outputs]
 
     def state_with(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Result of the function with the tensors of this microbatch."""
+        """Result of the function, with its captured tensors replaced by those of this microbatch."""
         return unflatten(self._result, [*self._buffers, *self._outputs], [*tensors, *outputs])
 
     def record_metrics(self, metrics: MetricAccumulator) -> None:
@@ -245,7 +246,7 @@ class _CapturedBackward:
         outputs: Callable[[], Sequence[Tensor]],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """`outputs`: with the autograd graph of the last forward. `grads`: None for outputs that never have one."""
+        """`outputs`: returns outputs with the last forward's graph. `grads`: None for outputs without gradient."""
         self._instance = instance
         self._module = module
         self._grads = [
@@ -327,7 +328,7 @@ class _CapturedBackward:
 
 
 class _WeightGrad(NamedTuple):
-    """Weight gradient to be computed."""
+    """Weight gradient whose computation is deferred."""
 
     accumulator: StaticGradAccumulator
     compute: Callable[[Tensor, bool], None]
@@ -335,7 +336,7 @@ class _WeightGrad(NamedTuple):
 
 @dataclass(frozen=True)
 class _Collector:
-    """Replaces an accumulator during capture and collects its weight gradients."""
+    """Replaces a gradient accumulator during capture and collects its weight gradients in `tasks`."""
 
     accumulator: StaticGradAccumulator
     tasks: list[_WeightGrad]
@@ -353,7 +354,7 @@ def _store(grad: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def _already_written(out: Tensor, accumulate: bool) -> None:
-    """Weight gradient that a replay has written."""
+    """No-op computation of a weight gradient that a graph replay has already written."""
 
 
 class _StaticInput(NamedTuple):
@@ -361,7 +362,7 @@ class _StaticInput(NamedTuple):
 
     buffer: Tensor
     is_output: bool
-    """The buffer is the output of another graph; inputs need no copy."""
+    """True if the buffer is the output of another graph, so that no copy is needed."""
 
     def load(self, tensor: Tensor, name: str) -> None:
         if self.is_output:
@@ -402,7 +403,7 @@ class MetricRecorder(MetricAccumulator):
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
         """See `MetricAccumulator`."""
         index = self._add(row)
-        # the accumulator keeps rows, and the next replay overwrites this one
+        # the accumulator stores rows, but the next replay overwrites this row
         self._records.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[index].clone(), fold))
 
     def replay(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:

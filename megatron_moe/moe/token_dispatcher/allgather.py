@@ -1,7 +1,7 @@
 """All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its local experts.
 
-Expert outputs are summed per token, and a reduce-scatter sums over ranks: over ep different experts, over etp partial
-sums of the same ones. It needs no split sizes and suits few ranks.
+Each rank sums its expert outputs per token, and a reduce-scatter sums over ranks: different experts over ep, partial
+sums of the same experts over etp. No split sizes are needed; efficient for few ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ class PendingAllGather:
 
     tokens: PendingExchange
     choices: PendingExchange
-    """Ids [T, K], or the columns of the dense map [T, E]."""
+    """Expert ids [T, K], or the dense map [T, E]."""
     probs: PendingExchange
     routing: Routing
 
 
 class AllGatherDispatcher:
-    """Dispatches without host synchronisation: buffers have the bound that no routing exceeds, (tokens of all ranks) *
-    min(K, local experts), or the experts' capacity when they are padded to it. All ranks must have equally many tokens.
-    Rows are sorted by expert, then by rank, then by token."""
+    """Dispatches without host synchronisation: buffers have as many rows as any routing can need, (tokens of all ranks)
+    * min(K, local experts), or the experts' capacity if they are padded to it. All ranks must have the same number of
+    tokens. Rows are sorted by expert, then by rank, then by token."""
 
     host_reads = 0
     can_overflow = False
@@ -50,7 +50,7 @@ class AllGatherDispatcher:
         return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs), routing)
 
     def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
-        """Copies all ranks' tokens to the rows of this rank's experts; rows that hold nothing are zeros."""
+        """Copies the tokens of all ranks to the rows of this rank's experts; padding rows are zeros."""
         tokens_TH, choices, probs = pending.tokens.finish(), pending.choices.finish(), pending.probs.finish()
         # at most min(K, local experts) rows per token
         bound = len(tokens_TH) * min(choices.shape[1], self.num_local) if pending.routing.capacity is None else None
@@ -66,12 +66,12 @@ class AllGatherDispatcher:
         return exchange.start(ReduceScatter(self.group), sums_TH), data_RH.dtype
 
     def finish_combine(self, pending: tuple[PendingExchange, torch.dtype]) -> Tensor:
-        """[T, H]: the sum of every token's rows."""
+        """Sum of the expert outputs of each token, [T, H]."""
         sums, dtype = pending
         return sums.finish().to(dtype)
 
     def _of_my_experts(self, routing: Routing, choices: Tensor, probs: Tensor) -> Routing:
-        """Routing of all ranks' tokens to the experts of this rank, whose ids start at 0."""
+        """Routing of all ranks' tokens to the experts of this rank, with local expert ids; -1 for other experts."""
         capacity = None if routing.capacity is None else routing.capacity * self.group.size
         local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
         if routing.map_TE is not None:

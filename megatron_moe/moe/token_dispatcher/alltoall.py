@@ -1,7 +1,7 @@
-"""All-to-all dispatcher: sends every row to the rank of its expert, and its output back.
+"""All-to-all dispatcher: sends every row to the rank of its expert, and the expert's output back.
 
 An all-to-all over ep exchanges rows sorted by expert. Over etp, whose ranks hold slices of the same experts, rows are
-gathered before the experts and their partial sums are reduce-scattered after them.
+gathered before the experts run and the partial sums of the outputs are reduce-scattered.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,26 @@ from megatron_moe.parallel.grid import expert_grid
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Split sizes of one exchange. The plans of all etp x ep ranks match."""
+    """Split sizes of one dispatch and its combine, consistent across all etp x ep ranks."""
 
     over_ep: AllToAll
     """Sends rows to the ranks of their experts."""
     over_etp: AllGather
     num_sent: int
     num_held: int
-    """Rows of this rank's experts, from all etp x ep ranks."""
+    """Number of rows that this rank's experts receive from all etp x ep ranks."""
     counts_Pe: Tensor
-    """int64 rows from every source rank to every local expert, in arrival order: ep within etp."""
+    """int64 number of rows from each source rank to each local expert; sources as in `_arrival_order`."""
 
 
 @dataclass(frozen=True)
 class AllToAllHandle:
-    """State of a dispatch for combine."""
+    """State of a dispatch that its combine needs."""
 
     index: RowIndex
-    """From tokens to the rows sent."""
+    """Maps tokens to the rows that this rank sends."""
     order: RowIndex | None
-    """From received rows to rows sorted by expert; None if there is one local expert."""
+    """Maps received rows to rows sorted by expert; None if this rank has only one expert."""
     plan: ExchangePlan
     num_tokens: int
 
@@ -56,9 +56,9 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Dispatches with one host read: buffers have exactly the received rows, so the host needs their counts. With
-    experts padded to their capacity it reads nothing, and all ranks must have equally many tokens. Rows are sorted by
-    expert, then by source rank (etp, then ep), then by token."""
+    """Dispatches with one host read: buffers have exactly as many rows as are received, so the host needs the counts.
+    If experts are padded to their capacity there is no host read, but all ranks must have the same number of tokens.
+    Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
 
     host_reads = 1
     can_overflow = False
@@ -66,14 +66,14 @@ class AllToAllDispatcher:
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels
         self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
-        """Host read of the rows [P, Q] from every rank of etp x ep to every rank of ep; memory emulation replaces it by
-        a function of the number of choices of this rank."""
+        """Reads to the host how many rows [P, Q] rank P of etp x ep sends to rank Q of ep; memory emulation replaces it
+        by an estimate from the number of choices on this rank."""
         self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
-        """Sorts rows by expert and starts the exchange."""
+        """Sorts rows by expert and starts the all-to-all."""
         index, probs_R = index_rows(routing, self.kernels)
         rows_RH = self.kernels.permute(tokens_TH, index)
         plan = self._counted(index) if routing.capacity is None else self._padded(routing.capacity)
@@ -85,7 +85,7 @@ class AllToAllDispatcher:
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
 
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
-        """Receives rows and sorts them by local expert."""
+        """Waits for the received rows and sorts them by local expert."""
         plan = pending.plan
         # etp, backward reduce-scatter: etp times the rows that this rank received
         data_RH = exchange.run(plan.over_etp, pending.rows.finish())
@@ -99,7 +99,7 @@ class AllToAllDispatcher:
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle
 
     def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
-        """Restores the received order, sums the partial results of etp ranks, and starts to send rows back."""
+        """Restores the order of receipt, sums the partial outputs of etp ranks, and starts to send the rows back."""
         data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
@@ -108,12 +108,12 @@ class AllToAllDispatcher:
         return exchange.start(plan.over_ep.transposed, data_RH), handle
 
     def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
-        """[T, H]: the sum of every token's rows."""
+        """Sum of the expert outputs of each token, [T, H]."""
         rows, handle = pending
         return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
-        """Plan from the counts of all ranks, which the host reads here."""
+        """Plan without padding: gathers the row counts of all ranks and reads them to the host."""
         mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
         # etp x ep: 8 * E bytes; no gradient flows through counts
         counts = exchange.run(AllGather(self.etp_ep), mine_E)
@@ -132,7 +132,7 @@ class AllToAllDispatcher:
         )
 
     def _padded(self, capacity: int) -> ExchangePlan:
-        """Every rank sends every expert exactly `capacity` rows."""
+        """Plan with padded experts: every rank sends exactly `capacity` rows to every expert."""
         num_sources, device = self.etp_ep.size, self.places_P.device
         return ExchangePlan(
             over_ep=AllToAll(self.ep),
@@ -143,7 +143,7 @@ class AllToAllDispatcher:
         )
 
     def _order(self, plan: ExchangePlan) -> RowIndex | None:
-        """Stable sort of the received rows by local expert; None if there is one."""
+        """Permutation that stably sorts the received rows by local expert; None if the rank has only one expert."""
         num_sources, num_local = plan.counts_Pe.shape
         if num_local == 1:
             return None
@@ -153,7 +153,7 @@ class AllToAllDispatcher:
 
 
 def _arrival_order(ctx: ParallelContext) -> list[int]:
-    """Ranks of the etp x ep group (indices) in the order in which their rows arrive: ep within etp."""
+    """Rank indices of the etp x ep group in the order in which their rows arrive: by etp rank, then by ep rank."""
     grid, ranks = expert_grid(ctx.config), ctx.group("etp_ep").ranks
     at = [grid.coordinates(rank) for rank in ranks]
     return sorted(range(len(ranks)), key=lambda place: (at[place]["tp"], at[place]["ep"]))

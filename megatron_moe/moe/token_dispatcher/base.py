@@ -1,7 +1,7 @@
 """Interface of the token dispatchers, and the types that they exchange with router and experts.
 
 dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Each is split into start and finish, so
-that a schedule can put work between them.
+that a schedule can launch other work in between.
 """
 
 from dataclasses import dataclass, replace
@@ -17,22 +17,22 @@ from megatron_moe.parallel.context import ParallelContext
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Experts of every token, with their weights."""
+    """Experts selected for each token, with their probabilities."""
 
     num_experts: int
     ids_TK: Tensor | None = None
-    """int64 expert ids; -1: none (padding, dropped, fewer than K)."""
+    """int64 expert ids; -1: no expert (padding token, dropped choice, fewer than K experts)."""
     probs_TK: Tensor | None = None
-    """Weight of each choice, 0 where the id is -1."""
+    """Probability of each choice, 0 where the id is -1."""
     map_TE: Tensor | None = None
-    """bool; dense form, for expert choice where a token may visit any number of experts. Excludes ids_TK."""
+    """bool, dense form for expert choice, where any number of experts may select a token; `ids_TK` is then None."""
     probs_TE: Tensor | None = None
     counts_E: Tensor
-    """int64 tokens per expert on this rank, on the device."""
+    """int64 number of this rank's tokens per expert, on the device."""
     capacity: int | None = None
-    """Rows of every expert, padded, with `--moe-pad-expert-input-to-capacity`; None: as many as were routed."""
+    """Rows per expert after padding (`--moe-pad-expert-input-to-capacity`); None: no padding."""
     chosen_TK: Tensor | None = None
-    """int64 ids before drops by capacity; recorded to replay this routing."""
+    """int64 expert ids before capacity drops, for replaying this routing."""
 
     @property
     def probs(self) -> Tensor:
@@ -44,37 +44,37 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchedTokens:
-    """Rows of this rank's experts, as the experts receive and return them."""
+    """Input rows or output rows of this rank's experts."""
 
     data: Tensor
-    """[R, H] sorted by local expert, rows after offsets_e[-1] hold nothing; with `index` [tokens, H]."""
+    """[R, H] sorted by local expert, then padding from row offsets_e[-1] on; token-major [tokens, H] with `index`."""
     probs_R: Tensor
-    """Weight of each row; 0 for rows that hold nothing. Applied before the second expert matrix."""
+    """Routing probability of each row; 0 for padding rows."""
     offsets_e: Tensor
-    """int32 end of every local expert's rows, on the device."""
+    """int32 row index after the last row of each local expert, on the device."""
     index: RowIndex | None = None
-    """Token-major storage: the token in `data` of every row; the first expert matrix gathers its rows through it. None:
-    `data` is sorted by expert. The experts return sorted rows."""
+    """Token of each row, if `data` is token-major; fc1 of the experts gathers its input rows by this index. None:
+    `data` is sorted by expert, as is always the output of the experts."""
     bound: int
-    """Largest number of rows that can occur, known to the host."""
+    """Upper bound of the number of rows, known to the host."""
     overflow: Tensor | None = None
-    """bool scalar on the device: the routing needs more rows than `bound`, and the step must not be applied. None: no
-    routing exceeds `bound`."""
+    """bool scalar on the device: True if the routing needs more rows than `bound`; the step must then be skipped. None:
+    overflow is impossible."""
 
     @classmethod
     def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
-        """Copies tokens to the rows of `index`; the bound is the number of its rows."""
+        """Copies tokens to rows in the order of `index`; `bound` is the number of these rows."""
         data_RH = kernels.permute(tokens_TH, index)
         return cls(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
 
 
 @dataclass(frozen=True)
 class CombineHandle:
-    """State of a dispatch for combine."""
+    """State of a dispatch that its combine needs."""
 
     index: RowIndex
     num_tokens: int
-    """Tokens that were permuted: those of this rank, or of all ranks after an all-gather."""
+    """Number of permuted tokens: of this rank, or of all ranks after an all-gather."""
 
 
 Handle = TypeVar("Handle")
@@ -84,29 +84,28 @@ class Dispatcher(Protocol, Generic[Handle]):
     """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
     host_reads: int
-    """Maximum host-device synchronisations of one dispatch: 1 for all-to-all, whose split sizes the host needs; else
-    0."""
+    """Maximum number of host synchronisations per dispatch: 1 for all-to-all (split sizes), otherwise 0."""
     can_overflow: bool
-    """Whether `DispatchedTokens.overflow` is set."""
+    """Whether the dispatcher sets `DispatchedTokens.overflow`."""
 
     def __init__(self, num_experts: int, comm: "ExpertComm") -> None:
-        """`num_experts`: over all ranks."""
+        """`num_experts`: total number over all ranks."""
         ...
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...
     def finish_dispatch(self, pending: Any) -> tuple[DispatchedTokens, Handle]: ...
     def start_combine(self, rows: DispatchedTokens, handle: Handle) -> Any: ...
     def finish_combine(self, pending: Any) -> Tensor:
-        """[T, H]: the plain sum of every token's rows, accumulated in promote(fp32, dtype)."""
+        """Unweighted sum of the expert outputs of each token [T, H], accumulated in promote(fp32, dtype)."""
         ...
 
 
 class ExpertComm:
-    """Resources that the dispatchers of all layers of a run share."""
+    """Process groups, kernels and overflow flag that the token dispatchers of all layers share."""
 
     overflow: Tensor | None
-    """bool scalar on the device: a dispatch of this step on this rank exceeded its bound. None: that cannot happen.
-    The same on all ranks, whether or not they hold an MoE layer, because they reduce it together."""
+    """bool scalar on the device: True if a dispatch of this step on this rank exceeded its bound. None if the
+    dispatcher cannot overflow. Ranks without MoE layers have the flag too, because all ranks reduce it together."""
 
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
@@ -138,22 +137,22 @@ class ExpertComm:
             self.overflow = torch.zeros((), dtype=torch.bool, device=ctx.device)
 
     def new_dispatcher(self, num_experts: int) -> Dispatcher[Any]:
-        """The dispatcher of one layer."""
+        """Creates the dispatcher of one layer."""
         return self.dispatcher(num_experts, self)
 
     def begin_step(self) -> None:
-        """Clears `overflow`."""
+        """Clears `overflow` before a step."""
         if self.overflow is not None:
             self.overflow.zero_()
 
     def record(self, rows: DispatchedTokens) -> None:
-        """Sets `overflow` if these rows exceeded their bound."""
+        """Sets `overflow` if the dispatch of `rows` exceeded its bound."""
         if rows.overflow is not None:
             assert self.overflow is not None, f"{self.dispatcher.__name__} declares that it cannot overflow"
             self.overflow.logical_or_(rows.overflow)
 
     def any_overflow(self) -> Tensor | None:
-        """`overflow` of any rank, bool scalar on the device. All ranks call it once per step."""
+        """bool scalar on the device: True if any rank has `overflow` set. Collective; called once per step."""
         if self.overflow is None:
             return None
         # world: 4 bytes
@@ -161,9 +160,9 @@ class ExpertComm:
 
 
 def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:
-    """Rows of a routing, sorted by expert and then by token, and the probability of each [R].
+    """Returns the rows of a routing, sorted by expert and then by token, and the probability of each row [R].
 
-    R is known to the host: T * K (T * E in the dense form), or E * capacity when experts are padded to their capacity.
+    R is known to the host: T * K (T * E in the dense form), or E * capacity if experts are padded; at most `max_rows`.
     """
     if routing.map_TE is not None:
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
@@ -175,11 +174,11 @@ def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) 
 
 
 def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
-    """Index of the first `num_rows` rows; the others must hold nothing."""
+    """Index of the first `num_rows` rows; all other rows must be padding."""
     return replace(index, token_R=index.token_R[:num_rows], choice_R=index.choice_R[:num_rows])
 
 
 def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:
-    """int64 [R]: local expert of each row; e for rows after the last offset."""
+    """int64 [R]: local expert of each row; the number of local experts for padding rows."""
     rows = torch.arange(num_rows, device=offsets_e.device, dtype=offsets_e.dtype)
     return torch.searchsorted(offsets_e, rows, right=True)

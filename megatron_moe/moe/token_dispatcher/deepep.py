@@ -6,6 +6,7 @@ weights. The handle of a dispatch serves its gradients. Rows are bf16, weights f
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from megatron_moe.parallel.grid import expert_grid
 
 DEFAULT_SMS = 20
 """DeepEP's own default."""
+
+
+def has_deepep() -> bool:
+    """Whether deep_ep is installed."""
+    return find_spec("deep_ep") is not None
 
 
 @dataclass

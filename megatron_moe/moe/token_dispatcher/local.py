@@ -1,4 +1,4 @@
-"""Local dispatcher: with all experts on one rank, tokens are only sorted by expert and back."""
+"""Local dispatcher, for ranks that have all experts: sorts tokens by expert and restores their order."""
 
 from torch import Tensor
 
@@ -6,8 +6,8 @@ from megatron_moe.moe.token_dispatcher.base import CombineHandle, DispatchedToke
 
 
 class LocalDispatcher:
-    """Dispatches without communication or host synchronisation. Buffers have the exact bound: T * K rows, or the
-    experts' capacity when they are padded to it. All work is done in `finish_dispatch` and `finish_combine`."""
+    """Dispatches without communication or host synchronisation. Buffers have T * K rows, or E * capacity rows if
+    experts are padded. All work is done in `finish_dispatch` and `finish_combine`."""
 
     host_reads = 0
     can_overflow = False
@@ -19,7 +19,7 @@ class LocalDispatcher:
         return tokens_TH, routing
 
     def finish_dispatch(self, pending: tuple[Tensor, Routing]) -> tuple[DispatchedTokens, CombineHandle]:
-        """Copies every token to the rows of its experts; rows that hold nothing are zeros."""
+        """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
         index, probs_R = index_rows(routing, self.kernels)
         return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
@@ -28,6 +28,6 @@ class LocalDispatcher:
         return rows, handle
 
     def finish_combine(self, pending: tuple[DispatchedTokens, CombineHandle]) -> Tensor:
-        """[T, H]: the sum of every token's rows."""
+        """Sum of the expert outputs of each token, [T, H]."""
         rows, handle = pending
         return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

@@ -208,8 +208,8 @@ def test_run_yaml_of_a_proxy_starts_the_same_run(tmp_path):
     plan = small("--window-size 31,0 --window-attn-skip-freq 2")
     saved = tmp_path / "run.yaml"
     saved.write_text(plan.resolved_yaml)
-    again = read_plan(["--config", str(saved)], {})
-    assert (again.model, again.data, again.loop, again.lr_schedule) == (
+    reread = read_plan(["--config", str(saved)], {})
+    assert (reread.model, reread.data, reread.loop, reread.lr_schedule) == (
         plan.model,
         plan.data,
         plan.loop,

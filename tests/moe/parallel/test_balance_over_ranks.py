@@ -197,7 +197,7 @@ def test_only_enabled_losses_communicate() -> None:
     layout, data = parallel(4, tp=2), Data.random(2, padded=True)
     aux, both = ("all_reduce", 2, BATCH * 8), {"balancing": ("aux_loss", "seq_aux_loss"), "aux_loss_coeffs": (1.0, 1.0)}
     tokens, everyone = ("all_reduce", 2, BATCH), ("all_reduce", 4, 8)
-    for fields, with_tally, expected in (
+    for fields, recorded, expected in (
         ({}, False, {}),
         ({}, True, {}),
         ({"z_loss_coeff": 1.0}, False, {tokens: 1}),
@@ -206,9 +206,9 @@ def test_only_enabled_losses_communicate() -> None:
         (fields_of("global_aux_loss"), False, {tokens: 1, everyone: 1}),
     ):
 
-        def rank(ctx: ParallelContext, fields=fields, with_tally=with_tally) -> None:
+        def rank(ctx: ParallelContext, fields=fields, recorded=recorded) -> None:
             hidden, valid = piece_of(data, layout, ctx)
-            pull(router_on(ctx, **fields), hidden, valid_BS=valid, metrics=MetricAccumulator() if with_tally else None)
+            pull(router_on(ctx, **fields), hidden, valid_BS=valid, metrics=MetricAccumulator() if recorded else None)
 
         with counted_traffic() as traffic:
             on_threads(layout, rank)

@@ -70,7 +70,7 @@ def new(kind: Any, ctx: ParallelContext, num_experts: int = EXPERTS, kernels: An
     return kind(num_experts, ExpertComm(ctx, kernels, kind))
 
 
-def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
+def scaled(rows: DispatchedTokens, share: float) -> DispatchedTokens:
     """Experts that only apply the probability, with NaN in unused rows. Over etp each rank has a `share`."""
     weighed = rows.data * rows.probs_R[:, None] * share
     held = torch.arange(len(weighed)) < rows.offsets_e[-1]
@@ -80,7 +80,7 @@ def weigh(rows: DispatchedTokens, share: float) -> DispatchedTokens:
 
 def there_and_back(dispatcher: Any, tokens: Tensor, routing: Any, share: float) -> tuple[DispatchedTokens, Tensor]:
     rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
-    back = dispatcher.finish_combine(dispatcher.start_combine(weigh(rows, share), handle))
+    back = dispatcher.finish_combine(dispatcher.start_combine(scaled(rows, share), handle))
     return rows, back
 
 

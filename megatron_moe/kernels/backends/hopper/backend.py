@@ -1,8 +1,8 @@
-"""Grouped products for GPUs of compute capability 9 (H100, H200), in Gluon: TMA, warpgroup products, one launch each.
+"""Grouped GEMMs for GPUs of compute capability 9 (H100, H200), in Gluon, with TMA and warpgroup MMA.
 
-Gluon, unlike Triton, controls which warps load, which multiply and when results are stored. Offsets stay on the device,
-and every sum has a fixed order: results are bitwise reproducible. Gluon has no interpreter: CPU tests compile the
-kernels, GPU tests compare results.
+Unlike Triton, Gluon controls which warps load, which compute and when results are stored. Each op is one launch, row
+offsets stay on the device, and every sum has a fixed order: results are bitwise reproducible. Gluon has no interpreter:
+CPU tests only compile the kernels, GPU tests compare results.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ NAME = "hopper"
 NEEDS = ("triton", "triton.experimental.gluon.nvidia.hopper")
 PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 GLUON = "3.6"
-"""Triton whose Gluon they are written in: other versions lack some of its operations (docs/kernels.md)."""
+"""Required Triton version: other versions lack some of the Gluon operations used here (docs/kernels.md)."""
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if dtype is not torch.bfloat16:
-        return Support(Priority.NO, "it multiplies bf16")
+        return Support(Priority.NO, "it supports bf16 only")
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
-        return Support(Priority.NO, "it is written for compute capability 9 (H100, H200)")
+        return Support(Priority.NO, "it requires compute capability 9 (H100, H200)")
     if not triton.__version__.startswith(f"{GLUON}."):
-        return Support(Priority.NO, f"it is written in the Gluon of Triton {GLUON}, and here is {triton.__version__}")
-    reason = "TMA and warpgroups; offsets stay on the device"
+        return Support(Priority.NO, f"it requires the Gluon of Triton {GLUON}; installed is {triton.__version__}")
+    reason = "TMA and warpgroup MMA; offsets stay on the device"
     if op == "grouped_weight_grad":
-        reason += "; added in fp32 inside the gradient buffer"
+        reason += "; accumulates in fp32 in the gradient buffer"
     return Support(Priority.TAILORED, reason)
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. Gradient buffers in bf16 are left to the Triton kernel: sums in memory would
-    round every time."""
+    """See `Kernels.grouped_weight_grad`. Uses the Triton kernel for bf16 gradient buffers: this kernel adds to the
+    buffer in memory, which would round once per launch."""
     if out.dtype is torch.float32:
         weight_grad.grouped_weight_grad(parts, out, accumulate)
     else:

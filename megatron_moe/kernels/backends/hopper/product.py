@@ -1,4 +1,4 @@
-"""Rows of every expert times its matrix: one launch for all experts, offsets on the device."""
+"""Grouped GEMM: multiplies each expert's rows by its weight, one launch for all experts, offsets read on the device."""
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from megatron_moe.kernels.backends.hopper.tiles import (
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 
 ROWS_OF_HALF = gl.constexpr(64)
-"""Rows of a tile per warpgroup. The second warpgroup is idle where the expert has no rows for it, so padding costs at
-most half a tile."""
+"""Rows of a tile per warpgroup. If an expert's last tile has no rows for the second warpgroup, that one skips its MMA,
+so at most half a tile is computed for padding."""
 DEPTH = 64
-"""Channels that are summed over per pipeline stage."""
+"""Elements of the reduction dimension per pipeline stage."""
 
 
 def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
@@ -37,13 +37,13 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def _multiply(rows: Tensor, weight: Tensor, offsets_e: Tensor, *, transposed: bool) -> Tensor:
-    """[R, D] times [e, D, C], or `transposed` [e, C, D], -> [R, C]."""
+    """Grouped GEMM of rows [R, D] and weight [e, D, C], or [e, C, D] if `transposed`, -> [R, C]."""
     num_experts, depth, columns = (len(weight), *(weight.shape[:0:-1] if transposed else weight.shape[1:]))
     out = torch.empty(len(rows), columns, device=rows.device, dtype=rows.dtype)
     if out.numel() == 0 or depth == 0:
         return out.zero_()
     rows, weight = aligned(rows, "rows"), aligned(weight, "weights")
-    # more columns need fewer loads, where they leave no columns over
+    # wider tiles need fewer loads; used only if they divide the columns
     tile_columns, stages = (256, 3) if columns % 256 == 0 else (128, 5)
     matrices = weight.view(-1, weight.shape[2]) if weight.is_contiguous() else weight.flatten(0, 1)
     block = [tile_columns, DEPTH] if transposed else [DEPTH, tile_columns]
@@ -78,7 +78,7 @@ def _grouped_product(
 
 @gluon.jit
 def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
-    """First row of an expert, the one behind its last, its tiles along the rows, and all of them."""
+    """(first row of an expert, end of its rows, number of its tiles along the rows, number of all its tiles)."""
     start, end = extent(offsets_ptr, expert)
     num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
     return start, end, num_down, num_down * gl.cdiv(columns, TILE_COLUMNS)
@@ -86,15 +86,15 @@ def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _first_tile(before):
-    """The first of an expert's tiles that is this program's. before: tiles of the experts before; tiles of all experts
-    are dealt out in turn."""
+    """Index of this program's first tile of an expert; tiles of all experts are assigned to programs round-robin.
+    before: number of tiles of the preceding experts."""
     programs = gl.num_programs(0)
     return before + (gl.program_id(0) + programs - before % programs) % programs
 
 
 @gluon.jit
 def _place(tile, start, num_down, TILE_COLUMNS: gl.constexpr):
-    """Row and column where a tile of an expert begins."""
+    """First row and first column of a tile."""
     return start + tile % num_down * (2 * ROWS_OF_HALF), tile // num_down * TILE_COLUMNS
 
 
@@ -110,7 +110,7 @@ def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
     for expert in range(num_experts):
         start, end, num_down, num_tiles = _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS)
         first = before
-        # tiles are numbered over all experts: Triton 3.6 loses a sum that only bounds of loops depend on
+        # count tiles over all experts: Triton 3.6 drops a loop-carried sum that is used only as a loop bound
         before += num_tiles
         for number in range(_first_tile(first), before, gl.num_programs(0)):
             row, column = _place(number - first, start, num_down, TILE_COLUMNS)
@@ -160,7 +160,7 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
                     total = add_product(total, rows_stages.index(2 * stage + HALF), matrix, step, k == 0, full, empty)
                     step += 1
                 total = finish(total, step, True, full, empty)
-                tma.store_wait(0)  # until what left before has been read
+                tma.store_wait(0)  # until the previous store has read this buffer
                 result.reshape((ROWS_OF_HALF, TILE_COLUMNS)).store(total.to(out.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)

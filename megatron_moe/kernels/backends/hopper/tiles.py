@@ -1,9 +1,9 @@
-"""Tile loads, tile counting and products of the grouped products on Hopper.
+"""Tile loads, barriers and MMA of the Hopper grouped GEMMs.
 
-Programs are persistent: one per multiprocessor, over many tiles. One warp loads the next tiles of both factors by the
-tensor memory accelerator (TMA) as soon as a stage of shared memory is free. Two warpgroups multiply, each half of the
-tile. Two barriers per stage synchronise them: `full` when both factors have arrived, `empty` when both warpgroups have
-read them. Loads therefore run ahead across tiles and during stores.
+Kernels are persistent: one program per multiprocessor processes many tiles. One warp loads the next tiles of both
+operands with the tensor memory accelerator (TMA) as soon as a stage of shared memory is free. Two warpgroups compute
+half a tile each. Two barriers per stage synchronise them: `full` when both operands have arrived, `empty` when both
+warpgroups have read them. Loads therefore run ahead across tiles and during stores.
 """
 
 import torch
@@ -19,22 +19,22 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 
 NAME = "hopper"
 _ALIGNMENT = 16
-"""Bytes; TMA finds tensors, and their rows, at multiples of it."""
+"""Alignment in bytes that TMA requires of tensors and of their rows."""
 _FAR = gl.constexpr(1 << 30)
-"""More than a tensor has rows; see `rows_by_slice`."""
+"""Larger than any number of rows of a tensor; see `rows_by_slice`."""
 
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """How TMA reads or writes blocks of a tensor. What lies outside of it is read as zero and not written."""
+    """TMA descriptor for blocks of a tensor. Out-of-bounds elements are read as zero and not written."""
     return TensorDescriptor.from_tensor(tensor, block, _layout(tensor, block))
 
 
 def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
-    """`blocks_of` for the rows [R, C] of one expert: rows after its last one are read as zero and not written.
+    """TMA descriptor for row slices of a matrix [R, C]: rows beyond the slice are read as zero and not written.
 
-    TMA checks the bounds of tensors, not of slices. The matrix is therefore described as one whose element (a, b, c, d)
-    is at row a * (2^34 / row - 1) + b + c: with addresses modulo 2^64, (2^30, end, 2^30 - end + r, d) is row r, and its
-    third index exceeds the bound of 2^30 from `end` on.
+    TMA checks the bounds of tensors, not of slices. The matrix is therefore described as a 4-d tensor whose element (a,
+    b, c, d) is in row a * (2^34 / row stride - 1) + b + c. As addresses wrap modulo 2^64, (2^30, end, 2^30 - end + r,
+    d) is row r, and for r >= end the third index exceeds its bound of 2^30.
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
@@ -42,16 +42,16 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def aligned(matrix: Tensor, what: str) -> Tensor:
-    """`matrix` with the alignment that TMA needs; a copy only where it is not aligned.
+    """Returns `matrix` with the alignment that TMA requires; copies only if necessary.
 
-    Raises `EnvironmentProblem` if the rows are not a multiple of 16 bytes.
+    Raises `EnvironmentProblem` if the row size is not a multiple of 16 bytes.
     """
     width = matrix.shape[-1] * matrix.element_size()
     if width % _ALIGNMENT:
         raise EnvironmentProblem(
-            f"Kernel backend '{NAME}' cannot multiply {what} of {tuple(matrix.shape)}: rows of {width} bytes, where "
-            f"TMA needs a multiple of {_ALIGNMENT}; make hidden and expert ffn sizes multiples of "
-            f"{_ALIGNMENT // matrix.element_size()}, or take --kernel-backend reference."
+            f"Kernel backend '{NAME}' cannot multiply {what} of shape {tuple(matrix.shape)}: a row has {width} bytes, "
+            f"but TMA requires a multiple of {_ALIGNMENT}; make the hidden and expert FFN sizes multiples of "
+            f"{_ALIGNMENT // matrix.element_size()}, or use --kernel-backend reference."
         )
     steps = (stride * matrix.element_size() for stride in matrix.stride()[:-1])
     fits = matrix.stride(-1) == 1 and matrix.data_ptr() % _ALIGNMENT == 0 and all(s % _ALIGNMENT == 0 for s in steps)
@@ -59,7 +59,7 @@ def aligned(matrix: Tensor, what: str) -> Tensor:
 
 
 def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
-    """In shared memory: 128 bytes of a row at a time, whose parts of 16 bytes change places so that banks differ."""
+    """Shared-memory layout with a 128-byte swizzle, which avoids bank conflicts."""
     size = tensor.element_size()
     assert block[-1] * size % 128 == 0, f"rows of {block[-1]} elements of {size} bytes"
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=len(block))
@@ -67,8 +67,8 @@ def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
 
 @builtin
 def add_block(descriptor, place, source, _semantic=None):
-    """Adds a block of shared memory to global memory, in the cache there, without waiting for it. The language has the
-    operation but no name for it."""
+    """Adds a block of shared memory to global memory asynchronously (TMA reduce, performed in the L2 cache). Gluon has
+    the operation but does not expose it."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, source.handle)
@@ -76,19 +76,19 @@ def add_block(descriptor, place, source, _semantic=None):
 
 @gluon.jit
 def in_slice(row, end, column):
-    """Indices for `rows_by_slice` of a row of a slice that ends at `end`."""
+    """Indices into a `rows_by_slice` descriptor for a row of a slice that ends at row `end`."""
     return [_FAR, end, _FAR - end + row, column]
 
 
 @gluon.jit
 def extent(offsets_ptr, expert):
-    """First row of an expert, and the one behind its last."""
+    """(first row of an expert, end of its rows)."""
     return gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), gl.load(offsets_ptr + expert)
 
 
 @gluon.jit
 def new_barriers(STAGES: gl.constexpr):
-    """`full`, at which one load arrives, and `empty`, at which both warpgroups do."""
+    """Barriers of all stages: `full` with one arrival (the load), `empty` with two (one per warpgroup)."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -99,7 +99,7 @@ def new_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """fp32 sums of one warpgroup."""
+    """fp32 accumulator of one warpgroup."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
@@ -108,9 +108,9 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_product(total, a, b, step, first, full, empty):
-    """Multiplies what stage `step` holds, and frees the stage before, whose product has then been added.
+    """Starts the MMA of stage `step`, waits for the previous MMA and frees that one's stage.
 
-    first: nothing is under way, the stage before was freed by `finish`.
+    first: True for a tile's first stage; `finish` has then already freed the previous stage.
     """
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
@@ -122,7 +122,7 @@ def add_product(total, a, b, step, first, full, empty):
 
 @gluon.jit
 def finish(total, step, any_steps, full, empty):
-    """Sums after all products have completed. step: the step after the last."""
+    """Waits for a tile's last MMA, frees its stage and returns the sums. step: index of the last stage plus one."""
     STAGES: gl.constexpr = full.shape[0]
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=any_steps)
@@ -131,7 +131,7 @@ def finish(total, step, any_steps, full, empty):
 
 @gluon.jit
 def halves(block):
-    """Left and right half of the columns."""
+    """Splits a block into the left and the right half of its columns."""
     rows: gl.constexpr = block.shape[0]
     columns: gl.constexpr = block.shape[1]
     return block.reshape(rows, 2, columns // 2).permute(0, 2, 1).split()

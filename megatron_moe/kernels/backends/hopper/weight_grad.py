@@ -1,5 +1,5 @@
-"""Weight gradients of the experts, summed in fp32 and added inside the gradient buffer by TMA, one launch for all
-experts and up to two microbatches."""
+"""Expert weight gradients: sums in fp32 that TMA adds to the gradient buffer, one launch for all experts and up to two
+microbatches."""
 
 from collections.abc import Sequence
 
@@ -27,10 +27,10 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 from megatron_moe.kernels.ops import GroupedPart
 
 ROWS = 32
-"""Rows per pipeline stage; an expert's last stage is padded with zeros."""
+"""Rows per pipeline stage; the last stage of an expert is padded with zeros."""
 STAGES = 6
 MOST_PARTS = 2
-"""Most parts (microbatches) of one launch."""
+"""Maximum number of parts (microbatches) per launch."""
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -46,7 +46,7 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
     num_experts, outputs, inputs = out.shape
     if out.numel() == 0:
         return
-    # 128 x 256 or 256 x 128, whichever has fewer rows and columns over
+    # 128 x 256 or 256 x 128, whichever needs fewer tiles
     half_outputs, tile_inputs = min(
         ((64, 256), (128, 128)), key=lambda tile: -(-outputs // (2 * tile[0])) * -(-inputs // tile[1])
     )
@@ -64,11 +64,11 @@ def _launch(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None
 
 @aggregate
 class _Tiles:
-    """Tiles of the result, and the stages of shared memory through which their factors come: what the half that loads
-    and those that multiply have to agree on."""
+    """Tiles of the result and the shared-memory stages of the operands, as used by both the loading warp and the MMA
+    warpgroups."""
 
     grads: gl.shared_memory_descriptor
-    """Two for every stage, one of each half."""
+    """Two blocks per stage, one per warpgroup."""
     rows: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -77,9 +77,9 @@ class _Tiles:
     inputs: gl.tensor
     STAGES: gl.constexpr
     STEP: gl.constexpr
-    """Rows of a stage."""
+    """Rows per stage."""
     HALF: gl.constexpr
-    """Outputs of one warpgroup."""
+    """Output channels per warpgroup."""
     INPUTS: gl.constexpr
 
     @gluon.constexpr_function
@@ -91,12 +91,12 @@ class _Tiles:
 
     @gluon.jit
     def count(self):
-        """Tiles of all experts."""
+        """Number of tiles of all experts."""
         return self.num_experts * gl.cdiv(self.outputs, 2 * self.HALF) * gl.cdiv(self.inputs, self.INPUTS)
 
     @gluon.jit
     def place(self, number):
-        """Expert, first output and first input of a tile."""
+        """(expert, first output channel, first input channel) of a tile."""
         num_down = gl.cdiv(self.outputs, 2 * self.HALF)
         per_expert = num_down * gl.cdiv(self.inputs, self.INPUTS)
         tile = number % per_expert
@@ -108,11 +108,11 @@ def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
     PARTS: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The first `PARTS` grads, rows and offsets count."""
+    """Weight gradients of all experts. Uses only the first `PARTS` of grad0/grad1, rows0/rows1 and offsets."""
     grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
     grad_stages = gl.allocate_shared_memory(grad0.dtype, [2 * STAGES] + grad0.block_type.shape, grad0.layout)
     rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)
-    # a quarter of the columns leaves while the next one is written
+    # double-buffered per warpgroup: a quarter of the columns is stored while the next one is written
     results = gl.allocate_shared_memory(out.dtype, [4] + out.block_type.shape, out.layout)
     full, empty = new_barriers(STAGES)
     tiles = _Tiles(grad_stages, rows_stages, full, empty, num_experts, outputs, inputs)
@@ -177,7 +177,7 @@ def _sum_tiles(HALF_NUMBER: gl.constexpr, out, results, offsets, tiles, PARTS: g
         quarters = halves(left) + halves(right)
         for quarter in gl.static_range(4):
             result = results.index(2 * HALF_NUMBER + quarter % 2)
-            tma.store_wait(1)  # until what left from here before has been read
+            tma.store_wait(1)  # until an earlier store has read this buffer
             result.reshape((HALF, QUARTER)).store(quarters[quarter])
             fence_async_shared()
             place = [expert, output, input + quarter * QUARTER]

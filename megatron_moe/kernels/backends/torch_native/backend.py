@@ -1,7 +1,7 @@
-"""Ops by what torch itself brings: grouped products, scaled-dot-product attention, fused norms, losses and AdamW.
+"""Ops based on fused torch functions: grouped_mm, scaled-dot-product attention, norms, losses and AdamW.
 
-In the CUDA paths nothing is read from the device by the host. Where `auto` prefers this backend was measured with
-`benchmarks/harness/time_kernels.py`; the tables are in benchmarks/.
+The CUDA paths never synchronise with the host. The ops that `auto` selects from this backend were chosen by measurement
+(`benchmarks/harness/time_kernels.py`); the tables are in benchmarks/.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ PROVIDES = (
 )
 
 _ADAMW_CHUNK = 1 << 22
-"""Elements of a fused update: fits into the L2 cache, and large enough to hide the launches."""
+"""Elements per fused update: small enough for the L2 cache and large enough to hide launch overhead."""
 GROUPED = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 BEST_ANYWHERE = (
     "rms_norm",
@@ -74,40 +74,40 @@ BEST_ANYWHERE = (
     "adamw_",
     "adamw_packed_",
 )
-"""Faster than plain torch on every device."""
+"""Ops that are faster than plain torch on every device."""
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
-        return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
+        return Support(Priority.NO, "fp64 is used for verification only and runs on plain torch")
     if op in GROUPED and device.type == "cuda" and dtype is not torch.bfloat16:
-        return Support(Priority.NO, "torch's grouped_mm leaves the offsets on the device in bfloat16 only")
+        return Support(Priority.NO, "torch's grouped_mm needs no host synchronisation in bfloat16 only")
     if device.type == "cpu" and op not in BEST_ANYWHERE:
-        return Support(Priority.YES, "no faster on the CPU")
+        return Support(Priority.YES, "not faster on the CPU")
     reasons = {
         **dict.fromkeys(GROUPED, "grouped_mm, offsets stay on the device"),
-        "linear_weight_grad": "accumulates in the dtype of the gradient buffer inside the product",
+        "linear_weight_grad": "the GEMM accumulates in the gradient buffer, in the buffer's dtype",
         "rms_norm": "fused",
-        "add_rms_norm": "the norm is fused",
+        "add_rms_norm": "fused norm",
         "layer_norm": "fused",
-        "query_key_value": "the norms are fused",
-        "attention": "SDPA, cuDNN first on the GPU, with sinks too; dropout is plain torch",
-        "attention_block": "cuDNN on the GPU, if no window and no documents",
-        "attention_block_grad": "cuDNN on the GPU, if no window and no documents",
-        "activation": "keeps its input only and computes the rest again",
+        "query_key_value": "fused norms",
+        "attention": "SDPA, on the GPU preferably cuDNN, which also handles sinks; dropout is plain torch",
+        "attention_block": "cuDNN on the GPU, if there is no window and no document mask",
+        "attention_block_grad": "cuDNN on the GPU, if there is no window and no document mask",
+        "activation": "saves only the input and recomputes in backward",
         "cross_entropy": "fused",
-        "gate_product": "fp32 products of bf16 factors by matrix units",
+        "gate_product": "fp32 products of bf16 operands on tensor cores",
         "permute": "gathers in forward and backward",
         "unpermute": "gathers in forward and backward",
         "sum_of_squares": "one reduction",
         "adamw_": "fused",
-        "adamw_packed_": "fused, between unpacking and packing",
+        "adamw_packed_": "fused AdamW between unpacking and packing",
     }
     return Support(Priority.BETTER, reasons[op])
 
 
-# matrix products
+# matrix multiplications
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -123,32 +123,32 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """The product is rounded to the dtype of its factors before it is added: grouped_mm gives no other."""
+    """See `Kernels.grouped_weight_grad`. grouped_mm rounds the result to the operands' dtype before it is added."""
     for (grad, rows, offsets_e), adds in reference.one_by_one(parts, accumulate):
         product = _grouped_mm(grad.contiguous().T, rows, offsets_e)
         reference.store(out, product, adds)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
-    """`F.grouped_mm`, which wants rows that start at multiples of 16 bytes, and at least one of them."""
+    """`F.grouped_mm` with its requirements met: rows aligned to 16 bytes and at least one row."""
     if a.numel() == 0:
         return a.new_zeros((a.shape[0], b.shape[2]) if b.dim() == 3 else (len(offsets_e), a.shape[0], b.shape[1]))
     for operand in (a, b):
         stride = max(operand.stride()[-2:]) * operand.element_size()
         if stride % 16:
             raise EnvironmentProblem(
-                f"Kernel backend '{NAME}' cannot compute the grouped product of {tuple(a.shape)} and {tuple(b.shape)}: "
-                f"rows of {stride} bytes, where grouped_mm needs a multiple of 16; make hidden and expert ffn sizes "
-                f"multiples of {16 // operand.element_size()}, or take --kernel-backend {reference.NAME}."
+                f"Kernel backend '{NAME}' cannot compute the grouped GEMM of {tuple(a.shape)} and {tuple(b.shape)}: a "
+                f"row has {stride} bytes, but grouped_mm requires a multiple of 16; make hidden and expert FFN sizes "
+                f"multiples of {16 // operand.element_size()}, or use --kernel-backend {reference.NAME}."
             )
     return F.grouped_mm(a, b, offs=offsets_e)
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """out (+)= a b, accumulated in the dtype of `out`."""
+    """Matrix multiplication out (+)= a b, accumulated in the dtype of `out`."""
     if a.dtype is out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif a.is_cuda:  # no other device gives a wider product
+    elif a.is_cuda:  # `out_dtype` is implemented for CUDA only
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
         reference.store(out, a.to(out.dtype) @ b.to(out.dtype), accumulate)
@@ -185,8 +185,8 @@ def query_key_value(
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """Sinks by cuDNN without window and documents. Other sinks, and dropout with our keys, are more than SDPA knows:
-    those are the reference's."""
+    """See `Kernels.attention`. cuDNN handles sinks if there is no window, document mask or dropout. Other sinks and
+    dropout run on the reference implementation, because SDPA supports neither sinks nor dropout keys."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
     by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
@@ -213,8 +213,8 @@ def _dot_product_attention(
 
 
 def _attention_order(device: torch.device) -> AbstractContextManager[None]:
-    """cuDNN first on the GPU: about twice as fast on Hopper as what torch would take. The setting is the process's own,
-    so the CPU, where ranks may be threads, is left alone."""
+    """Context in which SDPA prefers cuDNN: about twice as fast on Hopper as torch's default choice. Does nothing on the
+    CPU: the setting is global to the process, and there ranks may be threads."""
     if device.type != "cuda":
         return nullcontext()
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -241,7 +241,7 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
 
 
 def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
-    """Rectangles of a block for cuDNN; None if it cannot compute all of them."""
+    """Rectangles of the block's mask; None if cuDNN does not support all of them."""
     found = mask_blocks(block.query.chunks, block.key.chunks, block.config)
     able = not block.drops and all(cudnn.serves_pair(block, pair) for pair in found)
     return found if able else None
@@ -251,11 +251,11 @@ def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    out: Tensor = _Activation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _NativeActivation.apply(x_RF, probs_R, config)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Activation(torch.autograd.Function):
+class _NativeActivation(torch.autograd.Function):
     """Keeps the input and computes the rest again in the backward."""
 
     @staticmethod
@@ -297,11 +297,11 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
     exact = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not exact or hidden_TH.device.type == "cpu":
         return reference.gate_product(hidden_TH, weight_EH, dtype)
-    logits_TE: Tensor = _GateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
+    logits_TE: Tensor = _NativeGateProduct.apply(hidden_TH, weight_EH)  # type: ignore[no-untyped-call]
     return logits_TE
 
 
-class _GateProduct(torch.autograd.Function):
+class _NativeGateProduct(torch.autograd.Function):
     """fp32 products of bf16 factors by matrix units: a product of two bf16 numbers is exact in fp32, and so is an fp32
     gradient as the sum of three bf16 numbers. Plain fp32 products would run without matrix units."""
 
@@ -320,13 +320,13 @@ class _GateProduct(torch.autograd.Function):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 product of bf16 matrices, on a GPU."""
+    """fp32 product of bf16 matrices on a GPU."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def bf16_parts(x_TE: Tensor) -> Tensor:
-    """Three bf16 matrices side by side, [T, 3 * E], whose sum is the fp32 matrix `x_TE`: 3 x 8 bits hold its 24,
-    underflow aside."""
+    """Splits an fp32 matrix [T, E] into three bf16 matrices whose sum it is, side by side [T, 3 * E]. The split is
+    exact except for underflow: 3 x 8 bits represent the 24 bits of the mantissa."""
     parts_T3E = x_TE.new_empty(x_TE.shape[0], 3 * x_TE.shape[1], dtype=torch.bfloat16)
     high_TE, middle_TE, low_TE = parts_T3E.chunk(3, dim=1)
     high_TE.copy_(x_TE)
@@ -350,7 +350,7 @@ def unpermute(rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
 
 
 def _gather_rows(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """[T, H] -> [R, H], zeros in rows that hold nothing."""
+    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0."""
     if tokens_TH.shape[0] == 0:
         return tokens_TH.new_zeros(index.token_R.shape[0], tokens_TH.shape[1])
     rows_RH = tokens_TH.index_select(0, index.token_R.clamp(min=0))
@@ -358,9 +358,9 @@ def _gather_rows(tokens_TH: Tensor, index: RowIndex) -> Tensor:
 
 
 def _sum_choices(rows_RH: Tensor, index: RowIndex) -> Tensor:
-    """[R, H] -> [T, H], one token's rows added in the internal dtype."""
+    """Sums the rows [R, H] of each token in the internal dtype -> [T, H]."""
     rows_TK = index.rows_TK
-    assert rows_TK is not None, "a dense form has no rows per choice"
+    assert rows_TK is not None, "a dense routing index has no row per choice"
     if rows_RH.shape[0] == 0:
         return rows_RH.new_zeros(rows_TK.shape[0], rows_RH.shape[1])
     rows_TKH = rows_RH.index_select(0, rows_TK.clamp(min=0).flatten()).view(*rows_TK.shape, rows_RH.shape[1])
@@ -376,7 +376,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         norm: Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.square()
-    # the CPU adds long vectors one element after the other, which loses digits: 2e-3 at 20 million; so, short chunks
+    # the CPU adds a long vector sequentially (relative error 2e-3 at 20 million elements), therefore in short chunks
     chunk = 1024
     whole = flat.numel() // chunk * chunk
     norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, chunk), dim=1, dtype=wide)
@@ -386,12 +386,12 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
-    """Torch's fused kernel leaves the scaled gradient in `grad`.
+    """See `Kernels.adamw_`. Torch's fused kernel leaves the scaled gradient in `grad`.
 
-    It does not tell whether its results are finite. They are checked in chunks that are still in the cache.
+    The kernel does not report non-finite results; they are detected per chunk, while the chunk is still in the cache.
     """
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
-        # so that narrow state has the arithmetic of wide state
+        # compute in fp32, so that state in a narrow dtype is updated with the same arithmetic
         state = AdamWState(*(PackedState("plain", tensor) for tensor in (master, exp_avg, exp_avg_sq)))
         adamw_packed_(state, grad, move, weights)
         return
@@ -419,13 +419,13 @@ def adamw_(
         )
         if weights is not None:
             new = round_weights(new, weights.dtype)
-            weights[chunk].copy_(new)  # after a refused step the same bits again
-        # the first moment is a factor of the update: where it is not finite, neither is the weight
+            weights[chunk].copy_(new)  # after a skipped step, the weights keep their bits
+        # a non-finite first moment makes the weight non-finite too, so it is not checked
         mark_nonfinite(move, exp_avg_sq[chunk], new)
 
 
 def adamw_packed_(
     state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
-    """Unpacked for torch's fused kernel, so that the arithmetic is that of `adamw_`."""
+    """See `Kernels.adamw_packed_`. Unpacks the state, so that the arithmetic is that of `adamw_`."""
     reference.step_unpacked(adamw_, state, grad, move, weights, first)

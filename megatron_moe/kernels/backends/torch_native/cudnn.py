@@ -1,12 +1,12 @@
-"""cuDNN attention with an explicit log-sum-exp, by the two torch ops that `scaled_dot_product_attention` calls.
+"""cuDNN attention with an explicit log-sum-exp, using the two torch ops that `scaled_dot_product_attention` calls.
 
-The gradients with respect to some of the keys follow from results over all keys: probabilities from the log-sum-exp,
-their mean from the output (Dao et al., arXiv 2205.14135 section B.2). cuDNN's backward takes both as inputs. Given
-output and log-sum-exp over all parts of a sequence it returns the gradients of one part, and given those of a softmax
-with a sink it returns the gradients of attention with sinks, which cuDNN does not implement.
+The gradients for a subset of the keys follow from forward results over all keys: the log-sum-exp gives the
+probabilities, the output gives delta (Dao et al., arXiv 2205.14135 section B.2). cuDNN's backward takes both as inputs.
+Given output and log-sum-exp over all parts of a sequence, it returns the gradients of one part. Given the output and
+log-sum-exp of a softmax with a sink, it returns the gradients of attention with sinks, which cuDNN lacks.
 
-torch caches cuDNN plans by the layouts of q, k and v alone, so output, its gradient and log-sum-exp must always have
-one layout.
+torch caches cuDNN plans by the layouts of q, k and v only, so output, its gradient and log-sum-exp must always have the
+same layout.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from megatron_moe.kernels.attention_blocks import MaskBlock
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, internal_dtype
 
 Deltas = Callable[[Tensor, Tensor], Tensor]
-"""From the gradient of an output and the output, [S, B, N, E] both, to the sums of their products, fp32 [B, N, S]."""
+"""Computes delta, fp32 [B, N, S]: the row sums of gradient times output, both [S, B, N, E]."""
 
 
 def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
-    """Whether torch may give these to cuDNN: a GPU, 16 bits, heads that it can hold, nothing that must repeat."""
+    """Whether torch can use cuDNN attention: 16-bit GPU tensors, supported head dim, no deterministic mode."""
     if not q_SBND.is_cuda:
         return False
     inputs = _by_head(q_SBND), _by_head(k_SBGD), _by_head(v_SBGE)
@@ -33,14 +33,14 @@ def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> b
 
 
 def serves_pair(block: AttentionBlock, pair: MaskBlock) -> bool:
-    """Whether cuDNN can compute this rectangle of a block: it supports no documents and only the causal mask."""
+    """Whether cuDNN supports this rectangle of a block: no document mask, and either unmasked or causal."""
     if block.query.segments_BS is not None or not (pair.sees_all or pair.causal_square):
         return False
     return serves(*_inputs(block, pair), causal=pair.causal_square)
 
 
 def forward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of q, and log-sum-exp, fp32 [B, N, S]."""
+    """Returns the output in the dtype of q and the log-sum-exp, fp32 [B, N, S]."""
     inputs = _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
     out_BNSE, lse_BNS1, *_ = _attend(*inputs, None, True, 0.0, causal, False, scale=scale)
     return out_BNSE.permute(2, 0, 1, 3).contiguous(), lse_BNS1.view(lse_BNS1.shape[:3])
@@ -57,24 +57,24 @@ def backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, in their dtype. `out` and log-sum-exp may be over more keys than these."""
+    """Gradients of q, k and v in their dtype. `out` and log-sum-exp may cover more keys than `k_SBGD`."""
     inputs = _by_head(grad_SBNE.contiguous()), _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
     found = _by_head(out_SBNE.contiguous()), lse_BNS.contiguous()[..., None]
-    unused = torch.empty(2, device=q_SBND.device, dtype=torch.int64).unbind()  # seed and offset of a dropout
+    unused = torch.empty(2, device=q_SBND.device, dtype=torch.int64).unbind()  # dropout seed and offset
     lengths = q_SBND.shape[0], k_SBGD.shape[0]
     grads = _differentiate(*inputs, *found, *unused, None, None, None, *lengths, 0.0, causal, scale=scale)
     return tuple(grad.permute(2, 0, 1, 3) for grad in grads)
 
 
 def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor]:
-    """`forward` of one rectangle of a block."""
+    """Calls `forward` for one rectangle of a block."""
     return forward(*_inputs(block, pair), block.config.softmax_scale, causal=pair.causal_square)
 
 
 def backward_pair(
     block: AttentionBlock, found: AttentionResult, pair: MaskBlock, into: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Adds the share of one rectangle of a block to its gradients."""
+    """Adds the gradients of one rectangle of a block to those in `into`."""
     rows, keys = pair.rows, pair.keys
     result = found.out_SBNE[rows], found.lse_SBN[rows].permute(1, 2, 0)
     grad_q, grad_k, grad_v = backward(
@@ -95,12 +95,12 @@ _differentiate = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 def _by_head(x_SBND: Tensor) -> Tensor:
-    """[B, N, S, D], a view."""
+    """View [B, N, S, D]."""
     return x_SBND.permute(1, 2, 0, 3)
 
 
 def row_sums(grad_SBNE: Tensor, out_SBNE: Tensor) -> Tensor:
-    """`Deltas` in plain torch."""
+    """Implements `Deltas` in plain torch."""
     return (grad_SBNE.to(internal_dtype(grad_SBNE.dtype)) * out_SBNE).sum(dim=-1).permute(1, 2, 0)
 
 
@@ -112,7 +112,7 @@ def attention_with_sinks(
     config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
-    """Attention over a whole sequence, causal or not. No sinks: one of 0 (`off_by_one`)."""
+    """Causal or full attention over a whole sequence with sinks; None: all sink logits are 0 (`off_by_one`)."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
     out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)  # type: ignore[no-untyped-call]
@@ -120,13 +120,13 @@ def attention_with_sinks(
 
 
 def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
-    """Gradient of every head's sink: a key without a value, whose logit has the gradient weight * -delta."""
+    """Gradient of each head's sink logit: weight * -delta, as for a key whose value is 0."""
     shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp() * delta_BNS
     return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
 class _WithSinks(torch.autograd.Function):
-    """A sink is one more key without a value: it takes its share of the weights from all others."""
+    """Attention with sinks: computed without sinks, then rescaled by the softmax weight that the sink takes."""
 
     @staticmethod
     def forward(

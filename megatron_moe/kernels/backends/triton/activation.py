@@ -1,6 +1,6 @@
-"""Activations of feed-forward blocks, gated or not, times a probability per row: forward and backward in one pass each.
+"""Activations of MLPs, gated or not, times a probability per row: forward and backward in one pass over memory each.
 
-Only the input is kept; the backward computes the rest again.
+Only the input is saved; backward recomputes the rest.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
-"""Elements of the result that one program makes at a time, and the most of them in one row; measured on an H200. The
-last is for rows of up to 1024."""
+"""(elements per tile, maximum columns per tile), measured on an H200. The narrow backward tile is for widths up to
+1024."""
 
 NO_CLAMP = float("inf")
 
@@ -66,7 +66,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _tile(width: int, elements: int, most_columns: int) -> tuple[int, int]:
-    """(rows, columns): columns that divide the width without much waste, and rows to fill the tile."""
+    """(rows, columns) of a tile: columns that cover the width with little padding, and rows that fill the tile."""
     columns = min(power_of_two(width), most_columns)
     while columns > 128 and width % columns and width % columns <= columns // 2:
         columns //= 2
@@ -120,7 +120,7 @@ def _activation_forward(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     held = inside
-    if WEIGHTED:  # a row that holds nothing is not even read
+    if WEIGHTED:  # rows of probability 0 are padding and are not read
         probs = tl.load(probs_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)
         held = inside & (probs != 0.0)[:, None]
     place = x_ptr + rows[:, None] * x_stride + columns[None, :]

@@ -1,7 +1,7 @@
-"""Our own Triton kernels for NVIDIA GPUs: memory-bound ops in one pass each, and weight gradients accumulated in fp32.
+"""Triton kernels for NVIDIA GPUs: memory-bound ops in one pass each, and weight gradients accumulated in fp32.
 
-Nothing is read from the device by the host, and nothing depends on the order in which programs run: results repeat bit
-for bit. Under `TRITON_INTERPRET=1` the same kernels run on the CPU, for tests.
+The host never synchronises with the device, and no result depends on the order in which programs run: results are
+bitwise reproducible. Under `TRITON_INTERPRET=1` the same kernels run on the CPU, for tests.
 """
 
 import torch
@@ -77,28 +77,28 @@ PROVIDES = (
 )
 
 
-def judge(op: str, device: torch.device, dtype: torch.dtype) -> Support:
+def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
     """See `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
-        return Support(Priority.NO, "fp64 is for proofs, which run on plain torch")
+        return Support(Priority.NO, "fp64 is used for verification only and runs on plain torch")
     if device.type == "cpu":
         if triton.knobs.runtime.interpret:
             return Support(Priority.YES, "interpreted, for tests")
-        return Support(Priority.NO, "Triton compiles for GPUs")
+        return Support(Priority.NO, "it runs on GPUs only")
     if op == "grouped_weight_grad" and dtype is torch.float32:
-        return Support(Priority.YES, "tf32 or slow: matrix units have no fp32")
+        return Support(Priority.YES, "tf32 or slow: tensor cores do not support fp32")
     if op == "gate_product" and dtype is not torch.bfloat16:
-        return Support(Priority.YES, "bf16 alone is its own, the rest torch's")
+        return Support(Priority.YES, "Triton kernel for bf16 only, torch otherwise")
     reasons = {
-        "attention": "windows, documents and --deterministic-mode tile by tile; sinks by cuDNN; else torch's",
-        "attention_block": "cuDNN, one pass to merge; windows, documents and --deterministic-mode tile by tile",
-        "attention_block_grad": "cuDNN; windows, documents and --deterministic-mode tile by tile",
-        "grouped_weight_grad": "accumulates in fp32 inside the gradient buffer",
-        "embedding_grad": "adds the rows of each id inside the gradient buffer",
+        "attention": "Triton for windows, document masks and --deterministic-mode; cuDNN for sinks; torch otherwise",
+        "attention_block": "cuDNN and a merge kernel; Triton for windows, document masks and --deterministic-mode",
+        "attention_block_grad": "cuDNN; Triton for windows, document masks and --deterministic-mode",
+        "grouped_weight_grad": "accumulates in fp32 in the gradient buffer",
+        "embedding_grad": "adds the summed gradient of each id to the gradient buffer",
         "adamw_": "one pass that also writes the rounded weights",
-        "adamw_packed_": "one pass that unpacks and packs",
-        "gate_product": "fp32 by bf16 matrix units, both gradients in one pass",
-        "route": "scores, choice, counts and losses in one pass each way",
+        "adamw_packed_": "one pass that also unpacks and packs the state",
+        "gate_product": "fp32 on bf16 tensor cores, both gradients in one pass",
+        "route": "scores, top-k, counts and loss sums in one pass each for forward and backward",
         "sort_rows": "a counting sort in two launches",
         "count_tokens": "a histogram without atomics",
     }

@@ -1,7 +1,7 @@
-"""Cross-entropy of every token, one pass over the logits in the forward and one in the backward.
+"""Cross-entropy per token, with one pass over the logits in forward and one in backward.
 
-Nothing wider than the logits' own dtype is ever stored: a row's maximum and sum are taken together (Milakov and
-Gimelshein, arXiv 1805.02867), and the backward needs only their log-sum-exp.
+No tensor wider than the logits' dtype is stored: maximum and sum of a row are computed in one online pass (Milakov and
+Gimelshein, arXiv 1805.02867), and backward needs only the log-sum-exp.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 
 TILE = 8192
-"""Logits that one program holds at a time."""
+"""Logits that one program processes at a time."""
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _cross_entropy_forward(logits_ptr, labels_ptr, loss_ptr, normalizer_ptr, voc
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride
     columns = tl.arange(0, TILE)
-    # the lowest finite number, not minus infinity: minus infinity minus itself is not a number
+    # the lowest finite number instead of -inf, because -inf - (-inf) is nan
     peak = -3.4028234663852886e38
     total = 0.0
     for start in range(0, vocab, TILE):

@@ -1,7 +1,7 @@
-"""Gradient of an embedding table: tokens sorted by id, summed in stretches, added in fp32 straight into the buffer.
+"""Gradient of an embedding table: tokens are sorted by id, summed, and added to the gradient buffer in fp32.
 
-A program sums the rows of each id in its stretch of the sorted tokens and adds them to the table. Partial sums of an id
-that spans several stretches are written out, and one program of a second launch adds them in order.
+The sorted tokens are divided into stretches. A program sums the gradients of each id in its stretch and adds them to
+the table. An id that spans several stretches gets partial sums, which a second launch adds in order.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two, rows_of
 
 ROWS = 16
-"""Sorted tokens that a program sums."""
+"""Tokens per stretch."""
 COLUMNS = 256
 """Columns of the table per program."""
 
@@ -23,7 +23,7 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
         out.zero_()
     grad_TH = rows_of(grad_TH)
     num_tokens, width = grad_TH.shape
-    # a sort by digits takes half the passes over 32 bits, and no table has 2^31 rows
+    # int32 halves the passes of the radix sort, and no table has 2^31 rows
     sorted_T, order_T = torch.sort(ids_T.to(torch.int32), stable=True)
     columns = max(min(power_of_two(width), COLUMNS), 16)
     num_stretches = triton.cdiv(num_tokens, ROWS)
@@ -42,8 +42,8 @@ def _sum_stretches(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums per stretch: first, of an id continued from the previous stretch; second, of an id that starts here
-    and continues in the next one. An id that spans the whole stretch has only the first."""
+    """Writes up to two partial sums per stretch: [0] for an id continued from the previous stretch, [1] for an id that
+    starts here and continues in the next stretch. An id that spans the whole stretch has only [0]."""
     first = tl.program_id(0) * ROWS
     places = first + tl.arange(0, ROWS)
     inside = places < num_tokens
@@ -53,7 +53,7 @@ def _sum_stretches(
     tokens = tl.load(order_ptr + places, mask=inside, other=0)
     grad_ptrs = grad_ptr + tokens[:, None] * stride + columns[None, :]
     grads = tl.load(grad_ptrs, mask=inside[:, None] & held[None, :], other=0.0)
-    # the sum over the rows of the same id is a product with ones, exact in every format, which matrix units make
+    # sum the rows of equal ids by a matrix multiplication with 0 and 1 on tensor cores, exact in every format
     same = ids[:, None] == ids[None, :]
     if WIDEN:
         grads = grads.to(tl.float32)
@@ -74,7 +74,7 @@ def _sum_stretches(
 def _join_stretches(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The stretch in which an id starts adds the partial sums of all stretches that the id spans."""
+    """The program of the stretch in which an id starts adds up all partial sums of this id."""
     stretch = tl.program_id(0).to(tl.int64)
     first, behind = stretch * ROWS, (stretch + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)
@@ -85,14 +85,14 @@ def _join_stretches(
         held = columns < width
         total = tl.load(parts_ptr + (2 * stretch + 1) * width + columns, mask=held, other=0.0)
         others = stretch + 1 + tl.arange(0, 16)
-        again = True
-        while again:
+        more = True
+        while more:
             begins = others * ROWS
             same = tl.load(ids_ptr + begins, mask=begins < num_tokens, other=-2) == mine
             parts = parts_ptr + (2 * others[:, None]) * width + columns[None, :]
             total += tl.sum(tl.load(parts, mask=same[:, None] & held[None, :], other=0.0), axis=0)
             others += 16
-            again = tl.sum(same.to(tl.int32), axis=0) == 16
+            more = tl.sum(same.to(tl.int32), axis=0) == 16
         place = out_ptr + mine.to(tl.int64) * width + columns
         total += tl.load(place, mask=held, other=0.0).to(tl.float32)
         tl.store(place, total.to(out_ptr.dtype.element_ty), mask=held)

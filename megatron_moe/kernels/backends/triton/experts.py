@@ -1,7 +1,7 @@
-"""Weight gradients of the experts, accumulated in fp32 straight into the gradient buffer.
+"""Expert weight gradients, accumulated in fp32 in the gradient buffer.
 
-One program computes one tile of one expert's gradient from the expert's rows of one or more microbatches; offsets stay
-on the device. torch's grouped product returns bf16, which would cost a rounding and three more passes over the buffer.
+One program computes one tile of one expert's gradient from that expert's rows of one or more microbatches; offsets stay
+on the device. torch's grouped GEMM returns bf16, which would cost a rounding and three more passes over the buffer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, rows_of
 from megatron_moe.kernels.ops import GroupedPart
 
 _MOST_PARTS = 4
-"""Most parts (microbatches) of one launch: its code grows with them, and the gain in buffer traffic shrinks."""
+"""Maximum number of parts (microbatches) per launch: more would enlarge the code and save little buffer traffic."""
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
@@ -39,7 +39,7 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _launches(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[_Tensors, _Tensors, _Tensors, bool]]:
-    """(gradients, rows, offsets, whether it adds) of every launch."""
+    """Arguments of each launch: (gradients, rows, offsets, whether to accumulate)."""
     for first in range(0, len(parts), _MOST_PARTS):
         several = parts[first : first + _MOST_PARTS]
         yield (
@@ -77,7 +77,7 @@ def _add_part(
         total = _add_rows(total, grad, rows, WIDEN)
         grad_ptrs += TILE_R * grad_stride
         rows_ptrs += TILE_R * rows_stride
-    # the rows after the expert's last one are those of the next expert
+    # the expert's last tile also covers rows of the next expert, which are masked
     held = (r + num_whole * TILE_R < end)[:, None]
     grad = tl.load(grad_ptrs, mask=held & (o < outputs)[None, :], other=0.0)
     rows = tl.load(rows_ptrs, mask=held & (i < inputs)[None, :], other=0.0)

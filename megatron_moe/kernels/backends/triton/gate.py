@@ -1,8 +1,7 @@
-"""The gate's product: fp32 logits of bf16 hidden states and weights, and both gradients in one pass over the tokens.
+"""Router GEMM: fp32 logits from bf16 hidden states and weights, and both gradients in one pass over the tokens.
 
-A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. Tensor cores with
-bf16 products and fp32 sums are therefore exact to fp32 in forward and backward. Plain fp32 products would not use
-tensor cores.
+A product of two bf16 numbers is exact in fp32, and an fp32 gradient is the sum of three bf16 numbers. bf16 tensor cores
+with fp32 accumulation therefore give fp32 accuracy in forward and backward. fp32 operands would not use tensor cores.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from megatron_moe.kernels.backends.triton.launch import (
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time, at most; columns are those of the hidden states."""
+    """Maximum tile of a program, with launch options; `columns` are hidden dimensions."""
 
     tokens: int
     experts: int
@@ -35,17 +34,17 @@ class Tile(NamedTuple):
 
 FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
 BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
-"""Keeps the sums of all experts in registers. With more experts torch's products are faster (docs/experiments.md)."""
+"""Holds the sums of all experts in registers. For more experts, torch is faster (docs/experiments.md)."""
 BACKWARD_PROGRAMS = 1
-"""Programs of the backward per multiprocessor: two do not fit."""
+"""Backward programs per multiprocessor: two do not fit."""
 PARTS = 3
-"""bf16 numbers that an fp32 gradient is parted into: 3 x 8 bits hold its 24."""
+"""Number of bf16 numbers into which an fp32 gradient is split: 3 x 8 bits represent the 24 bits of the mantissa."""
 _LEAST = 16
-"""Rows and columns of the smallest tile that matrix units take."""
+"""Minimum rows and columns of a tile for tensor cores."""
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Kernels.gate_product`. Other dtypes than fp32 of bf16, and many experts, are torch's."""
+    """See `Kernels.gate_product`. Other dtypes than bf16 inputs with fp32 logits, and many experts, run on torch."""
     ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not ours or len(weight_EH) > BACKWARD.experts:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)
@@ -70,7 +69,7 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
     logits_TE = torch.empty(num_tokens, num_experts, device=hidden_TH.device, dtype=torch.float32)
     experts, columns = _fitted(FORWARD.experts, num_experts), _fitted(FORWARD.columns, width)
     if num_tokens:
-        # programs of the same tokens stand together, so that only the first of them waits for memory
+        # programs of the same tokens are adjacent in the grid, so that all but the first read the tokens from the cache
         _gate_forward[(triton.cdiv(num_experts, experts), triton.cdiv(num_tokens, FORWARD.tokens))](
             hidden_TH, weight_EH, logits_TE, num_tokens, num_experts, width, hidden_TH.stride(0), weight_EH.stride(0),
             WIDEN=INTERPRETED, TOKENS=FORWARD.tokens, EXPERTS=experts, COLUMNS=columns, WHOLE=width % columns == 0,
@@ -80,14 +79,14 @@ def _logits(hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
 
 
 def _gradients(grad_TE: Tensor, hidden_TH: Tensor, weight_EH: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of the hidden states, gradient of the weight), each rounded once"""
+    """Returns the gradients of the hidden states and of the weight, each rounded once."""
     num_experts, width = weight_EH.shape
     experts, columns = _fitted(BACKWARD.experts, num_experts), _fitted(BACKWARD.columns, width)
     most_stretches = BACKWARD_PROGRAMS * num_multiprocessors(hidden_TH.device) // triton.cdiv(width, columns)
     stretches = max(min(most_stretches, triton.cdiv(len(hidden_TH), BACKWARD.tokens)), 1)
     grad_hidden_TH = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
     shares_PEH = torch.empty(stretches, num_experts, width, device=hidden_TH.device, dtype=torch.float32)
-    # programs of the same tokens stand together, so that only the first of them waits for the logits' gradient
+    # programs of the same tokens are adjacent in the grid, so that all but the first read the gradient from the cache
     _gate_backward[(triton.cdiv(width, columns), stretches)](
         grad_TE, hidden_TH, weight_EH, grad_hidden_TH, shares_PEH, len(hidden_TH), num_experts, width,
         grad_TE.stride(0), hidden_TH.stride(0), weight_EH.stride(0),
@@ -133,8 +132,8 @@ def _gate_backward(
     WIDEN: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # all products have the columns first: parts of the gradient are second factors then, which lie in shared memory
-    # once for both products; as first factors they would be transposed in registers for each
+    # columns are the first dimension of every product, so that the split gradient is always the second operand: that is
+    # read from shared memory, whereas a first operand would be transposed in registers for each product
     tokens, experts = tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held_columns = columns < width
@@ -142,7 +141,7 @@ def _gate_backward(
     weight_ptr += experts[:, None] * weight_stride + columns[None, :]
     weight = tl.trans(tl.load(weight_ptr, mask=held, other=0.0))
     share = tl.zeros((COLUMNS, EXPERTS), dtype=tl.float32)
-    # in stages: the next tokens are on their way while these are worked on
+    # software pipelining: loads of the next tokens overlap with this tile
     for tile in tl.range(tl.program_id(1), tl.cdiv(num_tokens, TOKENS), tl.num_programs(1), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * TOKENS
         held_tokens = (tokens < num_tokens - first)[:, None]

@@ -1,6 +1,6 @@
-"""Splits the QKV product into queries, keys and values with norms over heads and rotary positions, without a copy.
+"""Splits the QKV projection's output into queries, keys and values, with head norms and RoPE, without a copy.
 
-The forward reads the heads from the product's rows; the backward writes the whole gradient of those rows at once.
+Forward reads the heads directly from the rows of the projection; backward writes the gradient of whole rows at once.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, pow
 from megatron_moe.kernels.ops import QueryKeyTransform
 
 TILE = 2048
-"""Elements of a tile of queries or keys."""
+"""Maximum elements in a tile of queries or keys."""
 BACKWARD_PROGRAMS = 6
-"""Programs of the backward per multiprocessor that fit at a time."""
+"""Backward programs that run concurrently on a multiprocessor."""
 
 
 def query_key_value(
     qkv_SBGC: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, transform: QueryKeyTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernels.query_key_value`."""
-    # heads that a tile has too many are zeros; their norm must be finite
+    # tiles are padded with heads of zeros, whose norm must be finite
     eps = max(transform.eps, torch.finfo(torch.float32).tiny)
     transform = transform._replace(
         eps=eps, cos_SBD=transform.cos_SBD.contiguous(), sin_SBD=transform.sin_SBD.contiguous()
@@ -65,7 +65,7 @@ class _QueryKeyValue(torch.autograd.Function):
         width //= heads_per_group + 2
         normed = q_weight is not None
         grad_qkv = torch.empty_like(qkv_SBGC)
-        # every program sums its tokens' share of the weights' gradients; the shares are added in a fixed order
+        # each program writes partial weight gradients of its tokens; these are added in a fixed order
         sizes = _tiles(groups, heads_per_group, width, cos_SBD.shape[-1])
         tiles = triton.cdiv(groups * heads_per_group, sizes["HEADS"]) + triton.cdiv(groups, sizes["GROUPS"])
         num_programs = min(length * batch, triton.cdiv(BACKWARD_PROGRAMS * num_multiprocessors(qkv_SBGC.device), tiles))
@@ -84,12 +84,12 @@ class _QueryKeyValue(torch.autograd.Function):
         return grad_qkv, grad_q_weight, grad_k_weight, None
 
 
-def _tiles(groups: int, heads_per_group: int, width: int, turned: int) -> dict[str, Any]:
+def _tiles(groups: int, heads_per_group: int, width: int, rotary_dim: int) -> dict[str, Any]:
     """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
-    pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
-    most = max(TILE // power_of_two(2 * pairs + (rest if turned < width else 0)), 1)
+    pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
+    most = max(TILE // power_of_two(2 * pairs + (rest if rotary_dim < width else 0)), 1)
     heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)
-    return {"PAIRS": pairs, "REST": rest, "HAS_REST": turned < width, "HEADS": heads, "GROUPS": keys}
+    return {"PAIRS": pairs, "REST": rest, "HAS_REST": rotary_dim < width, "HEADS": heads, "GROUPS": keys}
 
 
 @triton.jit
@@ -101,10 +101,10 @@ def _factor(weight_ptr, dims, held, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _pairs_of(turned, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """(first and second dim of every pair, which pairs there are)"""
     pairs = tl.arange(0, PAIRS)
-    half = turned // 2
+    half = rotary_dim // 2
     if INTERLEAVED:
         return 2 * pairs, 2 * pairs + 1, pairs < half
     else:
@@ -113,7 +113,7 @@ def _pairs_of(turned, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _position(token, batch):
-    """Place in the sequence and number of the sequence, divided in 32 bits: 64 take far longer."""
+    """(position in the sequence, index of the sequence). Divides in 32 bits, which is much faster than in 64."""
     return (token // batch).to(tl.int64), (token % batch).to(tl.int64)
 
 
@@ -127,13 +127,13 @@ def _angles(cos_ptr, sin_ptr, place, held, PAIRS: tl.constexpr):
 
 @triton.jit
 def _turn(
-    from_ptr, to_ptr, weight_ptr, there, cos, sin, width, turned, eps, NORMED: tl.constexpr,
+    from_ptr, to_ptr, weight_ptr, there, cos, sin, width, rotary_dim, eps, NORMED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Writes the heads at `from_ptr` [heads, 1], normed and rotated, to `to_ptr` [heads, 1]."""
-    first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
-    rest = turned + tl.arange(0, REST)
+    first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
+    rest = rotary_dim + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
     x1 = tl.load(from_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
     x2 = tl.load(from_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
@@ -157,13 +157,13 @@ def _turn(
 @triton.jit
 def _turn_heads(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, batch, num_groups, heads_per_group, width,
-    turned, eps, angle_s, angle_b,
+    rotary_dim, eps, angle_s, angle_b,
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = _position(tl.program_id(0), batch)
-    paired = tl.arange(0, PAIRS) < turned // 2
+    paired = tl.arange(0, PAIRS) < rotary_dim // 2
     cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     from_ptr = qkv_ptr + token * num_groups * group_width
@@ -172,26 +172,26 @@ def _turn_heads(
         place = heads // heads_per_group * group_width + heads % heads_per_group * width
         _turn(
             from_ptr + place, q_ptr + (token * num_heads + heads) * width, q_weight_ptr, heads < num_heads, cos, sin,
-            width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+            width, rotary_dim, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
         )  # fmt: skip
     for start in range(0, num_groups, GROUPS):
         groups = (start + tl.arange(0, GROUPS))[:, None]
         _turn(
             from_ptr + groups * group_width + heads_per_group * width, k_ptr + (token * num_groups + groups) * width,
             k_weight_ptr, groups < num_groups, cos, sin,
-            width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+            width, rotary_dim, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
         )  # fmt: skip
 
 
 @triton.jit
 def _turn_back(
-    grad_ptr, x_ptr, to_ptr, weight_ptr, share1, share2, share3, there, cos, sin, width, turned, eps,
+    grad_ptr, x_ptr, to_ptr, weight_ptr, share1, share2, share3, there, cos, sin, width, rotary_dim, eps,
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of heads at `x_ptr` [heads, 1] to `to_ptr` [heads, 1]; the weight's is added to the three shares."""
-    first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
-    rest = turned + tl.arange(0, REST)
+    first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
+    rest = rotary_dim + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
     y1 = tl.load(grad_ptr + first[None, :], mask=held, other=0.0).to(tl.float32)
     y2 = tl.load(grad_ptr + second[None, :], mask=held, other=0.0).to(tl.float32)
@@ -230,10 +230,10 @@ def _turn_back(
 
 @triton.jit
 def _store_shares(
-    place, share1, share2, share3, width, turned, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
+    place, share1, share2, share3, width, rotary_dim, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
-    first, second, paired = _pairs_of(turned, PAIRS, INTERLEAVED)
-    rest = turned + tl.arange(0, REST)
+    first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
+    rest = rotary_dim + tl.arange(0, REST)
     tl.store(place + first, tl.sum(share1, axis=0), mask=paired)
     tl.store(place + second, tl.sum(share2, axis=0), mask=paired)
     tl.store(place + rest, tl.sum(share3, axis=0), mask=rest < width)
@@ -242,43 +242,43 @@ def _store_shares(
 @triton.jit
 def _turn_tile_back(
     grad_ptr, g_s, g_b, value_ptr, v_s, v_b, there, place, weight_ptr, shares_ptr, others_ptr,
-    qkv_ptr, cos_ptr, sin_ptr, to_ptr, num_tokens, batch, row_width, width, turned, eps, angle_s, angle_b,
+    qkv_ptr, cos_ptr, sin_ptr, to_ptr, num_tokens, batch, row_width, width, rotary_dim, eps, angle_s, angle_b,
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Backward of the heads at `place` [HEADS, 1] of some tokens' rows, with gradients at `grad_ptr` [HEADS, 1]. The
     values that follow the keys are copied."""
-    paired, dims = tl.arange(0, PAIRS) < turned // 2, tl.arange(0, WIDTH)
+    paired, dims = tl.arange(0, PAIRS) < rotary_dim // 2, tl.arange(0, WIDTH)
     held = there & (dims < width)[None, :]
-    # shares of the weight's gradient: added up over heads at the end, for sums over a tile cost barriers
+    # partial weight gradients are summed over heads once at the end, because a sum over a tile needs barriers
     share1, share2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32), tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     share3 = tl.zeros((HEADS, REST), dtype=tl.float32)
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         s, b = _position(number, batch)
         cos, sin = _angles(cos_ptr, sin_ptr, s * angle_s + b * angle_b, paired, PAIRS)
         inside = tl.cast(number, tl.int64) * row_width + place
-        if OF_KEYS:  # read before anything is written: nothing waits for it
+        if OF_KEYS:  # load before any store, so that no load waits for a store
             values = tl.load(value_ptr + s * v_s + b * v_b + dims[None, :], mask=held)
         share1, share2, share3 = _turn_back(
             grad_ptr + s * g_s + b * g_b, qkv_ptr + inside, to_ptr + inside, weight_ptr, share1, share2, share3,
-            there, cos, sin, width, turned, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
+            there, cos, sin, width, rotary_dim, eps, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST,
         )  # fmt: skip
         if OF_KEYS:
             tl.store(to_ptr + inside + width + dims[None, :], values, mask=held)
     if NORMED:
-        _store_shares(shares_ptr, share1, share2, share3, width, turned, INTERLEAVED, PAIRS, REST)
+        _store_shares(shares_ptr, share1, share2, share3, width, rotary_dim, INTERLEAVED, PAIRS, REST)
         tl.store(others_ptr + dims, tl.zeros((WIDTH,), dtype=tl.float32), mask=dims < width)
 
 
 @triton.jit
 def _turn_heads_back(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, grad_ptr, shares_ptr,
-    num_tokens, batch, num_groups, heads_per_group, width, turned, eps,
+    num_tokens, batch, num_groups, heads_per_group, width, rotary_dim, eps,
     q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n, angle_s, angle_b,
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of some tokens, or of their keys and values: apart, each has its registers to itself."""
+    """Backward of one tile of queries, or of keys and values: separate programs need fewer registers."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     q_shares_ptr = shares_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_shares_ptr = q_shares_ptr + width
@@ -289,7 +289,7 @@ def _turn_heads_back(
             grad_q_ptr + heads * q_n, q_s, q_b, grad_v_ptr, v_s, v_b, heads < num_heads,
             heads // heads_per_group * group_width + heads % heads_per_group * width, q_weight_ptr,
             q_shares_ptr, k_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, num_tokens, batch,
-            num_groups * group_width, width, turned, eps, angle_s, angle_b,
+            num_groups * group_width, width, rotary_dim, eps, angle_s, angle_b,
             False, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, HEADS, WIDTH,
         )  # fmt: skip
     else:
@@ -298,6 +298,6 @@ def _turn_heads_back(
             grad_k_ptr + groups * k_n, k_s, k_b, grad_v_ptr + groups * v_n, v_s, v_b, groups < num_groups,
             groups * group_width + heads_per_group * width, k_weight_ptr,
             k_shares_ptr, q_shares_ptr, qkv_ptr, cos_ptr, sin_ptr, grad_ptr, num_tokens, batch,
-            num_groups * group_width, width, turned, eps, angle_s, angle_b,
+            num_groups * group_width, width, rotary_dim, eps, angle_s, angle_b,
             True, NORMED, ZERO_CENTERED, INTERLEAVED, HAS_REST, PAIRS, REST, GROUPS, WIDTH,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Helpers of all Triton wrappers: launch sizes that depend on the device, and sums over programs."""
+"""Helpers of the Triton wrappers: launch sizes that depend on the device, and sums over programs."""
 
 import torch
 import triton
@@ -6,20 +6,20 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Kernels run on the CPU, for tests; there the product of two bf16 matrices is wrong, so factors are widened."""
+"""True if kernels run on the CPU, for tests. The interpreter's bf16 matmul is wrong, so operands are widened."""
 HOPPER_MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200, whose memory `kernels/fakes.py` emulates on torch's `meta` device."""
+"""Multiprocessors of an H100 or H200, which memory emulation (`kernels/fakes.py`) assumes for `meta` tensors."""
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few on the CPU, where the interpreter runs programs one after the other."""
+    """Multiprocessors of a GPU; a small number on the CPU, where the interpreter runs programs sequentially."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return HOPPER_MULTIPROCESSORS if device.type == "meta" else 4
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., W] as a matrix [rows, W] with contiguous rows; a copy only where no view is one."""
+    """Reshapes [..., W] to a matrix [rows, W] with stride 1 in the last dim; copies only if necessary."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
 
@@ -30,7 +30,7 @@ def power_of_two(number: int) -> int:
 
 
 def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of what every program has found, fp32 [P, W] to [W], in an order that depends on P alone."""
+    """Sums the partial results of all P programs, fp32 [P, W] -> [W], in an order that depends only on P."""
     num, width = shares_PW.shape
     out_W = torch.empty(width, device=shares_PW.device, dtype=dtype)
     rows = min(power_of_two(num), 256)
@@ -42,7 +42,7 @@ def sum_of_shares(shares_PW: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def dot(a, b, total, WIDEN: tl.constexpr):
-    """a b, plus the total if there is one, in fp32."""
+    """Matrix product of a and b in fp32, plus `total` if that is not None."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")

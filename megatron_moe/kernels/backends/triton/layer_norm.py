@@ -1,4 +1,4 @@
-"""LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450): each pass reads its inputs once. Cut into programs as RMSNorm."""
+"""LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450); each pass reads its inputs once. Same tiles as RMSNorm."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class _LayerNorm(torch.autograd.Function):
         x_RH = rows_of(x)
         num_rows, width = x_RH.shape
         out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        # mean and one over the deviation of every row
+        # mean and inverse standard deviation of every row
         moments_2R = torch.empty(2, num_rows, device=x.device, dtype=torch.float32)
         if num_rows:
             grid, tile = forward_tiles(num_rows, width)
@@ -41,7 +41,7 @@ class _LayerNorm(torch.autograd.Function):
         grad_RH, (num_rows, width) = rows_of(grads[0]), x_RH.shape
         grid, tile = backward_tiles(num_rows, width, x_RH.device)
         grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-        # every program sums its rows' shares of the gradients of weight and bias; they are added in a fixed order
+        # each program writes partial gradients of weight and bias for its rows; these are added in a fixed order
         shares_PW = torch.empty(*grid, 2 * width, device=x_RH.device, dtype=torch.float32)
         _layer_norm_backward[grid](
             grad_RH, x_RH, weight, moments_2R, grad_x_RH, shares_PW, num_rows, width,
@@ -67,7 +67,7 @@ def _layer_norm_forward(
     if ZERO_CENTERED:
         weight += 1.0
     mean = tl.sum(x, axis=1) / width
-    # columns after the last one must not contribute to the variance
+    # padding columns must not contribute to the variance
     centred = tl.where(held_columns[None, :], x - mean[:, None], 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / width + eps)
     out = centred * scale[:, None] * weight[None, :] + bias[None, :]
@@ -86,9 +86,9 @@ def _layer_norm_backward(
     weight = tl.load(weight_ptr + columns, mask=held_columns, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    # added up over rows at the end: a sum costs barriers
+    # summed over rows once at the end, because a sum needs barriers
     weight_share, bias_share = tl.zeros((ROWS, WIDTH), dtype=tl.float32), tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    # in stages: the next rows are on their way while these are worked on
+    # software pipelining: loads of the next rows overlap with this tile
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         held_rows = rows < num_rows
@@ -97,7 +97,7 @@ def _layer_norm_backward(
         grad = tl.load(grad_ptr + rows[:, None] * grad_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
         mean = tl.load(moments_ptr + rows, mask=held_rows, other=0.0)
         scale = tl.load(moments_ptr + num_rows + rows, mask=held_rows, other=0.0)
-        # columns after the last one are not zero here, but their gradient is
+        # `normed` is not zero in padding columns, but their gradient is
         normed = (x - mean[:, None]) * scale[:, None]
         weight_share += grad * normed
         bias_share += grad

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), alone and after a residual sum: each pass reads its inputs once."""
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467), optionally fused with a residual add; each pass reads inputs once."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
 
 TILE = 8192
-"""Elements of the largest tile."""
+"""Maximum elements of a tile."""
 BACKWARD_PROGRAMS = 2
-"""Programs of the backward per multiprocessor."""
+"""Backward programs per multiprocessor."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """The gradient of the sum, which comes down the residual stream, is added where the norm's own is made."""
+    """Residual add and RMSNorm. The backward kernel also adds the gradient of the residual sum."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_total, grad_out = grads
-        if grad_out is None:  # the norm is not used
+        if grad_out is None:  # the normed output is unused
             return grad_total, grad_total, None, None, None
         total_RH, weight, scale_R = ctx.saved_tensors
         grad_RH, grad_weight = _norm_backward(grad_out, grad_total, total_RH, weight, scale_R, ctx.zero_centered)
@@ -72,7 +72,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _norm(
     x_RH: Tensor, residual_RH: Tensor | None, total_RH: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """(norm of x, or of x + residual which `total_RH` then is; fp32 [R] factor of every row)"""
+    """Returns (norm of x or of x + residual, fp32 [R] scale of rows). Writes the sum to `total_RH`."""
     num_rows, width = x_RH.shape
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)
@@ -89,13 +89,13 @@ def _norm(
 def _norm_backward(
     grad: Tensor, grad_total: Tensor | None, x_RH: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x, plus `grad_total` if given; gradient of the weight)"""
+    """Returns the gradient of x, plus `grad_total` if not None, and the gradient of the weight."""
     grad_RH = rows_of(grad)
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape
     grid, tile = backward_tiles(num_rows, width, x_RH.device)
     grad_x_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-    # every program sums its rows' share of the weight's gradient; the shares are added in a fixed order
+    # each program writes a partial weight gradient for its rows; these are added in a fixed order
     shares_PH = torch.empty(*grid, width, device=x_RH.device, dtype=torch.float32)
     _rms_norm_backward[grid](
         grad_RH, added_RH, x_RH, weight, scale_R, grad_x_RH, shares_PH, num_rows, width,
@@ -106,14 +106,14 @@ def _norm_backward(
 
 
 def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """(number of programs, tile of each) of a norm's forward."""
+    """(grid, tile sizes) of a norm's forward."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
     return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
 
 
 def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tuple[int], dict[str, int]]:
-    """(number of programs, tile that each takes at a time) of a norm's backward."""
+    """(grid, tile sizes) of a norm's backward, in which each program processes several tiles."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
     num_programs = max(min(triton.cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_multiprocessors(device)), 1)
@@ -134,7 +134,7 @@ def _rms_norm_forward(
         x += tl.load(added_ptr + rows[:, None] * added_stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + rows[:, None] * width + columns[None, :], total, mask=held)
-        x = total.to(tl.float32)  # the norm is that of the rounded sum
+        x = total.to(tl.float32)  # norm of the rounded sum
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
@@ -154,8 +154,8 @@ def _rms_norm_backward(
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    share = tl.zeros((ROWS, WIDTH), dtype=tl.float32)  # added up over rows at the end: a sum costs barriers
-    # in stages: the next rows are on their way while these are worked on
+    share = tl.zeros((ROWS, WIDTH), dtype=tl.float32)  # summed over rows once at the end: a sum needs barriers
+    # software pipelining: loads of the next rows overlap with this tile
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         held = (rows < num_rows)[:, None] & (columns < width)[None, :]

@@ -1,9 +1,8 @@
-"""AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, whatever the format of its state.
+"""AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, for all state formats.
 
-The formats are those of `kernels/low_precision_state.py`. Every program takes whole blocks of 128 elements, so it
-alone makes their
-scales. All roundings to 16 and 8 bits are integer arithmetic or conversions of torch's kind: the bits are the same
-under the interpreter, except those of bf16 moments, which it cuts off.
+The formats are those of `kernels/low_precision_state.py`. Every program processes whole blocks of 128 elements, so it
+computes their scales alone. Roundings to 16 and 8 bits are done in integer arithmetic or by conversions that agree with
+torch: the interpreter produces the same bits, except for bf16 moments, which it truncates.
 """
 
 import math
@@ -19,7 +18,7 @@ from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.ops import AdamWState, AdamWStep
 
 BLOCK = 1024
-"""Elements of a program."""
+"""Elements per program."""
 PLAIN, FP16, FP8, REMAINDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SCALED = tl.constexpr(low_precision_state.BLOCK)
 LEAST_EXPONENT = tl.constexpr(low_precision_state.LEAST_EXPONENT)
@@ -28,7 +27,7 @@ LEAST_EXPONENT = tl.constexpr(low_precision_state.LEAST_EXPONENT)
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
-    """See `Kernels.adamw_`. The gradient keeps its bits."""
+    """See `Kernels.adamw_`. The gradient is not modified."""
     state = AdamWState(*(PackedState("plain", tensor) for tensor in (master, exp_avg, exp_avg_sq)))
     adamw_packed_(state, grad, move, weights)
 
@@ -36,7 +35,7 @@ def adamw_(
 def adamw_packed_(
     state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
-    """See `Kernels.adamw_packed_`. The gradient keeps its bits."""
+    """See `Kernels.adamw_packed_`. The gradient is not modified."""
     master = state.master
     if not master.size:
         return
@@ -55,11 +54,11 @@ def adamw_packed_(
 
 
 _FORMATS = ("plain", "fp16", "fp8", "remainder")
-"""Their numbers in the kernels."""
+"""State formats; kernels receive the index of a format."""
 
 
 def _log2(beta: float) -> tuple[float, float]:
-    """Two numbers whose sum it is: what a kernel is given is fp32, of which one has too few digits."""
+    """Base-2 logarithm of beta as (high, low), whose sum it is: kernel arguments are fp32, which has too few digits."""
     exact = math.log2(max(beta, 1e-300))
     high = struct.unpack("f", struct.pack("f", exact))[0]
     return high, exact - high
@@ -121,8 +120,8 @@ def _adamw(
 
 @triton.jit
 def _size_bits(wide, ptr, FORMAT: tl.constexpr):
-    """Bits of the absolute values as they are stored; from 0x7F800000 on they are not finite. Packed formats have the
-    range of fp32."""
+    """Bits of the absolute values in their stored precision; 0x7F800000 and above are not finite. Packed formats have
+    the range of fp32."""
     if FORMAT == PLAIN:
         wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -130,14 +129,14 @@ def _size_bits(wide, ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _correction(log_high, log_low, step):
-    """1 - beta^step in fp32, computed in fp64: near 1 a power in fp32 has few digits."""
+    """1 - beta^step in fp32, computed in fp64 because beta^step in fp32 is too inaccurate near 1."""
     log = tl.cast(log_high, tl.float64) + tl.cast(log_low, tl.float64)
     return (1.0 - tl.exp2(log * step.to(tl.float64))).to(tl.float32)
 
 
 @triton.jit
 def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
-    """State as fp32; see `low_precision_state.unpack`."""
+    """Loads state as fp32; see `low_precision_state.unpack`."""
     if FORMAT == PLAIN:
         wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
     else:
@@ -157,8 +156,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Stores state; see `low_precision_state.pack`. Returns the values that were stored, except for formats that store
-    the square root."""
+    """Stores state; see `low_precision_state.pack`. Returns the stored values, except for formats that store the square
+    root."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:
@@ -187,7 +186,7 @@ def _pack(
 
 @triton.jit
 def _bf16_bits(wide):
-    """int32 whose low half is the bf16 number nearest to an fp32 one, ties away from zero; see
+    """Rounds fp32 to bf16, ties away from zero; returns the bits in the low half of an int32. See
     `low_precision_state.round_weights`."""
     away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
     return tl.where(wide != wide, 0x7FC0, away)
@@ -218,8 +217,8 @@ def _to_e4m3(scaled, dither):
 
 @triton.jit
 def _dither(number, step, SALT: tl.constexpr):
-    """See `low_precision_state.dither`, of whose numbers the low 32 bits count: products of 64 bits would take far
-    longer."""
+    """See `low_precision_state.dither`. Uses only the low 32 bits of its numbers, because 64-bit products are much
+    slower."""
     mixed = number.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77 + (SALT * 0xC2B2AE3D) % 0x100000000
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
     mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39

@@ -1,4 +1,4 @@
-"""Rows in pages: used rows are copied to free pages and back, and the free list is kept on the device."""
+"""Paged row storage: copies valid rows to free pages and back; the free list is on the device."""
 
 import torch
 import triton
@@ -9,9 +9,9 @@ from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages
 
 TILE = (8, 512)
-"""Rows and columns that are copied at a time, at most."""
+"""Maximum rows and columns that are copied at a time."""
 BLOCK = 1024
-"""Numbers of pages that one step over a table handles."""
+"""Page table entries that are processed at a time."""
 
 
 def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
@@ -20,7 +20,7 @@ def pack_rows(rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
     num_rows, width = rows_RW.shape
     number = pages.stretches(num_rows)
     table = torch.empty(number, device=rows_RW.device, dtype=torch.int32)
-    # one warp: every thread has read both ends before one of them moves
+    # a single warp, so that every thread reads both ends of the free list before one of them is updated
     _take_pages[(1,)](
         valid, pages.free_P, pages.ends, pages.overflowed, table, number, pages.num, pages.page_size,
         NONE=NONE, NO_ROOM=NO_ROOM, BLOCK=BLOCK, num_warps=1,

@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al., arXiv 2104.09864 section 3.4.2), forward and backward by one kernel.
+"""Rotary position embedding (Su et al., arXiv 2104.09864 section 3.4.2), one kernel for forward and backward.
 
-The backward of a rotation is the rotation the other way round: the same kernel with the sines negated.
+Backward is the inverse rotation: the same kernel with negated sines.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import power_of_two
 
 TILE = 4096
-"""Elements of x that one program rotates."""
+"""Maximum elements of x that one program rotates."""
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
@@ -44,14 +44,14 @@ def _rotate(
     cos_SBD, sin_SBD = cos_SBD.contiguous(), sin_SBD.contiguous()
     length, batch, heads, width = x_SBND.shape
     out_SBND = torch.empty(x_SBND.shape, device=x_SBND.device, dtype=x_SBND.dtype)
-    turned = cos_SBD.shape[-1]
-    pairs, rest = power_of_two(turned // 2), power_of_two(width - turned)
+    rotary_dim = cos_SBD.shape[-1]
+    pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
     tile_heads = min(power_of_two(heads), max(TILE // power_of_two(2 * pairs + rest), 1))
     if out_SBND.numel():
         _rotate_heads[(length * batch, triton.cdiv(heads, tile_heads))](
-            x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, turned, start,
+            x_SBND, cos_SBD, sin_SBD, out_SBND, batch, heads, width, rotary_dim, start,
             *x_SBND.stride()[:3], cos_SBD.stride(0), 0 if cos_SBD.shape[1] == 1 else cos_SBD.stride(1),
-            INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=turned < width,
+            INTERLEAVED=interleaved, BACKWARD=backward, HAS_REST=rotary_dim < width,
             HEADS=tile_heads, PAIRS=pairs, REST=rest, num_warps=8 if tile_heads * width > TILE // 2 else 4,
         )  # fmt: skip
     return out_SBND
@@ -59,7 +59,7 @@ def _rotate(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, batch, num_heads, width, turned, begin,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, batch, num_heads, width, rotary_dim, begin,
     stride_s, stride_b, stride_n, angle_stride_s, angle_stride_b,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HAS_REST: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -68,7 +68,7 @@ def _rotate_heads(
     s, b = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, PAIRS)
-    half = turned // 2
+    half = rotary_dim // 2
     angle = s * angle_stride_s + b * angle_stride_b + pairs
     cos = tl.load(cos_ptr + angle, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + angle, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
@@ -77,14 +77,14 @@ def _rotate_heads(
     from_ptr = x_ptr + s * stride_s + b * stride_b + heads[:, None] * stride_n
     to_ptr = out_ptr + (token.to(tl.int64) * num_heads + heads[:, None]) * width
     if HAS_REST:
-        # dims that are not rotated, before and after; loaded before any store, to wait once
+        # dims before and after the rotated ones; loaded before any store, so that no load waits for a store
         rest = tl.arange(0, REST)
-        kept = (heads < num_heads)[:, None] & (rest < width - turned)[None, :]
-        rest = tl.where(rest < begin, rest, rest + turned)
+        kept = (heads < num_heads)[:, None] & (rest < width - rotary_dim)[None, :]
+        rest = tl.where(rest < begin, rest, rest + rotary_dim)
         copied = tl.load(from_ptr + rest[None, :], mask=kept)
-    if INTERLEAVED:  # neighbours in memory: read and written together, parted in registers
+    if INTERLEAVED:  # both dims of a pair are adjacent in memory: loaded and stored together, split in registers
         turning = tl.arange(0, 2 * PAIRS)
-        held = (heads < num_heads)[:, None] & (turning < turned)[None, :]
+        held = (heads < num_heads)[:, None] & (turning < rotary_dim)[None, :]
         x = tl.load(from_ptr + begin + turning[None, :], mask=held, other=0.0).to(tl.float32)
         x1, x2 = tl.split(tl.reshape(x, (HEADS, PAIRS, 2)))
         y = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), (HEADS, 2 * PAIRS))

@@ -1,6 +1,6 @@
-"""Copies of tokens to their rows and back, and of probabilities.
+"""Copies tokens to their expert-sorted rows and back, and gathers probabilities.
 
-Everything is deterministic: no atomics, sums in a fixed order.
+All ops are deterministic: no atomics, and sums in a fixed order.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.permute import RowCopies
 
 COPY_TILE = 2048
-"""Elements of a row that one program copies."""
+"""Maximum elements of a row that one program copies."""
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -49,7 +49,7 @@ class _GatherProbs(torch.autograd.Function):
 
 
 def _pick(values: Tensor, places: Tensor) -> Tensor:
-    """values.flatten()[places], 0 where the place is -1; in the shape of `places`."""
+    """Gathers values.flatten()[places], with 0 where `places` is -1."""
     out = torch.empty(places.shape, device=values.device, dtype=values.dtype)
     if out.numel():
         grid = (triton.cdiv(out.numel(), 1024),)
@@ -58,8 +58,8 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """[T, H] -> [R, H], zeros in rows that hold nothing. A program reads a token once and writes all its rows."""
-    assert index.rows_TK is not None, "a dense form has no rows per choice"
+    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0. A program reads one token and writes all its rows."""
+    assert index.rows_TK is not None, "a dense routing index has no row per choice"
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
     rows_RH = torch.empty(num_rows, width, device=tokens_TH.device, dtype=tokens_TH.dtype)
@@ -75,8 +75,8 @@ def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
 
 
 def sum_rows(rows_RH: Tensor, index: RowIndex) -> Tensor:
-    """[R, H] -> [T, H], one token's rows added in fp32 in the order of its choices."""
-    assert index.rows_TK is not None, "a dense form has no rows per choice"
+    """Sums the rows [R, H] of each token in fp32, in the order of the token's choices -> [T, H]."""
+    assert index.rows_TK is not None, "a dense routing index has no row per choice"
     rows_RH = rows_of(rows_RH)
     num_tokens, topk = index.rows_TK.shape
     width = rows_RH.shape[1]
@@ -105,11 +105,11 @@ def _copy_tokens(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    # every row is also visited once: a row that holds nothing gets zeros. Loaded for all rows at once and before any
-    # store, because most rows hold a token
+    # the programs also share out all rows, to write zeros to padding rows. These loads come first, for all rows at
+    # once, because most rows hold a token and need no store
     own = token * rows_each + tl.arange(0, EACH)
-    asked = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
-    some_empty = tl.min(tl.load(token_ptr + own, mask=asked, other=0), axis=0) < 0
+    requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
+    some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0
     if token < num_tokens:
         values = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
         for choice in tl.static_range(TOPK):
@@ -129,7 +129,7 @@ def _sum_choices(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for choice in tl.static_range(TOPK):  # unrolled: the rows of all choices are on their way at once
+    for choice in tl.static_range(TOPK):  # unrolled, so that the loads of all choices are in flight at once
         row = tl.load(places_ptr + token * TOPK + choice)
         held = (columns < width) & (row >= 0)
         total += tl.load(rows_ptr + row * stride + columns, mask=held, other=0.0).to(tl.float32)

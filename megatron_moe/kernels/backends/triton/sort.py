@@ -1,8 +1,8 @@
-"""Stable counting sort of the choices by expert, in two launches and without atomics.
+"""Stable counting sort of the routing choices by expert, in two launches and without atomics.
 
-The choices are divided into blocks, and the blocks into a few stretches. A program of the first launch walks the blocks
-of its stretch and writes, for each block, the number of choices of every expert before it in the stretch. A program of
-the second launch places one block: the totals of all stretches give the start of its choices of every expert.
+The choices are divided into blocks, and the blocks into a few stretches. A program of the first launch iterates over
+the blocks of one stretch and writes, for each block, the number of choices per expert that precede it in the stretch. A
+program of the second launch sorts one block: the totals of all stretches give its first row of every expert.
 """
 
 import torch
@@ -15,13 +15,13 @@ from megatron_moe.kernels.backends.triton.launch import power_of_two
 from megatron_moe.kernels.ops import RowIndex, most_rows
 
 BLOCK = 128
-"""Choices of a block."""
+"""Choices per block."""
 STRETCHES = 32
-"""Most stretches of blocks: every program of the second launch reads the counts of all stretches."""
+"""Maximum number of stretches: every program of the second launch reads the counts of all stretches."""
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
-    """See `Kernels.sort_rows`. Routings padded to a capacity use plain torch."""
+    """See `Kernels.sort_rows`. With a capacity, plain torch is used."""
     if capacity is not None or not ids_TK.numel():
         return reference.sort_rows(ids_TK, num_experts, capacity, align)
     ids, device = ids_TK.contiguous(), ids_TK.device
@@ -49,8 +49,8 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """(choices of every expert in a block's stretch before it, int32 [blocks, E]; in every stretch, int32
-    [stretches, E]; blocks of a stretch)"""
+    """Counts choices per expert. Returns (choices that precede each block in its stretch, int32 [blocks, E]; totals of
+    each stretch, int32 [stretches, E]; blocks per stretch)."""
     num_blocks = triton.cdiv(ids.numel(), BLOCK)
     blocks_each = triton.cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
@@ -63,7 +63,7 @@ def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _bins(num_experts: int) -> int:
-    """Bins of a histogram: at least the 32 threads of a warp."""
+    """Number of histogram bins: at least 32, the threads of a warp."""
     return max(power_of_two(num_experts), 32)
 
 
@@ -89,7 +89,7 @@ def _place_rows(
     num_stretches, blocks_each,
     BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Row of a choice: start of the expert's rows plus the number of its choices before this one."""
+    """Row of a choice: first row of its expert plus the number of the expert's earlier choices."""
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
     stretches = tl.arange(0, STRETCHES)
@@ -112,7 +112,7 @@ def _place_rows(
     tl.store(rows_ptr + choices, tl.where(chosen, rows, -1).to(tl.int64), mask=inside)
     tl.store(token_ptr + rows, (choices // topk).to(tl.int64), mask=chosen)
     tl.store(choice_ptr + rows, choices.to(tl.int64), mask=chosen)
-    if ALIGN == 1:  # as many rows as choices; otherwise the host has filled both tensors with -1
+    if ALIGN == 1:  # R is the number of choices; for other alignments the host has filled both tensors with -1
         nothing = inside & (choices >= tl.sum(totals, axis=0))
         tl.store(token_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)
         tl.store(choice_ptr + choices, tl.full((BLOCK,), -1, tl.int64), mask=nothing)

@@ -1,5 +1,5 @@
-"""Gradients of attention from its output and log-sum-exp: keys and values by tiles of keys, queries by tiles of queries
-(Dao et al., arXiv 2205.14135 section B.2)."""
+"""Attention backward from output and log-sum-exp: one kernel for the gradients of k and v (one program per tile of
+keys), another for the gradient of q (Dao et al., arXiv 2205.14135 section B.2)."""
 
 import torch
 import triton
@@ -31,8 +31,8 @@ def gradients(
     *,
     add: bool = False,
 ) -> None:
-    """Writes, or adds, the gradients of q, k and v to those of `into`, which are contiguous. Log-sum-exp and delta are
-    contiguous fp32 [B, N, rows]."""
+    """Writes the gradients of q, k and v to the contiguous tensors `into`, or adds them if `add`. Log-sum-exp and delta
+    are contiguous fp32 [B, N, rows]."""
     grad_q, grad_k, grad_v = into
     of_queries, of_keys = (q, q) if segments is None else segments
     inputs = q, k, v, grad, lse_BNS, delta_BNS, of_queries, of_keys
@@ -52,7 +52,7 @@ def gradients(
 
 
 def deltas(grad: Tensor, out: Tensor) -> Tensor:
-    """fp32 [B, N, S]: the sum of gradient times output over the value's width."""
+    """Row sums of gradient times output over the value width, fp32 [B, N, S]."""
     seq, batch, heads, width = out.shape
     delta_BNS = torch.empty(batch, heads, seq, device=out.device, dtype=torch.float32)
     _deltas[(triton.cdiv(seq, 32), batch * heads)](
@@ -63,8 +63,8 @@ def deltas(grad: Tensor, out: Tensor) -> Tensor:
 
 
 def _tiles(width: int, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Tiles of the two kernels, the fastest of those that were measured (docs/experiments.md); those for wide heads and
-    for 4 bytes per number are what has room."""
+    """Tile sizes of the two kernels: the fastest measured (docs/experiments.md). For wide heads and for 4-byte dtypes,
+    the largest that fit."""
     if width > 128:
         return _tile(32, 64, 4, 2), _tile(64, 32, 4, 2)
     if num_bytes > 2:
@@ -96,7 +96,7 @@ def _key_grads(
     ADD: tl.constexpr, SEGMENTS: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, over all rows of all heads of the group that see any of them."""
+    """Gradients of one tile of keys and values, summed over the visible query rows of all heads of the group."""
     num_groups = num_heads // heads_per_group
     first = tl.program_id(0) * KEYS
     b, group = (tl.program_id(1) // num_groups).to(tl.int64), (tl.program_id(1) % num_groups).to(tl.int64)
@@ -124,7 +124,7 @@ def _key_grads(
                 logits = dot(k, tl.trans(q), None, WIDEN) * factor
                 probs = tl.exp2(logits - (lse * 1.4426950408889634)[None, :])
                 if part != 1:
-                    # which rows each key is seen by: the same question from the other side
+                    # the transposed mask: keys take the role of rows, and left and right are swapped
                     seen = visible(keys, rows, of_keys, of_queries_ptr, num_rows, right, left, SEGMENTS)
                     probs = tl.where(seen, probs, 0.0)
                 grad_v = dot(probs.to(grad.dtype), grad, grad_v, WIDEN)
@@ -133,9 +133,11 @@ def _key_grads(
                 grad_k = dot(grad_logits.to(q.dtype), q, grad_k, WIDEN)
     place = (keys.to(tl.int64) * batch + b) * num_groups + group
     dims, held = tl.arange(0, WIDTH), (keys < num_keys)[:, None]
-    _give(grad_k_ptr + place[:, None] * width + dims[None, :], grad_k * scale, held & (dims < width)[None, :], ADD)
+    to_ptr = grad_k_ptr + place[:, None] * width + dims[None, :]
+    _accumulate(to_ptr, grad_k * scale, held & (dims < width)[None, :], ADD)
     dims = tl.arange(0, VALUE)
-    _give(grad_v_ptr + place[:, None] * value_width + dims[None, :], grad_v, held & (dims < value_width)[None, :], ADD)
+    to_ptr = grad_v_ptr + place[:, None] * value_width + dims[None, :]
+    _accumulate(to_ptr, grad_v, held & (dims < value_width)[None, :], ADD)
 
 
 @triton.jit(do_not_specialize=BAND)
@@ -146,7 +148,7 @@ def _query_grads(
     ADD: tl.constexpr, SEGMENTS: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one head, over all keys that they see."""
+    """Gradient of one tile of query rows of one head, summed over the visible keys."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b, n = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     group = n // heads_per_group
@@ -178,11 +180,11 @@ def _query_grads(
     dims = tl.arange(0, WIDTH)
     place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * width + dims[None, :]
     held = (rows < num_rows)[:, None] & (dims < width)[None, :]
-    _give(grad_q_ptr + place, grad_q * scale, held, ADD)
+    _accumulate(grad_q_ptr + place, grad_q * scale, held, ADD)
 
 
 @triton.jit
-def _give(to_ptr, share, held, ADD: tl.constexpr):
+def _accumulate(to_ptr, share, held, ADD: tl.constexpr):
     """Writes a tile of gradients or adds it to what is there."""
     if ADD:
         share += tl.load(to_ptr, mask=held, other=0.0)

@@ -1,5 +1,5 @@
-"""Attention between two parts of a sequence, rectangle by rectangle: by cuDNN where it supports the mask, otherwise by
-our kernels, which continue the online softmax of their rows and accumulate gradients in place."""
+"""Attention between two parts of a sequence, rectangle by rectangle: with cuDNN if it supports the mask, otherwise with
+our Triton kernels, which continue the online softmax of earlier rectangles and accumulate gradients in place."""
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from megatron_moe.kernels.ops import AttentionBlock, AttentionResult
 
 
 def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
-    """See `Kernels.attention_block`. Dropout and fp32 are plain torch."""
+    """See `Kernels.attention_block`. Dropout and fp32 run on plain torch."""
     readable = _readable(block)
     rectangles = _rectangles(readable)
     if rectangles is None:
@@ -51,13 +51,13 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
 
 
 def _readable(block: AttentionBlock) -> AttentionBlock:
-    """The block with tensors that kernels can read."""
+    """Returns the block with q, k and v contiguous in the last dimension, as the kernels require."""
     return block._replace(q_SBND=strided(block.q_SBND), k_SBGD=strided(block.k_SBGD), v_SBGE=strided(block.v_SBGE))
 
 
 def _rectangles(block: AttentionBlock) -> list[tuple[MaskBlock, bool]] | None:
-    """Rectangles of a block that the mask does not exclude, each with whether cuDNN computes it. None if neither cuDNN
-    nor our kernels can compute one of them."""
+    """Visible rectangles of the block's mask, each with True if cuDNN computes it. None if a rectangle is supported
+    neither by cuDNN nor by the Triton kernels."""
     if block.drops:
         return None
     pairs = mask_blocks(block.query.chunks, block.key.chunks, block.config)
@@ -68,7 +68,7 @@ def _rectangles(block: AttentionBlock) -> list[tuple[MaskBlock, bool]] | None:
 
 
 def _rectangle(block: AttentionBlock, pair: MaskBlock) -> tuple[tuple[Tensor, Tensor, Tensor], Shape, Segments | None]:
-    """(queries, keys and values; their shape; their documents)"""
+    """Inputs of the Triton kernels for a rectangle: (q, k and v; sizes; document ids)."""
     inputs = block.q_SBND[pair.rows], block.k_SBGD[pair.keys], block.v_SBGE[pair.keys]
     shape = Shape.of(*inputs, block.config.softmax_scale, pair.left, pair.right)
     of_queries, of_keys = block.query.segments_BS, block.key.segments_BS

@@ -1,7 +1,7 @@
-"""Attention of rows to keys tile by tile, without stored logits (Dao, arXiv 2307.08691).
+"""Attention forward, tile by tile with an online softmax and without stored logits (Dao, arXiv 2307.08691).
 
-Tiles outside the band of the mask are not visited, and only those at its edges are masked. A softmax may begin with a
-sink, or with what its rows have found among other keys.
+Tiles outside the mask band are skipped, and only tiles at its edges are masked. The online softmax can start from a
+sink, or from the results for other keys.
 """
 
 import triton
@@ -32,7 +32,7 @@ def attend(
     *,
     onward: bool = False,
 ) -> None:
-    """Writes `out`, contiguous [rows, B, N, E], and the log-sum-exp. `onward`: both hold what was found before."""
+    """Writes contiguous `out` [rows, B, N, E] and the log-sum-exp. `onward`: merges with their previous values."""
     rows, keys = (128, 64) if max(shape.width, shape.value_width) <= 128 else (64, 64)
     of_queries, of_keys = (q, q) if segments is None else segments
     _attend[(triton.cdiv(shape.rows, rows), shape.batch * shape.heads)](
@@ -53,7 +53,7 @@ def _attend(
     SINKS: tl.constexpr, ONWARD: tl.constexpr, SEGMENTS: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the rows that see most go first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # rows that see the most keys are scheduled first
     b, n = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
     group = n // heads_per_group
     rows = first + tl.arange(0, ROWS)
@@ -65,17 +65,17 @@ def _attend(
     if SEGMENTS:
         of_rows = tl.load(of_queries_ptr + b * of_queries_b + rows, mask=rows < num_rows, other=-1)
     lse_ptr += b * l_b + n * l_n
-    # base 2: the hardware instruction is exp2
+    # base 2, because the hardware instruction is exp2
     factor = scale * 1.4426950408889634
     total = tl.zeros((ROWS,), dtype=tl.float32)
-    # the lowest finite number, not minus infinity: minus infinity minus itself is not a number
+    # the lowest finite number instead of -inf, because -inf - (-inf) is nan
     peak = tl.full((ROWS,), -3.4028234663852886e38, dtype=tl.float32)
     if SINKS:
         peak = tl.full((ROWS,), 1.0, dtype=tl.float32) * tl.load(sinks_ptr + n).to(tl.float32) * 1.4426950408889634
         total += 1.0
     out = tl.zeros((ROWS, VALUE), dtype=tl.float32)
     if ONWARD:
-        # what was found before is one key more, whose logit is its log-sum-exp and whose value is its output
+        # earlier results act as one additional key: its logit is their log-sum-exp, its value is their output
         before = tl.load(lse_ptr + rows.to(tl.int64) * l_s, mask=rows < num_rows, other=float("-inf"))
         total = tl.where(before > float("-inf"), 1.0, 0.0)
         peak = tl.maximum(before * 1.4426950408889634, peak)
@@ -97,7 +97,7 @@ def _attend(
             v = load_rows(v_ptr, v_s, keys, num_keys, value_width, VALUE, part != 1)
             out = dot(probs.to(v.dtype), v, out * shrink[:, None], WIDEN)
             peak = new_peak
-    seen = total > 0.0  # rows past the last see nothing, and others may have seen nothing yet
+    seen = total > 0.0  # False beyond the last row, and for rows that have seen no key so far
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     place, held = _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE)
@@ -107,7 +107,7 @@ def _attend(
 
 @triton.jit
 def _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE: tl.constexpr):
-    """Offsets of the output of some rows of a head in a contiguous [rows, B, N, E], and their mask."""
+    """Offsets of the given rows of a head in a contiguous [rows, B, N, E] output, and the mask of valid elements."""
     dims = tl.arange(0, VALUE)
     place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * value_width + dims[None, :]
     return place, (rows < num_rows)[:, None] & (dims < value_width)[None, :]

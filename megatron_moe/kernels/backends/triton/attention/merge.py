@@ -1,4 +1,4 @@
-"""Takes attention to some keys into what was found among others, in one pass over memory."""
+"""Merges attention over some keys into attention over others, in one pass over memory."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from megatron_moe.kernels.backends.triton.attention.tiles import tile_width
 
 
 def merge(out: Tensor, lse_BNS: Tensor, part: Tensor, part_lse_BNS: Tensor) -> None:
-    """`out` fp32 [S, B, N, E] and its log-sum-exp, in place. `part` may be narrower; rows of both are contiguous."""
+    """Merges `part` in place into fp32 `out` [S, B, N, E] and its log-sum-exp. Last dims are contiguous."""
     seq, batch, heads, width = out.shape
     _merge[(triton.cdiv(seq, 32), batch * heads)](
         out, lse_BNS, part, part_lse_BNS, seq, heads, width, *out.stride()[:3], *part.stride()[:3],
@@ -27,7 +27,7 @@ def _merge(
     lse_ptr += b * l_b + n * l_n + rows.to(tl.int64) * l_s
     before = tl.load(lse_ptr, mask=rows < seq, other=float("-inf"))
     added = tl.load(part_lse_ptr + b * m_b + n * m_n + rows, mask=rows < seq, other=0.0)
-    # every row of a part sees something of it, so its log-sum-exp is finite
+    # a part omits fully masked rectangles, so each of its rows sees a key and has a finite log-sum-exp
     peak = tl.maximum(before, added)
     weight, share = tl.exp(before - peak), tl.exp(added - peak)
     total = weight + share

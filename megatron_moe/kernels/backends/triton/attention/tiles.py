@@ -1,4 +1,4 @@
-"""Helpers of the attention kernels: sizes, loads of rows of a head, products, and masks."""
+"""Helpers of the attention kernels: sizes, row loads, and masks."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_two
 
 WIDEST_HEAD = 256
-"""Largest head dim of the kernels."""
+"""Largest head dim that the kernels support."""
 BAND = ("left", "right")
-"""Arguments that differ between the rectangles of a ring: one compiled kernel takes any."""
+"""Kernel arguments that are not specialised: they differ between rectangles, and one compiled kernel serves all."""
 
 Segments = tuple[Tensor, Tensor]
-"""Number of the document of every row and of every key, [B, S] each; attention stays inside of one."""
+"""Document id of each query row and of each key, [B, S] each; attention does not cross documents."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of attention between some rows and some keys, and their band of the mask in the kernels' terms."""
+    """Sizes and mask band of attention between query rows and keys, as passed to the kernels."""
 
     rows: int
     keys: int
@@ -31,15 +31,15 @@ class Shape:
     value_width: int
     scale: float
     left: int
-    """Row i sees the keys from i - left ..."""
+    """Query row i sees no key before key i - left."""
     right: int
-    """... to i + right."""
+    """Query row i sees no key after key i + right."""
 
     @classmethod
     def of(
         cls, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, left: int | None, right: int | None
     ) -> "Shape":
-        """None: as far as there is anything."""
+        """Sizes of the given tensors; `left` or `right` None: no limit on that side."""
         rows, batch, heads, width = q_SBND.shape
         keys, _, groups, value_width = v_SBGE.shape
         left, right = rows if left is None else left, keys if right is None else right
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int | float, ...]:
-        """Sizes and strides in the order of the kernels' arguments."""
+        """Sizes and mask band in the order of the kernels' arguments."""
         per_group = self.heads // self.groups
         return (
             self.rows, self.keys, self.heads, per_group, self.batch, self.width, self.value_width, self.scale,
@@ -56,22 +56,22 @@ class Shape:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels can, and should, compute attention of these, without dropout."""
+    """Whether the kernels support these inputs and are the better choice (not for fp32), apart from dropout."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
-    # offsets are 32-bit; the output and its gradient are as large as the queries are with the values' width
+    # offsets are 32-bit; the output and its gradient have the queries' shape with the values' width
     places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
     near = max(places) < 2**31
-    slow = q.dtype is torch.float32 and not INTERPRETED  # matrix units have no fp32
+    slow = q.dtype is torch.float32 and not INTERPRETED  # tensor cores do not support fp32
     return narrow and near and not slow
 
 
 def strided(x: Tensor) -> Tensor:
-    """What kernels can read: the numbers of a row are neighbours."""
+    """Returns x with a contiguous last dimension (stride 1), as the kernels require; copies only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def of_both(segments_BS: Tensor | None) -> Segments | None:
-    """Where rows and keys are the same places."""
+    """Document ids for self-attention: the same tensor for query rows and keys."""
     if segments_BS is None:
         return None
     segments_BS = strided(segments_BS)
@@ -79,15 +79,15 @@ def of_both(segments_BS: Tensor | None) -> Segments | None:
 
 
 def tile_width(width: int) -> int:
-    """Dims of a tile: a power of two, and no fewer than the matrix units take."""
+    """Columns of a tile for a head dim: a power of two, at least the tensor cores' minimum of 16."""
     return max(power_of_two(width), 16)
 
 
 @triton.jit
 def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, WIDTH] of one head; zeros past the last row and the last dim. `MASKED` False: all rows are there.
+    """Loads rows [rows, WIDTH] of one head; 0 beyond the last row and the last dim. `MASKED` False: all rows exist.
 
-    Offsets are 32-bit, which halves the registers that hold them.
+    Offsets are 32-bit, which halves their registers.
     """
     dims = tl.arange(0, WIDTH)
     place = base + (rows[:, None] * stride + dims[None, :])
@@ -99,7 +99,7 @@ def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: 
 
 @triton.jit
 def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: tl.constexpr):
-    """bool [rows, keys]: which keys each row sees."""
+    """Mask bool [rows, keys]: True where the row sees the key."""
     ahead = keys[None, :] - rows[:, None]
     seen = (ahead <= right) & (ahead >= -left) & (keys < num_keys)[None, :]
     if SEGMENTS:
@@ -110,8 +110,8 @@ def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: 
 
 @triton.jit
 def stretches(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Four ends of the three stretches that a tile sees, which a caller walks in steps up to the last end: every place
-    of the tile sees all of the middle one, so that it needs no mask. With left and right changed, who sees a tile."""
+    """Boundaries (begin, inner_begin, inner_end, end) of the keys that a tile of rows sees; the tile sees all keys of
+    the inner range, which needs no mask. With left and right swapped: the rows that see a tile of keys."""
     begin = tl.maximum(first - left, 0) // STEP * STEP
     end = tl.minimum(first + TILE + right, num_keys)
     inner_begin, inner_end = begin, begin

@@ -1,7 +1,7 @@
-"""Attention over a whole sequence with sliding windows and documents, which cuDNN does not know, and with sinks.
+"""Attention over a whole sequence with sliding windows and document masks, which cuDNN does not support, and sinks.
 
-Windows as in arXiv 2004.05150. A sink is a logit that the softmax of every row begins with. The backward visits all
-tiles twice, once by keys and once by queries, so that every sum has one owner and a fixed order (`backward.py`).
+Windows as in arXiv 2004.05150. A sink is an additional logit in the softmax of every row. Backward visits all tiles
+twice, once by keys and once by queries, so that one program computes each sum in a fixed order (`backward.py`).
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from megatron_moe.kernels.ops import AttentionInputs
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. Ours are windows and documents, and what must repeat: torch then takes no backward of
-    cuDNN, and all others are slower. Sinks alone are cuDNN's. Anything else is torch's, and so are dropout and fp32."""
+    """See `Kernels.attention`. The Triton kernels are used for windows, document masks and in deterministic mode, where
+    torch excludes cuDNN and the alternatives are slower; cuDNN is used for other sinks, torch for the rest."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
     if not (ours or inputs.has_sinks) or inputs.drops or not serves(q_SBND, k_SBGD, v_SBGE):
@@ -30,11 +30,11 @@ def attention(inputs: AttentionInputs) -> Tensor:
         return cudnn.attention_with_sinks(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)
     if config.off_by_one and sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
-    out: Tensor = _Attention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)  # type: ignore[no-untyped-call]
+    out: Tensor = _FlashAttention.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, segments_BS, config)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,5 +1,5 @@
-"""The router backward: the gradient of the logits from those of the weights and of the sums that losses are made of,
-in one pass. Only logits and choices are kept; scores are found again. Gradients that are absent cost nothing."""
+"""Router backward in one pass: the gradient of the logits from the gradients of the probabilities and of the loss sums.
+Only logits and choices are saved; scores are recomputed. Gradients that are None are skipped at compile time."""
 
 import triton
 import triton.language as tl
@@ -25,9 +25,9 @@ def route_backward(
     logits = load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE)
     shares, logsumexp = softmax(logits)
 
-    grad = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # of the logits
-    by_shares = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # of the scores that add up to 1 per token
-    by_scores = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # of scores that look at one expert each
+    grad = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the logits
+    by_shares = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the scores normalised to a sum of 1 per token
+    by_scores = tl.zeros((TOKENS, EXPERTS), dtype=WIDE)  # w.r.t. the elementwise scores (not softmax)
     if SCORE != "softmax":
         scores = score(logits, SCORE)
     if BALANCE:
@@ -64,7 +64,7 @@ def route_backward(
 def _at_the_choices(
     grad_ptr, ids_ptr, tokens, held, experts, TOPK: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """(the gradient of every choice's weight in the column of its expert, whether it is a choice)"""
+    """Scatters choices to [tokens, experts]: the gradient of each choice's weight, and a mask of the choices."""
     grad = tl.zeros((tokens.shape[0], EXPERTS), dtype=WIDE)
     taken = tl.zeros((tokens.shape[0], EXPERTS), dtype=tl.int32)
     first = tokens.to(tl.int64) * TOPK
@@ -84,6 +84,6 @@ def _through_softmax(shares, grad):
 
 @triton.jit
 def _through_quotient(scores, grad, EPSILON: tl.constexpr):
-    """Gradient of scores / (their sum + EPSILON)."""
+    """Gradient of scores / (sum of scores + EPSILON) with respect to the scores."""
     total = tl.sum(scores, axis=1)[:, None] + EPSILON
     return (grad - tl.sum(scores * grad, axis=1)[:, None] / total) / total

@@ -1,22 +1,22 @@
-"""The router forward: scores, choice within groups, weights, counts, and the sums that losses are made of.
+"""Router forward: scores, group-limited top-k, weights, counts, and the sums for the auxiliary losses.
 
-A grid of few programs; each walks through tiles of the tokens of one set, and finds:
+The grid has few programs; each processes tiles of the tokens of one set, and computes:
 
-- choices one by one, each the largest that is left. Scores are compared as integers of the same order, which warps
-  reduce in one instruction; a second reduction finds the lowest id among equals, as a stable sort would.
-- counts, added by atomics to one buffer of zeros: integers add up to the same in any order.
-- sums over tokens (scores for balancing, squares for the z loss). Floating sums depend on their order, so every program
-  writes its share, and the last program adds all shares in the order of their numbers: results are bitwise
+- Top-k choices, one maximum after the other. Scores are compared as integers of the same order, for which a warp
+  reduction is one instruction; a second reduction selects the lowest id among ties, like a stable sort.
+- Counts, added by atomics to one zeroed buffer: integer sums do not depend on the order.
+- Sums over tokens (scores for balancing, squares for the z loss). Floating-point sums depend on their order, so every
+  program writes a partial sum, and the last program adds all partial sums in program order: results are bitwise
   reproducible, whichever program is last.
 
-The last program is found by a ticket, an atomic counter after the counts. The memory model guarantees that it sees all
-shares: the barrier orders the stores of all threads of a program before its ticket; the ticket releases them at GPU
-scope and acquires what earlier tickets released, in one chain; loads after the last ticket follow its acquire. They
-bypass the L1 cache (.cg), which other multiprocessors do not write to. No program waits for another, so nothing can
-deadlock.
+A ticket, an atomic counter after the counts, identifies the last program. The memory model guarantees that this program
+sees all partial sums: the barrier orders the stores of all threads of a program before its ticket; the ticket releases
+them at GPU scope and acquires what earlier tickets released, in one chain; loads after the last ticket follow its
+acquire. These loads bypass the L1 cache (.cg), which is not coherent between multiprocessors. No program waits for
+another, so the kernel cannot deadlock.
 
-Columns of a tile are groups of experts, each padded to a power of two, and as many groups as a power of two; without
-groups it is one. Column order is the order of ids.
+The columns of a tile are groups of experts. The group size and the number of groups (1 without groups) are padded to
+powers of two. Columns are in the order of expert ids.
 """
 
 import triton
@@ -35,8 +35,8 @@ def route_forward(
     EPSILON: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """counts: [1 + sets, experts], without balance [1, experts], and the ticket. shares: [programs, experts] of the
-    sums, and [programs] of the squares."""
+    """`counts_ptr`: counts [1 + sets, experts] ([1, experts] without balance), then the ticket. `shares_ptr`: partial
+    sums of scores [programs, experts], then of squares [programs]."""
     plain: tl.constexpr = not (BIASED or REPLAYED or GROUP_TOPK > 0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     group_size = num_experts // NUM_GROUPS
@@ -80,7 +80,7 @@ def route_forward(
                 TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST,
             )  # fmt: skip
         counts += tl.sum(taken, axis=0)
-        weights = _weigh(chosen, ids < 0, ON_LOGITS, NORMALISED, EPSILON) * SCALING
+        weights = _topk_probs(chosen, ids < 0, ON_LOGITS, NORMALISED, EPSILON) * SCALING
         slots = tokens[:, None].to(tl.int64) * TOPK + choices[None, :]
         stored = inside[:, None] & (choices < TOPK)[None, :]
         tl.store(ids_ptr + slots, ids.to(tl.int64), mask=stored)
@@ -93,11 +93,11 @@ def route_forward(
     if Z:
         tl.store(shares_ptr + programs * num_experts + program, tl.sum(squares, axis=0))
     if BALANCE or Z:
-        tl.debug_barrier()  # the ticket is one thread's, and has to follow the stores of all
+        tl.debug_barrier()  # one thread takes the ticket; the stores of all threads must precede it
         behind = num_experts * (1 + sets) if BALANCE else num_experts
         handle = tl.atomic_add(counts_ptr + behind, 1, sem="acq_rel")
         if handle == programs - 1:
-            if BALANCE:  # four tiles at a time: what counts is how many loads are on their way
+            if BALANCE:  # four tiles at a time, to have more loads in flight
                 _add_scores(
                     shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, 4 * TOKENS, GROUPS * SIZE, WIDE
                 )
@@ -107,7 +107,7 @@ def route_forward(
 
 @triton.jit
 def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr):
-    """(what choices are weighed by, the scores that add up to 1 per token)"""
+    """(scores that select and weight the experts, scores normalised to a sum of 1 per token)."""
     if SCORE == "softmax":
         shares, _ = softmax(logits)
         scores = logits if ON_LOGITS else shares
@@ -119,7 +119,7 @@ def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.co
 
 @triton.jit
 def _take_best(keys, columns, COLUMNS: tl.constexpr, HIGHEST: tl.constexpr):
-    """(keys without the largest of every row, its key, its column: the lowest among equals)"""
+    """Removes the largest key of every row. Returns (remaining keys, largest key, its lowest column)."""
     peak = tl.max(keys, axis=1)
     column = tl.min(tl.where(keys == peak[:, None], columns[None, :], COLUMNS), axis=1)
     return tl.where(columns[None, :] == column[:, None], -HIGHEST - 1, keys), peak, column
@@ -130,7 +130,7 @@ def _limit_to_groups(
     keys, TOPK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Keys outside the best groups fall below all numbers; a group is worth the sum of its TOPK // GROUP_TOPK best."""
+    """Lowers keys outside the best groups below all others. Group score: sum of its best TOPK // GROUP_TOPK experts."""
     members = tl.reshape(keys, (TOKENS * GROUPS, SIZE))
     places = tl.arange(0, SIZE)
     worth = tl.zeros((TOKENS * GROUPS,), dtype=WIDE)
@@ -153,7 +153,7 @@ def _choose(
     NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """(ids of the choices in descending order, their scores, which columns they are)"""
+    """(ids of the choices in descending order, their scores, mask of chosen columns)."""
     keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
     if GROUP_TOPK > 0:
         keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
@@ -162,7 +162,7 @@ def _choose(
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
     for k in range(TOPK):
         keys, peak, column = _take_best(keys, columns, GROUPS * SIZE, HIGHEST)
-        if PLAIN:  # the key is that of the score
+        if PLAIN:  # keys encode the scores themselves
             own = value_of(peak, WIDE, HIGHEST)
         else:
             own = tl.sum(tl.where(columns[None, :] == column[:, None], scores, 0.0), axis=1)
@@ -178,7 +178,7 @@ def _look_up(
     given_ptr, tokens, held, scores, experts, real, TOPK: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(ids that are given, their scores, which experts they are)"""
+    """(given ids, their scores, mask of these experts' columns)."""
     choices = tl.arange(0, CHOICES)
     ids = tl.full((TOKENS, CHOICES), -1, dtype=tl.int32)
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
@@ -194,7 +194,7 @@ def _look_up(
 
 
 @triton.jit
-def _weigh(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
+def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
     """Weights of the choices, 0 where there is none."""
     if ON_LOGITS:
         weights, _ = softmax(tl.where(none, float("-inf"), chosen))
@@ -209,7 +209,7 @@ def _weigh(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSI
 def _count_plain(
     scores, held, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
 ):
-    """How often each column is among the best of a token."""
+    """Number of tokens per column whose plain top-k contains the column."""
     keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
     for _ in range(TOPK):
         keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)
@@ -227,7 +227,7 @@ def _add_scores(
     shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program p found a share of set p % sets."""
+    """Adds the partial sums of each set; program p has a partial sum of set p % sets."""
     for each in range(sets):
         total = tl.zeros((ROWS, COLUMNS), dtype=WIDE)
         for first in range(each, programs, ROWS * sets):

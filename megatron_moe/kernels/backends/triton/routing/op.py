@@ -1,4 +1,4 @@
-"""The op `route` around its two kernels."""
+"""Op `route`: autograd Function and launches of the forward and backward kernels."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
-"""Tokens times columns of a tile in fp32."""
+"""Tokens times columns per tile in fp32."""
 FORWARD_PROGRAMS = 4
-"""Programs of the forward per multiprocessor: few, because the last one adds the shares of all."""
+"""Forward programs per multiprocessor: few, because the last program adds the partial sums of all."""
 
 
 def route(
@@ -67,9 +67,9 @@ class _Route(torch.autograd.Function):
         wide = internal_dtype(logits_TE.dtype)
         tokens = _tokens(FORWARD_TILE, columns[0] * columns[1], wide)
         most_programs = FORWARD_PROGRAMS * num_multiprocessors(device)
-        # equally many for each set of tokens
+        # every set of tokens gets the same number of programs
         programs = sets * max(min(triton.cdiv(num_tokens // sets, tokens), most_programs // sets), 1)
-        # choices, choices per set for balancing, and the ticket
+        # counts per expert, plain top-k counts per set for balancing, and the ticket
         counts = torch.zeros((1 + balance_sets) * num_experts + 1, device=device, dtype=torch.int64)
         ids_TK = torch.empty(num_tokens, config.topk, device=device, dtype=torch.int64)
         probs_TK = torch.empty(num_tokens, config.topk, device=device, dtype=logits_TE.dtype)
@@ -111,7 +111,7 @@ class _Route(torch.autograd.Function):
 
 
 def _tokens(tile: int, columns: int, wide: torch.dtype) -> int:
-    """Tokens that fit into a tile."""
+    """Number of tokens per tile."""
     return max(tile * torch.float32.itemsize // wide.itemsize // columns, 1)
 
 

@@ -1,7 +1,7 @@
-"""What the router's kernels share: logits, scores and their slopes, and an order of numbers that knows no ties.
+"""Helpers of both router kernels: logits, scores, their derivatives, and integer keys that order floats totally.
 
-A tile holds all experts of a few tokens. Tokens and experts that are not there have logits of minus infinity, which
-every score function turns into 0.
+A tile holds all experts of a few tokens. Padding tokens and experts have logits of -inf, for which every score function
+returns 0.
 """
 
 import triton
@@ -16,7 +16,7 @@ def load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE: tl.c
 
 @triton.jit
 def softmax(logits):
-    """(softmax, logsumexp) of every row; of a row of minus infinities zeros and minus infinity."""
+    """(softmax, logsumexp) of every row; (0, -inf) for a row that is -inf throughout."""
     peak = tl.max(logits, axis=1)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     shifted = tl.exp(logits - peak[:, None])
@@ -26,7 +26,7 @@ def softmax(logits):
 
 @triton.jit
 def score(logits, SCORE: tl.constexpr):
-    """Scores that look at one expert each."""
+    """Elementwise score functions: the score depends on the expert's own logit only."""
     if SCORE == "sigmoid":
         scores = tl.sigmoid(logits)
     else:
@@ -37,7 +37,7 @@ def score(logits, SCORE: tl.constexpr):
 
 @triton.jit
 def slope(logits, scores, SCORE: tl.constexpr):
-    """d score / d logit of these."""
+    """Derivative of `score` with respect to the logits."""
     if SCORE == "sigmoid":
         slopes = scores * (1.0 - scores)
     else:
@@ -47,20 +47,20 @@ def slope(logits, scores, SCORE: tl.constexpr):
 
 @triton.jit
 def _log_of_one_plus(x):
-    """With the digits of a small x: what 1 + x rounds off, the quotient puts back."""
+    """log(1 + x), accurate for small x: the quotient corrects the rounding error of 1 + x."""
     wide = 1.0 + x
     return tl.where(wide == 1.0, x, tl.log(wide) * (x / tl.where(wide == 1.0, 1.0, wide - 1.0)))
 
 
 @triton.jit
 def ordered(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
-    """Integers in the order of the floating numbers: nan on top, both zeros equal, and -HIGHEST - 1 below all of them,
-    so that it can mark what is taken."""
+    """Maps floats to integers of the same order: nan is the largest, both zeros are equal. No float maps to -HIGHEST -
+    1, the lowest integer, which marks removed entries."""
     bits = tl.where(values == 0.0, 0.0, values).to(INT, bitcast=True)
     return tl.where(values != values, HIGHEST, tl.where(bits < 0, bits ^ HIGHEST, bits))
 
 
 @triton.jit
 def value_of(keys, WIDE: tl.constexpr, HIGHEST: tl.constexpr):
-    """The numbers that `ordered` made keys of."""
+    """Inverse of `ordered`."""
     return tl.where(keys < 0, keys ^ HIGHEST, keys).to(WIDE, bitcast=True)
