@@ -106,10 +106,9 @@ def _expect(actual: torch.Tensor, value: float) -> None:
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
     """Flags that need a package, with a note for those that are not available yet."""
     found = [f"--kernel-backend {each.name}" for each in backends if package.module in each.needs]
-    is_used = bool(found) or not package.is_kernels
     for option, value in package.flags:
         declared = registry.find(option)
-        available = is_used and declared is not None and declared[0].available(value)
+        available = declared is not None and declared[0].available(value)
         found.append(f"{option} {value}" if available else f"{option} {value} (not available yet)")
     return found
 

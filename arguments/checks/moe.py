@@ -1,7 +1,7 @@
 """Rules about MoE layers: placement, shared experts, capacity, upcycling and dispatch."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, divisors, unfit_pattern
+from arguments.checks.violation import RuleFlags, Violations, divisors, missing_feature, unfit_pattern
 from megatron_moe.config.exit_codes import counted
 
 _BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
@@ -112,6 +112,18 @@ def etp_divides_expert_width(flags: RuleFlags) -> Violations:
         yield (
             f"--moe-ffn-hidden-size {width} cannot be divided among {etp} expert-tensor-parallel ranks",
             f"use a divisor of {width} for --expert-tensor-parallel-size, for example 1",
+        )
+
+
+@missing_feature
+def flex_needs_one_host(flags: RuleFlags) -> Violations:
+    """The flex dispatcher writes to the memory of the other expert ranks, which must be on the same host."""
+    ranks = derive.expert_tensor_parallel_size(flags) * flags.expert_model_parallel_size
+    if flags.num_experts and flags.moe_token_dispatcher_type == "flex" and ranks > flags.ranks_per_host:
+        yield (
+            f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host, is "
+            "not available yet",
+            "use --moe-token-dispatcher-type alltoall",
         )
 
 

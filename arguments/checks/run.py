@@ -138,7 +138,10 @@ def _waits(rule: Rule) -> Waits:
 
 def _facts(settings: Settings, launch: Launch) -> dict[str, Fact]:
     launcher = "no launcher" if launch.launcher == "none" else launch.launcher
-    facts = {"num_ranks": Fact(launch.world_size, "ranks", launcher)}
+    facts = {
+        "num_ranks": Fact(launch.world_size, "ranks", launcher),
+        "ranks_per_host": Fact(launch.local_world_size, "ranks per host", launcher),
+    }
     if all(settings.known(name) for name in MODEL_PARALLEL):
         size = prod(settings.setting(name).value for name in MODEL_PARALLEL)
         if launch.world_size % size == 0:

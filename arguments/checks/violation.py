@@ -45,6 +45,7 @@ class RuleFlags(Flags):
     """Flags and facts of the launch, as read by rules."""
 
     num_ranks: int
+    ranks_per_host: int
     data_parallel_size: int
     """Unknown if the sizes do not divide the world."""
     virtual_stages: int

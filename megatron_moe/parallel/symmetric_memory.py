@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 
@@ -21,9 +22,15 @@ SHARED_FOLDER = Path("/dev/shm")
 def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
     """Allocates `num_bytes` zeros on every rank of the group: uint8 [num_bytes] per rank, in group order.
 
-    Collective over the group. The buffers live as long as the tensors.
+    Collective over the group. The buffers live as long as the tensors. Raises EnvironmentProblem for a group without
+    other processes on a GPU.
     """
     if ctx.device.type == "cuda":
+        if dist.get_backend(group.handle) == "fake":
+            raise EnvironmentProblem(
+                "memory emulation of --moe-token-dispatcher-type flex works on the CPU only: a GPU would wait for the "
+                "other ranks; set CUDA_VISIBLE_DEVICES= for this command"
+            )
         return _from_torch(num_bytes, group, ctx.device)
     if ctx.device.type == "meta":
         return tuple(torch.empty(num_bytes, dtype=torch.uint8, device="meta") for _ in group.ranks)

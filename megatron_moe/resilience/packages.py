@@ -70,7 +70,7 @@ PACKAGES: tuple[Package, ...] = (
     _kernels("flash-attn-4", "flash_attn", 'pip install ".[flash-attn]"', "attention kernels"),
     _kernels(
         "deep-ep", "deep_ep", _FROM_SOURCE, "expert all-to-all between GPUs",
-        (("--moe-token-dispatcher-type", "flex"),), obsolete="1.0.",
+        (("--moe-flex-dispatcher-backend", "deepep"),), obsolete="1.0.",
     ),
     _kernels(
         "apex", "apex", _FROM_SOURCE, "NVIDIA's fused optimizers and weight gradients", inside="multi_tensor_apply"

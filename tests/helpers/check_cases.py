@@ -19,14 +19,17 @@ class Case(NamedTuple):
     environ: dict[str, str] | None = None
 
 
-def on_ranks(num_ranks: int) -> dict[str, str]:
-    """Environment of rank 0 of a launch on one node."""
-    return {"RANK": "0", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{num_ranks}"}
+def on_ranks(num_ranks: int, num_hosts: int = 1) -> dict[str, str]:
+    """Environment of rank 0 of a launch."""
+    local_size = num_ranks // num_hosts
+    return {"RANK": "0", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{local_size}"}
 
 
-def _case(rule: str, *, bad: str, good: str, ranks: int | None = None, **fields: str | dict[str, str]) -> Case:
+def _case(
+    rule: str, *, bad: str, good: str, ranks: int | None = None, hosts: int = 1, **fields: str | dict[str, str]
+) -> Case:
     if ranks is not None:
-        fields["environ"] = on_ranks(ranks)
+        fields["environ"] = on_ranks(ranks, hosts)
     bad, good = (Template(flags).substitute(ABBREVIATIONS) for flags in (bad, good))
     return Case(rule, bad=bad, good=good, **fields)
 

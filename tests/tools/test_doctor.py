@@ -45,7 +45,7 @@ def test_missing_package_is_reported_with_flags_and_installation():
 
 def test_unavailable_flags_are_marked():
     deep_ep = package("deep-ep")
-    assert doctor.flags_of(deep_ep, [], REGISTRY) == ["--moe-token-dispatcher-type flex (not available yet)"]
+    assert doctor.flags_of(deep_ep, [], REGISTRY) == ["--moe-flex-dispatcher-backend deepep"]
     backend = Backend("deepep", ("deep_ep",), (), on_request=True, module="x")
     assert doctor.flags_of(deep_ep, [backend], REGISTRY)[0] == "--kernel-backend deepep"
     assert doctor.flags_of(package("tiktoken"), [], REGISTRY) == ["--tokenizer-type TikTokenizer"]

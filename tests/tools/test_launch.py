@@ -77,7 +77,7 @@ def test_unavailable_features_are_listed_in_a_dry_run_and_rejected_otherwise(her
     flags = ["--recipe", "deepseek-v3-gb200-256"]
     script = printed(capsys, "--dry-run", *flags, code=ExitCode.NOT_READY)
     reasons = [line for line in script.splitlines() if line.startswith("# Cannot start yet: ")]
-    assert any("--moe-token-dispatcher-type flex over 64 expert-parallel" in line for line in reasons)
+    assert any("--moe-token-dispatcher-type flex over 64 expert ranks" in line for line in reasons)
     assert script.index(reasons[0]) < script.index("flags=(") and "#SBATCH --nodes=64\n" in script
     for more in ([], ["--submit"]):
         assert main([*more, *flags]) == ExitCode.CONFIG

@@ -151,6 +151,10 @@ class ExpertComm:
             assert self.overflow is not None, f"{self.dispatcher.__name__} declares that it cannot overflow"
             self.overflow.logical_or_(rows.overflow)
 
+    def missing_rank(self) -> int | None:
+        """Global rank whose tokens did not arrive within the timeout of collectives; None: all arrived so far."""
+        return None if self.transport is None else self.transport.missing_rank()
+
     def any_overflow(self) -> Tensor | None:
         """bool scalar on the device: True if any rank has `overflow` set. Collective; called once per step."""
         if self.overflow is None:

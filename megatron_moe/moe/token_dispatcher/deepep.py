@@ -103,6 +103,9 @@ class DeepEPTransport:
         grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
         return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
 
+    def missing_rank(self) -> None:
+        """None: DeepEP ends the process after its own timeout."""
+
     def release(self, ticket: _Exchange) -> None:
         """Nothing: received tensors are not reused."""
 

@@ -65,6 +65,11 @@ class Transport(Protocol):
         """(sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
         ...
 
+    def missing_rank(self) -> int | None:
+        """Global rank that did not send within the timeout; None: all did so far, or it is not known. Does not
+        synchronise with the device."""
+        ...
+
     def release(self, ticket: Ticket) -> None:
         """Ends the use of what was received, after the reads queued so far on the current stream."""
         ...
