@@ -158,7 +158,7 @@ def docstrings(group_class: type) -> dict[str, str]:
     try:
         # of the module, because `inspect` tokenises to find the end of a class
         module = ast.parse(inspect.getsource(sys.modules[group_class.__module__]))
-    except (OSError, TypeError):
+    except (KeyError, OSError, TypeError):
         return {}
     (body,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == group_class.__name__)
     found = {}
