@@ -219,8 +219,8 @@ class TrainLoader(_MicrobatchLoader):
 class EvalLoader(_MicrobatchLoader):
     """Iterates over the batches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, every
-    evaluation uses all full batches, and DataProblem is raised if there is no full batch.
+    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, each
+    evaluation uses all full batches. Raises DataProblem if the set has less than one full batch.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Decision:
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Decides to restart after the exit codes in `RESTARTED`, unless `patience` starts in a row saved no checkpoint.
+    """Decides to restart after the exit codes in `RESTARTED`, unless the last `patience` starts saved no checkpoint.
 
     Args:
         report: status.json of this start; None if it was not written.

@@ -56,7 +56,7 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Dispatches with one host read: buffers have exactly as many rows as are received, so the host needs the counts.
+    """Dispatches with one host read: the host needs the counts because buffers have exactly the received rows.
     If experts are padded to their capacity there is no host read, but all ranks must have the same number of tokens.
     Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
 
