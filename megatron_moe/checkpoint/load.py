@@ -77,8 +77,7 @@ class LoadedCheckpoint:
 def find(
     config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
 ) -> CheckpointSource | None:
-    """Chooses the folder to load from; the first rank decides for all ranks. None if the run starts from random
-    weights.
+    """The first rank chooses the folder to load from for all ranks; None if the run starts from random weights.
 
     Raises:
         CheckpointProblem: a requested checkpoint does not exist.
@@ -198,8 +197,7 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
 
 
 def _candidates(location: str) -> tuple[Candidate, ...]:
-    """The checkpoint at `location`, or all checkpoints in it (a folder of checkpoints or a run folder), newest
-    first."""
+    """The checkpoint at `location`, or all checkpoints in this folder or run folder, newest first."""
     itself = as_checkpoint(Path(location))
     if itself and (itself.path / MANIFEST).exists():
         return (itself,)

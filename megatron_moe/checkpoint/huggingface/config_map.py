@@ -63,8 +63,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """Sets the epsilon of the q and kv latent norms in `published` to rms_norm_eps in the layers for which `config`
-    does.
+    """Uses rms_norm_eps for the q and kv latent norms of `published` in the layers where `config` uses it.
 
     A config.json has one epsilon. transformers uses 1e-6 for the latent norms regardless; Megatron-LM, vLLM and SGLang
     use rms_norm_eps, so the same file also describes models trained with them.
@@ -245,8 +244,7 @@ def _experts_key(config: HFConfig) -> str:
 def _softmax_moe(
     config: HFConfig, experts_key: str, ffn_key: str, shared: SharedExpertsConfig | None = None
 ) -> MoEConfig:
-    """Builds softmax routing; with norm_topk_prob (renormalise after top-k) it equals a softmax over the top-k
-    logits."""
+    """Builds softmax routing; with norm_topk_prob (renormalised top-k) it equals a softmax over the top-k logits."""
     pre_softmax = not config.get("norm_topk_prob", False)
     num_experts, ffn_hidden_size = config.integer(experts_key), config.integer(ffn_key)
     return read_moe(config, num_experts, ffn_hidden_size, shared=shared, pre_softmax=pre_softmax)
@@ -276,8 +274,7 @@ def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
 
 
 def _deepseek_layers(config: HFConfig, moe: MoEConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
-    """Layer i is MoE if i >= `first_k_dense_replace` and i is a multiple of `moe_layer_freq`; other layers are
-    dense."""
+    """Layer i is MoE if i >= `first_k_dense_replace` and `moe_layer_freq` divides i; other layers are dense."""
     num_dense, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
     mixer = _mla(config, interleaved)
     return read_layers(config, read_norm(config, 1e-6), mixer, moe, lambda i: i < num_dense or i % step != 0)

@@ -20,8 +20,7 @@ from megatron_moe.config.moe import (
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Contents of a config.json. transformers may omit keys whose value is the family's default: read these with
-    `get`."""
+    """Contents of a config.json. transformers omits some keys with default values: read them with `get`."""
 
     values: Mapping[str, Any]
 
@@ -53,8 +52,7 @@ class HFConfig:
         return value
 
     def refuse_if(self, condition: bool, what: str) -> None:
-        """Raises CheckpointProblem if `condition` is true; `what` describes a feature that our model does not
-        implement."""
+        """Raises CheckpointProblem if `condition`; `what` describes a feature that our model does not implement."""
         if condition:
             raise CheckpointProblem(f"config.json of model type {self.model_type} {what}, which is not supported here.")
 
@@ -69,7 +67,7 @@ def read_norm(config: HFConfig, default_eps: float) -> NormConfig:
 
 
 def read_activation(config: HFConfig) -> ActivationConfig:
-    """Returns gated SiLU, which all families except GPT-OSS use. Raises CheckpointProblem for another activation."""
+    """Returns gated SiLU (all families except GPT-OSS). Raises CheckpointProblem for another activation."""
     name = config.get("hidden_act", "silu")
     config.refuse_if(name != "silu", f"has the activation {name}")
     return ActivationConfig(kind="silu", gated=True)
@@ -123,7 +121,7 @@ def read_layers(
 def read_rope(
     config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_rotary_factor: float = 1.0
 ) -> RopeConfig:
-    """Reads the RoPE config. RoPE rotates the first `partial_rotary_factor` of the dims of each head."""
+    """Reads the RoPE config. `partial_rotary_factor` is the rotated fraction of each head."""
     rope = _rope_parameters(config)
     per_kind = [key for key, value in rope.values.items() if isinstance(value, Mapping)]
     config.refuse_if(bool(per_kind), f"has separate RoPE parameters for {', '.join(per_kind)} (rope_parameters)")

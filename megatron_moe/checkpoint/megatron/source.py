@@ -87,8 +87,7 @@ class ImportedModel:
 
 
 def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool) -> ImportedModel:
-    """Maps a checkpoint to the parameters and buffers `model` (by name) and, with `optimizer`, to their optimizer
-    state.
+    """Maps a checkpoint to the parameters and buffers `model` and, with `optimizer`, to their optimizer state.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected or misshapen.
     """
