@@ -151,7 +151,7 @@ def _placed(
 
 def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
     """Partitions the tensors into parts of similar size, one per I/O thread. Returns a single part if there are few
-    bytes or any `PendingBox`, which needs memory when written; no parts if there are no tensors.
+    bytes or any `PendingBox`, which needs memory when written; an empty list without tensors.
     """
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):

@@ -219,7 +219,7 @@ class EvalLoader(_MicrobatchLoader):
     """Iterates over the batches of one validation or test set.
 
     Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, every
-    evaluation uses all full batches, and DataProblem is raised if there is no full batch.
+    evaluation uses all full batches, of which at least one must exist (else DataProblem).
     """
 
     def __init__(

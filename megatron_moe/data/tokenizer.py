@@ -20,7 +20,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
-"""Id that stands for a missing token, e.g. of a tokenizer without padding token."""
+"""Id used for a missing token, e.g. the padding token of a tokenizer without padding."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -80,7 +80,7 @@ def local_copy(model: Path) -> Path:
     """Returns `model` if the path exists, else the copy of the Hugging Face repository `model` in the local cache.
 
     The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current revision.
-    Never uses the network. Raises `DataProblem` if there is no copy.
+    Never uses the network. Raises `DataProblem` if the cache has no copy.
     """
     if model.exists():
         return model

@@ -66,7 +66,7 @@ def decide(
 
     Args:
         report: status.json of this start; None if it was not written.
-        exit_code: exit code of the launcher; used only if there is no report.
+        exit_code: exit code of the launcher; used only without a report.
         earlier: endings of earlier starts, oldest first.
     """
     decision = _decide_alone(report, exit_code)

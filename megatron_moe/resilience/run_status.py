@@ -161,8 +161,8 @@ class RunStatus:
         self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
 
     def failures(self) -> list[Failure]:
-        """Readable reports in crash/ from this start. Empty unless this rank has failed, because the time of its own
-        report is needed to compute when the start began."""
+        """Readable reports in crash/ from this start. Empty unless this rank has failed, because the time of this
+        rank's report is needed to compute when the start began."""
         if self._failed is None:
             return []
         try:
