@@ -94,7 +94,7 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_experts_use_grouped_gemm(flags: RuleFlags) -> Violations:
-    """Without a grouped GEMM the host reads the number of rows of each expert, which a captured graph cannot do."""
+    """If experts do not run in a grouped GEMM, the host reads their row counts, which a captured graph cannot do."""
     capture = _expert_capture(flags)
     if capture and flags.num_experts and not flags.moe_grouped_gemm:
         reads = "without it the host reads the number of rows of each expert"

@@ -61,7 +61,7 @@ def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:
 
 
 def experts_need_sequence_parallel(flags: RuleFlags) -> Violations:
-    """Without sequence parallelism, all tensor-parallel ranks would route and compute the same tokens."""
+    """If the sequence is not sharded, all tensor-parallel ranks route and compute the same tokens."""
     if flags.num_experts and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
         ranks = f"{flags.tensor_model_parallel_size} tensor-parallel ranks"
         yield f"experts and {ranks} without sequence parallelism", "add --sequence-parallel"
