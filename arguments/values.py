@@ -217,11 +217,11 @@ def _calculate(node: ast.expr) -> int | list[int]:
                 raise BadValue("has a nested list")
             return cast(list[int], numbers)
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            return _combined(_calculate(left), operator, _calculate(right))
+            return _apply_operator(_calculate(left), operator, _calculate(right))
     raise BadValue("may contain only integers, lists, +, * and parentheses")
 
 
-def _combined(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
+def _apply_operator(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
     result: int | list[int]
     match left, operator, right:
         case int(), ast.Add(), int():
