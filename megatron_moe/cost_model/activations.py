@@ -205,8 +205,7 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
 
 
 def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that the fused attention kernel saves: its output (input of the output projection) and the
-    log-sum-exp."""
+    """Tensors that fused attention saves: its output (input of the output projection) and log-sum-exp."""
     rows = sizes.inner * config.num_heads
     count = sizes.inner * config.out_width
     yield _tensor("attention", "output", "U N E", count, sizes.activation, offloaded_by="attn_proj")
@@ -220,8 +219,8 @@ def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
 
 
 def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that unfused attention saves: softmax, dropout mask and their product, [U, N, S] each; and q, k and v
-    expanded to all heads in the internal format."""
+    """Saved by unfused attention: softmax, dropout mask, their product [U, N, S]; q, k, v of all heads, internal
+    format."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
     yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)
@@ -230,8 +229,7 @@ def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that MLA saves. Latents are saved for this rank's T tokens only; backward gathers them again for the
-    up-projection."""
+    """Tensors that MLA saves. Latents are saved for this rank's T tokens; backward gathers those of all U tokens."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
     if config.q_lora_rank is not None:
@@ -262,8 +260,7 @@ def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) ->
 
 
 def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that the router saves, apart from its input: logits or scores for the selection, and again for the
-    balancing losses; and the choices. The input is already saved as the norm's output."""
+    """Tensors that the router saves in addition to its input (the norm's output), which is counted with the norm."""
     router, tokens = config.router, sizes.residual
     losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
     number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
@@ -275,8 +272,7 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivati
 
 
 def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that routed experts save. fc1's input rows are copies of tokens; fc2's output is saved only if it is
-    multiplied by the probs."""
+    """Tensors that routed experts save. fc2's output is saved only if it is multiplied by the probs."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
@@ -313,7 +309,7 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that head and loss save, apart from the head's input, the final norm's output. A chunked loss saves no
+    """Tensors that head and loss save; the head's input is counted with the final norm. A chunked loss saves no
     logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)

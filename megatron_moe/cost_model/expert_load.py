@@ -84,8 +84,7 @@ class LoadChoice:
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """Distribution of the number of experts that are on one of `parts` and in a selected group: (number,
-        probability)."""
+        """Distribution of the number of experts on `parts` that are in a selected group: (number, probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
         by_group = Counter(expert // per_group for expert in experts)

@@ -39,11 +39,9 @@ _LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1
 _FEW_GROUPS = 4
 """Number of microbatch groups after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
-"""Module name, in reports, of expert rows and gradients that stay allocated after backward for delayed weight
-gradients."""
+"""Module name of expert rows and gradients that stay allocated after backward for delayed weight gradients."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Two microbatch counts per chunk at one moment: (in flight, after backward with expert weight gradients still to
-compute)."""
+"""Microbatch counts by chunk: (in flight, waiting for expert weight gradients after the rest of backward)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,7 @@ class RankBytes:
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4.
 
-    Example: with ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, masters and moments, 6 + 12 / d bytes per
-    parameter.
+    With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, masters and moments: 6 + 12 / d bytes per parameter.
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.use_distributed_optimizer
@@ -327,8 +324,8 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Peak bytes of offloaded optimizer state on the device during the update: all state, or two chunks if it is
-        copied in chunks."""
+        """Bytes of offloaded optimizer state on the device during the update: all state, or two chunks if copied in
+        chunks."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
@@ -356,9 +353,8 @@ def groups_of_moments(interval: int) -> int:
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
-    """Distinct moments after the schedule's entries, in order. No moment is needed inside an overlapped pair: in each
-    layer, one microbatch saves as much as the other frees. Delayed expert weight gradients are computed every
-    `interval` microbatches and at the step's end."""
+    """Distinct moments after the schedule's entries, in order. Delayed expert weight gradients are computed every
+    `interval` microbatches and at the end of the step."""
     now, done = [0] * num_chunks, [0] * num_chunks
     found: dict[Moment, None] = {}
     for entry in entries:
@@ -374,8 +370,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most bytes. `chunks`, `late`: bytes per microbatch in flight and per delayed microbatch, by
-    chunk."""
+    """Moment with the most bytes. `chunks`, `late`: bytes of an in-flight and of a delayed microbatch, by chunk."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 

@@ -104,8 +104,7 @@ def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:
-    """Bytes of two gradients, [T, H] each: of the residual stream, and of the input of the attention or feed-forward
-    part."""
+    """Bytes of two gradients [T, H]: of the residual stream, and of the input of attention or MLP."""
     return 2.0 * sizes.residual * hidden * sizes.activation
 
 
@@ -115,9 +114,8 @@ def _gathered(parallel: ParallelConfig, sizes: ActivationSizes) -> float:
 
 
 def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Peak bytes of gradients and gathered tensors in an MLP's backward, the maximum over three moments: gradients of
-    fc1's output and of the activation; gathered output gradient and gradient of the activation; gathered input, the
-    gradient of this input, and gradient of fc1's output."""
+    """Peak bytes in an MLP's backward: maximum of (gradients of activation and fc1's output), (gathered output
+    gradient, gradient of activation), (gathered input, input gradient, gradient of fc1's output)."""
     ffn, gathered = sizes.inner * config.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
     products = (1 + config.activation.fan) * ffn
     return max(
@@ -126,8 +124,7 @@ def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes)
 
 
 def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the experts: gradient of fc1's output, and the larger of two gradients, of activation and input
-    rows."""
+    """Peak workspace: gradient of fc1's output, plus that of the activation or of the input rows (the larger)."""
     experts = config.experts
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance) * sizes.activation
     ffn = experts.ffn_hidden_size

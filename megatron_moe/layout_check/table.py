@@ -18,8 +18,7 @@ from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12
-"""Maximum relative error. In double precision, a different summation order causes 4e-16; typical faults cause over
-1e-3."""
+"""Maximum relative error in double precision. Another summation order causes 4e-16; typical faults cause over 1e-3."""
 ABSOLUTE_TOLERANCE = 1e-14
 COPY_TOLERANCE = 1e-12
 """Maximum relative difference between two copies of one tensor."""
@@ -109,8 +108,7 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
 def _figure_rows(
     what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
-    """Compares scalars: at least one rank must have recorded each scalar of the oracle, and all recorded values must
-    agree."""
+    """Compares scalars: each scalar of the oracle must be recorded by a rank, and all recorded values must agree."""
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
