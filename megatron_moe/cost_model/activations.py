@@ -219,8 +219,7 @@ def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
 
 
 def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Saved by unfused attention: softmax, dropout mask, their product [U, N, S]; q, k, v of all heads, internal
-    format."""
+    """Tensors that unfused attention saves: softmax, dropout mask, their product [U, N, S]; q, k, v of all heads."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
     yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)
@@ -309,8 +308,7 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that head and loss save; the head's input is counted with the final norm. A chunked loss saves no
-    logits."""
+    """Tensors that head and loss save, without the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)

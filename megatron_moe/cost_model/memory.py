@@ -324,8 +324,7 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Bytes of offloaded optimizer state on the device during the update: all state, or two chunks if copied in
-        chunks."""
+        """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks of it."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0

@@ -110,7 +110,7 @@ class AttentionInputs(NamedTuple):
     segments_BS: Tensor | None = None
     """int64 document id of each position; attention does not cross documents. None: one document."""
     dropout_key: DropoutKey | None = None
-    """Key of the dropout mask's random numbers; None: no dropout."""
+    """Key of the random numbers of the dropout mask; None: no dropout."""
     head_part: Part = (0, 1)
     """(index, count) of this rank's part of all heads; the dropout mask is that part of the mask for all heads."""
 
@@ -238,8 +238,7 @@ class Kernels(Protocol):
         ...
 
     def grouped_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
-        """Input gradient of `grouped_forward`: grad [R, O], weight [e, O, I] -> [R, I], undefined beyond
-        `offsets_e[-1]`."""
+        """Input gradient of the grouped GEMM: grad [R, O], weight [e, O, I] -> [R, I]; padding rows are undefined."""
         ...
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:

@@ -113,8 +113,7 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
 
 
 def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
-    """Entry point of a rank's process: sends the rank's record through `pipe`. Errors are printed to the shared
-    stderr."""
+    """Runs one rank in its process and sends its record through `pipe`. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)

@@ -74,8 +74,7 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs a warm-up step and a tracked step. `load`: assumed expert load; None if all ranks run and exchange
-    tokens."""
+    """Runs a warm-up step and a tracked step. `load`: assumed expert load; None if all ranks run."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:

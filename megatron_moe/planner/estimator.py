@@ -137,14 +137,12 @@ class Estimator:
         return max(0.0, found - work.core_attention) if core.context_exchange == "p2p" else found
 
     def _pipeline(self) -> float:
-        """Exposed pipeline seconds: one hidden state passes through all stages at the start and at the end of a
-        step."""
+        """Exposed pipeline seconds: a hidden state passes through all stages at the start and at the end of a step."""
         pp, vpp = self.plan.layout.pp, self.plan.layout.vpp
         return self._seconds("pp") * (pp - 1) / (self.plan.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
-        """Exposed data-parallel seconds. The last backward can hide the gradient reduction, the first forward the
-        gathering."""
+        """Exposed data-parallel seconds. The last backward can hide the reduction, the first forward the gathering."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
@@ -161,8 +159,7 @@ class Estimator:
         return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 
     def _optimizer(self) -> float:
-        """Seconds of an optimizer step: one read and write of state, two accesses of gradients; host bandwidth if
-        offloaded."""
+        """Seconds of the optimizer step: one read and one write of state, two accesses of gradients, offload copies."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)
