@@ -185,8 +185,8 @@ def query_key_value(
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. cuDNN handles sinks if there is no window, document mask or dropout. With other sinks or
-    with dropout, the reference implementation is used: SDPA has no sinks and takes no dropout key."""
+    """See `Kernels.attention`. cuDNN handles sinks without window, document mask and dropout. With other sinks or with
+    dropout, the reference implementation is used: SDPA has no sinks and takes no dropout key."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
     by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
