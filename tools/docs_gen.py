@@ -153,7 +153,7 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 
 
 def _status(words: Sequence[str], registry: Registry) -> str:
-    """Support status of a flag, `words`: the flag and its values; without values, any non-default value."""
+    """Support status of a flag. `words`: the flag and its values; a flag alone means any non-default value."""
     found = registry.find(words[0])
     if found is None:
         known = find_recognised(words[0])
