@@ -33,7 +33,7 @@ def _words(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def _splits(text: str) -> dict[str, tuple[str, ...]]:
-    """Maps train, valid and test to a list of words, or a text that is split into words."""
+    """Parses JSON that maps train, valid or test to a list or a text of words; returns flag name -> words."""
     content = json.loads(text)
     if not isinstance(content, dict) or not content or set(content) - set(_SPLITS):
         raise BadValue(f"must map {', '.join(_SPLITS)} to lists")

@@ -1,4 +1,4 @@
-"""Translates deprecated Megatron names, and names of other programs, to current flags."""
+"""Translates deprecated Megatron flags, and flags of other programs, to current flags."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
 ValueOf = Callable[[str], Any]
-"""Returns the value of a current flag, by name, from the flags given before the deprecated one."""
+"""Maps the name of a current flag to its value, as set by the flags that precede the deprecated flag."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Translated:
     """Current flags that replace a deprecated one."""
 
     flags: tuple[tuple[str, Words], ...]
-    """(option, words) of each flag; empty if the deprecated switch is off."""
+    """(option, words) of each replacement; empty if the deprecated switch is off."""
     note: str
     extends: bool = False
-    """Whether it adds to a value given before, so that the flag is not reported as given twice."""
+    """Whether the words extend the current value of the flag, which is then not reported as given twice."""
 
 
 def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translated | None:
@@ -67,7 +67,7 @@ def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
 
 
 def depends_on_other_flags(option: str, words: Sequence[str]) -> bool:
-    """Whether the translation depends on other flags, so that it must run after they are read."""
+    """Whether the translation of a deprecated flag reads other flags, which must therefore be set first."""
     if option == "--cuda-graph-scope":
         return "full_iteration" in words
     return option in ("--moe-layer-recompute", "--error-injection-rate")
@@ -96,7 +96,7 @@ def _moe_layer_recompute(words: Sequence[str], value_of: ValueOf) -> Translated:
 
 
 def _error_injection_rate(words: Sequence[str], value_of: ValueOf) -> Translated:
-    """--inject nan-once@0:RATE, or nan-loss@0:RATE by --error-injection-type"""
+    """--inject nan-once@0:RATE or nan-loss@0:RATE, depending on --error-injection-type"""
     rate = parse(int, words)
     if rate < 1:
         return Translated((), "is off, which is the default")

@@ -1,4 +1,4 @@
-"""Values that follow from other flags by Megatron's rules, for the checks and `resolve`."""
+"""Derives values from other flags by Megatron's rules, for the checks and `resolve`."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -12,29 +12,29 @@ from megatron_moe.pipeline.layout import PipelineLayout, even_layout, parse_layo
 AUTO: Final = "auto"
 """Value of `--pipeline-model-parallel-layout` that requests a layout balanced by cost."""
 YARN_LENGTH: Final = 4096
-"""Original context length for YaRN if none is given."""
+"""Default of the original context length for YaRN, in tokens."""
 
 
 def ffn_hidden_size(flags: Flags) -> int:
-    """Defaults to four times the hidden size; with SwiGLU to two thirds of that, rounded down to a multiple of 64."""
+    """FFN width. Defaults to 4 * hidden size; with SwiGLU to 8 / 3 * hidden size, rounded down to a multiple of 64."""
     if flags.ffn_hidden_size is not None:
         return flags.ffn_hidden_size
     return int(4 * flags.hidden_size * 2 / 3 / 64) * 64 if flags.swiglu else 4 * flags.hidden_size
 
 
 def head_dim(flags: Flags) -> int:
-    """Defaults to hidden size / heads."""
+    """Head dimension; defaults to hidden size / number of attention heads."""
     return flags.hidden_size // flags.num_attention_heads if flags.kv_channels is None else flags.kv_channels
 
 
 def capacity_factor(flags: Flags) -> float | None:
-    """Expert capacity as a multiple of the even share; None, or negative on the command line: unlimited."""
+    """Expert capacity as a multiple of an even share of the tokens; None if unlimited (flag not set, or negative)."""
     factor = flags.moe_expert_capacity_factor
     return None if factor is None or factor < 0 else factor
 
 
 def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPattern) -> tuple[bool, ...]:
-    """For each layer whether it has experts. A number n selects every n-th layer, starting with the first."""
+    """For each layer, whether it has experts. An integer n selects every n-th layer, starting with the first."""
     if not num_experts:
         return (False,) * num_layers
     if isinstance(moe_layer_freq, int):
@@ -43,7 +43,7 @@ def moe_layers(num_layers: int, num_experts: int | None, moe_layer_freq: LayerPa
 
 
 def expert_tensor_parallel_size(flags: Flags) -> int:
-    """Defaults to the tensor-parallel size."""
+    """Expert tensor-parallel size; defaults to the tensor-parallel size."""
     return flags.expert_tensor_parallel_size or flags.tensor_model_parallel_size
 
 
@@ -53,15 +53,15 @@ def expert_ranks(flags: Flags) -> int:
 
 
 def experts_are_captured(flags: Flags) -> bool:
-    """Whether experts are captured if `--cuda-graph-modules` is not given. The sequential and the fp32 grouped GEMM
-    read token counts on the host, which a capture does not allow."""
+    """Whether CUDA graphs include the experts if `--cuda-graph-modules` is not given. The sequential and the fp32
+    grouped GEMM read token counts on the host, which is not allowed during capture."""
     return expert_ranks(flags) == 1 and flags.bf16 and flags.moe_grouped_gemm
 
 
 def windowed_layers(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
-    """For each layer whether attention is windowed. A number n exempts every n-th layer, starting with the n-th."""
+    """For each layer, whether attention has a window. An integer n exempts every n-th layer, starting with the n-th."""
     if window_size is None:
         return (False,) * num_layers
     if window_attn_skip_freq is None:
@@ -72,7 +72,7 @@ def windowed_layers(
 
 
 def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[bool, ...]:
-    """For each layer whether it has rotary embeddings. A number n exempts every n-th layer, starting with the n-th."""
+    """For each layer, whether it has rotary embeddings. An integer n exempts layers n, 2n, ... (counted from 1)."""
     if no_rope_freq is None:
         return (True,) * num_layers
     if isinstance(no_rope_freq, int):
@@ -81,39 +81,39 @@ def rotated_layers(num_layers: int, no_rope_freq: LayerPattern | None) -> tuple[
 
 
 def yarn_betas(flags: Flags) -> tuple[float, float]:
-    """YaRN's (beta_fast, beta_slow): rotations over the original context above which a dimension keeps its frequency,
-    and below which it is interpolated."""
+    """YaRN's (beta_fast, beta_slow). Dimensions with more than beta_fast rotations over the original context keep
+    their frequency; dimensions with fewer than beta_slow rotations are interpolated."""
     fast, slow = flags.yarn_beta_fast, flags.yarn_beta_slow
     return 32.0 if fast is None else fast, 1.0 if slow is None else slow
 
 
 def context_exchanges(num_layers: int, cp_comm_type: tuple[str, ...]) -> tuple[ContextExchange, ...]:
-    """Context-parallel exchange of each layer; a single value applies to all."""
+    """Context-parallel communication type of each layer; a single `cp_comm_type` applies to all layers."""
     kinds: tuple[Any, ...] = tuple("allgather" if kind == "all_gather" else kind for kind in cp_comm_type)
     return kinds * num_layers if len(kinds) == 1 else kinds
 
 
 def global_batch_size(flags: Flags, data_parallel_size: int) -> int:
-    """Defaults to one microbatch per data-parallel rank."""
+    """Global batch size in sequences; defaults to one microbatch per data-parallel rank."""
     size = flags.global_batch_size
     return flags.micro_batch_size * data_parallel_size if size is None else size
 
 
 def tokenizer_type(flags: Flags) -> str | None:
-    """Defaults to GPT2BPETokenizer if one of its files is given, as in Megatron-LM's `pretrain_gpt.py`."""
+    """Tokenizer type; GPT2BPETokenizer by default if a vocabulary or merge file is given, as in `pretrain_gpt.py`."""
     has_files = flags.vocab_file or flags.merge_file
     return "GPT2BPETokenizer" if flags.tokenizer_type is None and has_files else flags.tokenizer_type
 
 
 def eval_iters(flags: Flags, train_iters: int) -> int:
-    """Defaults to 100 batches; on mock data, whose loss is meaningless, at most the number of training iterations."""
+    """Batches per evaluation. Defaults to 100; on mock data, whose loss is meaningless, to at most `train_iters`."""
     if flags.eval_iters is not None:
         return flags.eval_iters
     return min(100, train_iters) if flags.mock_data else 100
 
 
 def save_folder(flags: Flags) -> Path | None:
-    """Defaults to `checkpoints` in the run folder, except on mock data if no checkpoint flag is given."""
+    """Checkpoint folder; defaults to `checkpoints` in the run folder. None on mock data without checkpoint flags."""
     if flags.save or not flags.run_dir:
         return Path(flags.save) if flags.save else None
     saves = flags.save_interval or flags.save_hf_interval or flags.moe_use_upcycling or flags.ckpt_step is not None
@@ -129,7 +129,7 @@ def padded_vocab_size(flags: Flags, vocab_size: int) -> int:
 
 
 def pipeline_layout(flags: Flags, costs: StageCosts | None = None) -> PipelineLayout:
-    """Assigns layers to stages. `auto` balances `costs`; without them all layers cost the same.
+    """Assigns layers to stages. The layout `auto` balances `costs`, or the number of layers if `costs` is None.
 
     Raises LayoutError.
     """

@@ -1,4 +1,4 @@
-"""`--fake-init-process-group`: emulated ranks and assumptions about the others."""
+"""Parses the flags of `--fake-init-process-group`: which ranks to emulate, and which expert load to assume."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ class Emulation:
 
 
 def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
-    """Returns the parsed flags; None without `--fake-init-process-group` or with `--dry-run`.
+    """Parses the emulation flags; None without `--fake-init-process-group` or with `--dry-run`.
 
-    The number of ranks is that of the flag, the launcher, the recipe, or one.
+    The world size is taken from the flags, else the launcher, else the recipe; default 1.
 
     Raises FlagErrors.
     """
@@ -68,7 +68,7 @@ def _path(name: str | None) -> Path | None:
 
 
 def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
-    """Adds the emulation to the plan. Raises FlagErrors if no routing has the requested imbalance."""
+    """Adds the emulation to the plan. Raises FlagErrors if the requested expert load cannot be emulated."""
     imbalance, problems = emulated.config.emulate_imbalance, []
     for config in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}:
         experts, topk = config.router.num_experts, config.router.topk

@@ -1,6 +1,6 @@
-"""Environment variables required by flags, each with its reason. No other module sets one for a flag.
+"""Environment variables required by flags, each with its reason. No other module sets variables for flags.
 
-Precedence: the environment at start, then `environment` of a file, then the values of this module.
+Precedence, highest first: environment at start, `environment` section of files, values of this module.
 """
 
 import re
@@ -28,7 +28,7 @@ class Variable:
 
 
 def misnamed(name: str) -> tuple[str, str]:
-    """Problem with the name of a variable in a file, and the remedy; empty texts if there is none."""
+    """Returns (problem, remedy) for a variable name that files must not use; empty texts if the name is allowed."""
     if not _NAME.fullmatch(name):
         return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
     if name in _EXECUTED:
@@ -38,25 +38,25 @@ def misnamed(name: str) -> tuple[str, str]:
 
 def unprintable(text: str) -> str:
     """Describes the first character of `text` that must not enter a script or the environment: a control character,
-    such as a newline or NUL, or one that is not valid Unicode. Empty if there is none."""
+    such as a newline or NUL, or a surrogate (invalid Unicode). Empty if `text` has no such character."""
     found = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Cs")), None)
     return f"which contains the character U+{ord(found):04X}" if found else ""
 
 
 def variables(flags: Flags, from_files: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Variables required by flags and files; files win."""
+    """Variables required by flags and files; files override flags."""
     wanted = {variable.name: variable for variable in _needed(flags)}
     wanted |= {name: Variable(name, value, FROM_A_FILE) for name, value in from_files.items()}
     return tuple(wanted.values())
 
 
 def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Variables that the environment does not set."""
+    """Variables in `wanted` that `environ` does not set."""
     return tuple(variable for variable in wanted if variable.name not in environ)
 
 
 def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
-    """One line per variable that this run sets, and per variable that keeps a different value set by the user."""
+    """Yields a line for each variable that this run sets, and for each that keeps a different value set by the user."""
     for variable in wanted:
         here = environ.get(variable.name)
         if here is None:

@@ -22,7 +22,7 @@ class Problem:
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of the flags concerned."""
     waits: Waits = ""
-    """If not empty, the problem prevents a start but not a plan: a dry run reports it and continues."""
+    """Missing prerequisite if the run can be planned but not started: a dry run reports the problem and continues."""
 
     def lines(self) -> list[str]:
         """The problem as lines of text."""
@@ -49,7 +49,7 @@ class FlagErrors(RunError):
 
     @classmethod
     def of(cls, what: str, remedy: str = "") -> "FlagErrors":
-        """Report of a single problem."""
+        """Error with a single problem."""
         return cls([Problem(what=what, remedy=remedy)])
 
     def report(self) -> str:

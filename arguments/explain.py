@@ -52,7 +52,7 @@ _STATUS: Mapping[str, str] = MappingProxyType(
 
 
 def answer(words: Sequence[str], registry: Registry) -> str | None:
-    """Text requested by the command line; None if it requests none.
+    """Help text requested by the command line (`--help`, `--find`); None if no help is requested.
 
     Raises:
         FlagErrors: the flag or group does not exist.
@@ -174,7 +174,7 @@ def _searched(flag: Flag, text: str) -> list[str]:
 
 
 def recipes_with(flag: Flag) -> list[str]:
-    """Names of the recipes, and of their parts, that set a flag."""
+    """Names of the recipes and shared recipe parts that set a flag."""
     spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
     for name, path in recipe_files():
@@ -185,7 +185,7 @@ def recipes_with(flag: Flag) -> list[str]:
 
 
 def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
-    """Flags with their help, by group."""
+    """(flag, help text) of all flags in order of groups, or of the flags of group `only`."""
     found = []
     for group, group_class in GROUPS.items():
         if only in (None, group):
@@ -236,13 +236,13 @@ def document(registry: Registry) -> str:
 
 
 def _outcomes() -> Iterator[tuple[str, str]]:
-    """(name, effect) of every flag that is only recognised."""
+    """(name, effect) of every Megatron-LM flag that is recognised but not implemented: rejected, or no effect."""
     for name, known in recognised_flags().items():
         yield name, f"{'rejected' if known.refused else 'no effect'}: {known.reason}"
 
 
 def _recognised_rows() -> Iterator[str]:
-    """Tables of flags that are only recognised, grouped by reason."""
+    """Markdown tables of the flags that are recognised but not implemented, grouped by reason."""
     for refused, (heading, text) in _RECOGNISED_HEADS.items():
         yield from ("", f"## {heading}", "", text, "", "| names | reason |", "|---|---|")
         for known, same in groupby(recognised_flags().items(), key=lambda entry: entry[1]):

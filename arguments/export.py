@@ -1,4 +1,4 @@
-"""Writes settings as a YAML file, a JSON file or a command line that read back as the same settings."""
+"""Formats settings as YAML, JSON or a command line, each of which can be read back without changes."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _COMMENT_COLUMN = 56
 
 
 def export(settings: Settings, environment: dict[str, str], form: str) -> str:
-    """Text of `--print-config`: `yaml` and `json` contain all flags, `flags` those that were given."""
+    """Text of `--print-config`: `yaml` and `json` contain all flags, `flags` only the flags that were given."""
     if form == "flags":
         return flags_text(settings)
     return json_text(settings, environment) if form == "json" else yaml_text(settings, environment)
@@ -45,14 +45,14 @@ def json_text(settings: Settings, environment: dict[str, str]) -> str:
 
 
 def flags_text(settings: Settings) -> str:
-    """Given flags as shell words, one per line."""
+    """Command line of the given flags, quoted for a shell, with one flag per line."""
     given = [flag for group in _groups() for flag in _flags(settings, group) if flag.name in settings.values]
     lines = [" ".join(map(shlex.quote, words_to_set(flag, settings.setting(flag.name).value))) for flag in given]
     return " \\\n".join(line for line in lines if line) + "\n"
 
 
 def words_to_set(flag: Flag, value: object) -> list[str]:
-    """Words of a command line that set a flag; none for None."""
+    """Command-line words that set a flag to `value`; an empty list for None."""
     if value is None:
         return []
     if flag.is_switch:
@@ -62,7 +62,7 @@ def words_to_set(flag: Flag, value: object) -> list[str]:
 
 
 def _groups() -> list[str]:
-    """Groups that are allowed in files."""
+    """Names of the groups whose flags are allowed in files."""
     return [group for group in GROUPS if group != "start"]
 
 
@@ -87,7 +87,7 @@ def value_text(flag: Flag, value: object) -> str:
 
 
 def _scalar(word: str) -> str:
-    """Plain scalar if that is unambiguous, else in double quotes."""
+    """YAML scalar for a word: plain if unambiguous, otherwise in double quotes."""
     if _PLAIN.fullmatch(word) and word not in _NULL_WORDS:
         return word
     return '"' + "".join(map(_character, word.replace("$", "$$"))) + '"'
@@ -115,6 +115,6 @@ def _json_item(value: object, word: str) -> str:
 
 
 def _string(text: str) -> str:
-    """Escapes non-printable characters only: YAML does not join JSON's surrogate pairs."""
+    """JSON string with escapes for non-printable characters only, as YAML does not join JSON's surrogate pairs."""
     parts = (json.dumps(part, ensure_ascii=not part.isprintable())[1:-1] for part in text.replace("$", "$$"))
     return f'"{"".join(parts)}"'

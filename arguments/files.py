@@ -1,12 +1,12 @@
 """YAML files with flags, in three formats.
 
-Own format: flag names, flat or nested by group, with dashes or underscores; optional `environment`; `base` names files
-to include, relative to this one; `about` describes the recipe.
+Own format: flag names, flat or nested by group, with dashes or underscores; optional sections `environment`
+(variables), `base` (files to include, relative to this file) and `about` (description of the recipe).
 Model Zoo: `MODEL_ARGS` with dashed flags, and `ENV_VARS`.
 Megatron-LM dev: `ARGS` with underscores, and `ENV_VARS`.
 Anchors and merge keys (`<<: *name`) work as in YAML: the mapping's own keys override merged ones.
 `${NAME}`, `${NAME:-default}` and `$NAME` are replaced by environment variables, `$$` by a dollar sign. Nothing is
-executed. Scalars are read as text, so that `1e-6` is a number and `1:30` is not.
+executed. Scalars are read as text and converted to the type of the flag, not by YAML's rules for numbers.
 """
 
 import re
@@ -48,7 +48,7 @@ class FlagFile:
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables required by the run."""
     bases: list[Path] = field(default_factory=list)
-    """Files that this one is based on."""
+    """Files listed in `base`, which this file includes."""
     about: dict[str, str] = field(default_factory=dict)
     """Entries of section `about`."""
     problems: list[Problem] = field(default_factory=list)
@@ -59,7 +59,7 @@ class _Unusable(Exception):
 
 
 class _Unset(_Unusable):
-    """Raised for a value with environment variables that are not set."""
+    """Raised for a value that refers to unset environment variables."""
 
     def __init__(self, variables: Iterable[str], line: int) -> None:
         self.variables, self.line = tuple(variables), line
@@ -73,8 +73,8 @@ def read_files(
     above: tuple[Path, ...] = (),
     needless: frozenset[str] = frozenset(),
 ) -> list[FlagFile]:
-    """Reads a file and its bases; each file follows its bases. `above` are the files that include this one; flags in
-    `needless` are dropped if their values cannot be read."""
+    """Reads a file and, recursively, the files in its `base`; each file follows its bases. `above`: files that include
+    this file. `needless`: names of flags that are dropped if their values cannot be read."""
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
@@ -106,7 +106,7 @@ def read_file(
 
 
 def shown(path: Path) -> Path:
-    """Path relative to the current folder if it is inside it."""
+    """Path for messages: relative to the current folder if it is inside the current folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -128,7 +128,7 @@ class _Reader:
     unset: dict[str, list[int]] = field(default_factory=dict)
     """Unset environment variable -> lines that use it."""
     merged: dict[int, list[tuple[str, yaml.Node]]] = field(default_factory=dict)
-    """Entries of each mapping by node id, so that shared anchors are expanded once."""
+    """Node id of a mapping -> its expanded entries; a cache, so that shared anchors are expanded once."""
 
     def read(self, root: yaml.Node | None) -> None:
         if root is not None:
@@ -178,7 +178,7 @@ class _Reader:
             raise _Unusable
 
     def _read_bases(self, node: yaml.Node) -> None:
-        """Reads one path or a list of paths."""
+        """Reads section `base`, which is one path or a list of paths."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             try:
                 self.file.bases.append(Path(normpath(self.file.path.parent / self._scalar(item))))
@@ -239,7 +239,7 @@ class _Reader:
                 self.unset.setdefault(variable, []).append(trouble.line)
 
     def _pairs(self, node: yaml.Node) -> list[tuple[str, yaml.Node]]:
-        """Entries of a mapping, merged ones first, without those that the mapping overrides."""
+        """Returns the entries of a mapping, after the merged entries (`<<`) that the mapping does not override."""
         if not isinstance(node, yaml.MappingNode):
             self._problem(node, "must contain `name: value` entries")
             return []
@@ -282,7 +282,7 @@ class _Reader:
         return _VARIABLE.sub(lambda _: next(values)[1] or "", node.value)
 
     def _is_plain(self, node: yaml.Node) -> bool:
-        """Whether the tag is a standard one that creates no object."""
+        """Whether the node has a standard YAML tag for plain data; otherwise records a problem."""
         tag = str(node.tag)
         if tag.startswith(_STANDARD) and tag.removeprefix(_STANDARD) in _PLAIN_TAGS:
             return True
@@ -290,7 +290,7 @@ class _Reader:
         return False
 
     def _variable(self, match: re.Match[str], node: yaml.Node) -> str | None:
-        """Value of a variable; None if it is not set."""
+        """Text that replaces a variable reference; None if the variable is not set."""
         if match["dollar"]:
             return "$"
         if match["shell"]:

@@ -1,9 +1,9 @@
-"""Declaration of a flag: one field of a frozen dataclass, whose docstring is its help text.
+"""Declarations of flags as fields of frozen dataclasses; the docstring of a field is the help text of the flag.
 
     hidden_size: int = flag(REQUIRED, essential=True)
     \"\"\"Width of the residual stream.\"\"\"
 
-declares `--hidden-size`. The annotation gives its type and choices; a `bool` field also gets `--no-NAME`.
+declares `--hidden-size`. The annotation gives the type and the choices; a `bool` field also gets `--no-NAME`.
 """
 
 import ast
@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, NamedTuple
 from arguments.values import words_of
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
-"""Comparison with Megatron-LM: same meaning; close (the note states the difference); ours, not in Megatron-LM; not
-available yet; refused, never available (the note states the alternative)."""
+"""Comparison with Megatron-LM. same: same meaning; close: the note states the difference; ours: not in Megatron-LM; not
+yet: not available yet; refused: will not be available. For the last two, the note states the alternative."""
 
 
 class _Required:
@@ -63,14 +63,14 @@ def flag(
 
     Args:
         default: value of a flag that is not given; `REQUIRED`: no default.
-        names: alternative spellings with the same meaning, with dashes.
+        names: alternative spellings, with leading dashes.
         off: alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
-        status: comparison with Megatron's flag of that name.
+        status: comparison with Megatron's flag of the same name.
         least: inclusive lower bound of numbers.
         below: exclusive upper bound of numbers.
         works: for "not yet" and "refused": available values other than the default.
         note: for "close": the difference; for "not yet" and "refused": the alternative.
-        harmless: does not affect results, so `--allow-ignored-flags` may ignore it if it is not available.
+        harmless: the flag does not affect results; `--allow-ignored-flags` may ignore it if it is not available.
         essential: listed by a plain `--help`.
         bare: value of the flag when it is given without a value.
     """
@@ -79,7 +79,7 @@ def flag(
 
 
 def close(default: object, note: str, **options: Any) -> Any:
-    """Declares a flag that differs from Megatron's; `note` states the difference."""
+    """Declares a flag whose meaning differs from Megatron's flag of the same name; `note` states the difference."""
     return flag(default, status="close", note=note, **options)
 
 
@@ -102,7 +102,7 @@ def refused(default: object, note: str, **options: Any) -> Any:
 class Flag:
     group: str
     name: str
-    """With underscores: `hidden_size`."""
+    """Name with underscores: `hidden_size`."""
     type: Any
     default: object
     declaration: Declaration
@@ -122,7 +122,7 @@ class Flag:
 
     @property
     def on_options(self) -> tuple[str, ...]:
-        """Spellings that take a value or switch the flag on."""
+        """Spellings that set the value of the flag, or switch it on."""
         return (self.option, *self.declaration.names)
 
     @property
@@ -154,9 +154,9 @@ def _default(entry: Field[Any]) -> object:
 
 
 def docstrings(group_class: type) -> dict[str, str]:
-    """Docstring of each field, read from the source file; empty if the source is not available."""
+    """Field name -> docstring, read from the source file; empty if the source is not available."""
     try:
-        # of the module, because `inspect` tokenises to find the end of a class
+        # the module's source, because `getsource` of a class must tokenise the file to find the end of the class
         module = ast.parse(inspect.getsource(sys.modules[group_class.__module__]))
     except (KeyError, OSError, TypeError):
         return {}

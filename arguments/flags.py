@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class StartFlags:
-    """Input files, reports and cluster size. Allowed on the command line only."""
+    """Input files, reports and cluster size. These flags are allowed on the command line only."""
 
     config: tuple[str, ...] = ours((), essential=True)
     """YAML files with flags; later files override earlier ones, and the command line overrides all."""
     recipe: str | None = ours(None, essential=True)
-    """Recipe: name of a file below scripts/recipes, read before `--config`; listed in docs/recipes.md."""
+    """Name of a recipe, a file below scripts/recipes that is read before `--config`; docs/recipes.md lists them."""
     print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
     """Print every value with its origin as a YAML file or as JSON, or the given flags as a command line, and exit."""
     from_hf_config: str | None = ours(None)
@@ -43,15 +43,15 @@ class StartFlags:
     """Folder with a Hugging Face config.json: compare the model with it, print the differences, and exit with code 2 if
     there are any."""
     dry_run: Literal["text", "json"] | None = ours(None, essential=True, bare="text")
-    """Report parallel grids, stages, memory, schedule, communication and step time of the run, and exit; exit code 0:
-    it would start, 15: an input or a feature is missing, 2: the flags are wrong."""
+    """Report parallel grids, stages, memory, schedule, communication and step time of the run, and exit. Exit code 0:
+    the run would start; 15: an input or a feature is missing; 2: the flags are wrong."""
     world_size: int | None = ours(None, least=1, names=("--gpus",))
-    """Number of ranks of a dry run or an emulation. Not set: `--nodes`, the launcher, or `about: gpus` of the recipe or
-    file. A run started with a different number of ranks is rejected."""
+    """Number of ranks of a dry run or an emulation. Not set: taken from `--nodes`, the launcher, or `about: gpus` of
+    the recipe or file. A run started with a different number of ranks is rejected."""
     nodes: int | None = ours(None, least=1)
     """Number of nodes of a dry run or an emulation; see `--world-size`."""
     gpus_per_node: int | None = ours(None, least=1)
-    """Ranks per node. Not set: the GPUs of a node of that GPU type, or fewer for a smaller recipe."""
+    """Ranks per node. Not set: the number of GPUs in a node of the GPU type, but at most the total number of ranks."""
     gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = ours(None)
     """GPU type of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, else h100."""
     fake_process_group: bool = close(
@@ -59,20 +59,20 @@ class StartFlags:
         "runs two steps without a dataset, reports memory by category, and exits",
         names=("--fake-init-process-group",),
     )
-    """Run as one rank of a cluster without the other ranks: a real step on a GPU, else the same program on meta
-    tensors."""
+    """Emulate one rank of a cluster without starting the other ranks: a real step on a GPU; without a GPU, the same
+    program on meta tensors."""
     emulate_rank: str = ours("own")
-    """With `--fake-init-process-group`: rank to emulate, or `all`: one rank of every pipeline stage. `own`: the rank
-    set by the launcher, or 0."""
+    """With `--fake-init-process-group`: rank to emulate; `own`: the rank set by the launcher, or 0; `all`: one rank of
+    every pipeline stage."""
     emulate_imbalance: float = ours(1.0, least=0)
-    """With `--fake-init-process-group`: tokens routed to this rank's experts as a multiple of the even share."""
+    """With `--fake-init-process-group`: tokens routed to the rank's experts, as a multiple of an even share."""
     emulate_json: str | None = ours(None)
-    """With `--fake-init-process-group`: JSON file for the results."""
+    """With `--fake-init-process-group`: JSON file to which the results are written."""
     emulate_plot: str | None = ours(None)
-    """With `--fake-init-process-group`: PNG file for a plot of memory over the step."""
+    """With `--fake-init-process-group`: PNG file to which a plot of memory over the step is written."""
     proxy: bool = ours(False, essential=True)
     """Shrink the run to the available machine: fewer layers, experts and ranks, smaller widths, random tokens, 5
-    iterations, the same code paths. Flags after it are kept; every change is printed."""
+    iterations, but the same code paths. Flags given after `--proxy` are not changed; every change is printed."""
     allow_ignored_flags: bool = ours(False)
     """Ignore unavailable flags that do not affect results, with a warning, instead of rejecting them."""
 
@@ -102,13 +102,13 @@ class Flags(
 GROUPS: Mapping[str, type] = MappingProxyType(
     {group.__name__.removesuffix("Flags").lower(): group for group in Flags.__bases__}
 )
-"""Groups of flags by name: `model` is `ModelFlags`."""
+"""Group name -> dataclass with the flags of the group, e.g. `model` -> `ModelFlags`."""
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with `values`; other parameters that are named like a flag get its value.
+    """Calls a config class or function with `values`; each other parameter with the name of a flag gets its value.
 
-    Text is converted for parameters of type `Path | None`: an empty text becomes None."""
+    For a parameter of type `Path | None`, the text of the flag is converted; an empty text becomes None."""
     named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
     return function(**named, **values)
 
@@ -161,10 +161,10 @@ class Registry:
         return cls(MappingProxyType(by_name), MappingProxyType(spellings))
 
     def find(self, option: str) -> tuple[Flag, bool] | None:
-        """Returns the flag of an option in any spelling, with dashes or underscores."""
+        """Looks up an option with dashes or underscores; returns its entry in `spellings`, or None."""
         return self.spellings.get(normal(option))
 
 
 def normal(option: str) -> str:
-    """Spells an option with dashes."""
+    """Option with dashes instead of underscores."""
     return option.replace("_", "-")

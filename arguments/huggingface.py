@@ -1,4 +1,4 @@
-"""Flags from a Hugging Face config.json (`--from-hf-config`, `--check-against-hf`)."""
+"""Derives flags from a Hugging Face config.json (`--from-hf-config`) or compares them (`--check-against-hf`)."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ from megatron_moe.config.moe import ActivationConfig, MLPConfig, MoEConfig
 from megatron_moe.config.parallel import Launch
 
 _MAX_PERIOD = 8
-"""Longest period of a layer pattern that is written as a number; other patterns are written as lists."""
+"""Largest interval n (every n-th layer) that `_pattern` tries; other patterns are written as lists."""
 
 
 def model_flags(model: ModelConfig) -> dict[str, Any]:
-    """Architecture of a model as flag values by name, without training choices (lengths, losses, dtypes)."""
+    """Flag name -> value for the architecture of a model, without training options (lengths, losses, dtypes)."""
     first = model.layers[0]
     moe = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
     dense = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MLPConfig)), None)
@@ -54,13 +54,13 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
 
 
 def described(model: ModelConfig) -> ModelConfig:
-    """Model described by the flags of `model`."""
+    """Rebuilds a model from its `model_flags`, which drops properties that no flag describes."""
     values = model_flags(model)
     return model_config(_flags(values), values["vocab_size"])
 
 
 def _flags(values: Mapping[str, Any]) -> Flags:
-    """All flags: the given values and defaults; required flags of other groups are set to 1."""
+    """All flags, with `values` and otherwise defaults; missing required flags are set to 1."""
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
     return Flags(**{**defaults, **values})
@@ -153,7 +153,7 @@ def _rotation(rope: RopeConfig, mixer: AttentionConfig | MLAConfig) -> dict[str,
 
 
 def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
-    """Hugging Face's attention factor 0.1 ln(factor) + 1 is Megatron's with mscale 1 and mscale_all_dim 0."""
+    """Hugging Face's attention factor 0.1 ln(factor) + 1 equals Megatron's with mscale 1 and mscale_all_dim 0."""
     length = "original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings"
     return {
         "rotary_scaling_factor": rope.scaling_factor,
@@ -171,12 +171,12 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
     if all(rotated):
         return {"no_rope_freq": None}
     pattern = _pattern(rotated, lambda every: derive.rotated_layers(len(layers), every))
-    # a list marks the layers without rotary embedding
+    # a list has 1 for each layer without rotary embedding
     return {"no_rope_freq": pattern if isinstance(pattern, int) else tuple(1 - entry for entry in pattern)}
 
 
 def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
-    """Returns n if `layers_of(n)` gives the pattern, else the pattern as a list."""
+    """Returns the smallest interval n for which `layers_of(n)` equals `present`, otherwise `present` as 0s and 1s."""
     periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
     return next(periods, tuple(map(int, present)))
 
@@ -208,7 +208,7 @@ _TRAINING_FLAGS = (
     *("attention_dropout", "hidden_dropout", "init_method_std"),
     *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
-"""Flags that may differ without changing the meaning of layer weights; published checkpoints often lack MTP layers."""
+"""Flags that do not affect the use of published layer weights; published checkpoints often lack MTP layers."""
 _HEADINGS = ("flag", "this run", "published")
 
 
@@ -219,9 +219,9 @@ class AnotherModel(RunError):
 
 
 def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[str]]:
-    """Flags of the model in a Hugging Face folder as one layer of settings, and notes on properties without a flag.
+    """Returns the flags that describe the model in a Hugging Face folder, and notes on properties without a flag.
 
-    The epsilon of latent norms is only noted, because published weights work with either value.
+    A different epsilon of MLA's latent norms is only noted, because published weights work with either value.
 
     Raises FlagErrors if config.json cannot be read, or describes a model that cannot be built or has no flags.
     """
@@ -242,7 +242,7 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
 
 
 def compared_with(folder: str, settings: Settings) -> str:
-    """Message that the flags describe the model of a Hugging Face folder.
+    """Compares the model of the flags with that of a Hugging Face folder; returns a message if they are equal.
 
     Raises AnotherModel with a table of the differences; FlagErrors if the folder or the flags describe no model.
     """
@@ -284,7 +284,7 @@ def _published(path: Path) -> ModelConfig:
 
 
 def _model_of(settings: Settings, vocab_size: int) -> ModelConfig:
-    """Model described by the settings, ignoring all other flags; `vocab_size` is the default vocabulary size."""
+    """Model described by the model flags in `settings`; `vocab_size` is used if `--vocab-size` is not given."""
     missing = [problem for problem in missing_flags(settings, _MODEL_GROUPS) if "--seq-length" not in problem.what]
     problems = [*settings.problems, *missing, *broken_rules(settings, Launch(), MODEL_RULES, _MODEL_GROUPS)]
     if problems:

@@ -14,10 +14,10 @@ _LAST_PORT = 65535
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Reads the launch from the environment; without a launcher it is one process.
+    """Reads rank and world size from the environment; without a launcher there is one process.
 
-    torchrun's variables take precedence. They must agree with srun's unless torchrun itself set them, in which case
-    srun started one torchrun per host.
+    torchrun's variables take precedence. If the user sets them under srun, they must agree with srun's variables; if
+    torchrun sets them, they may differ, because srun then started one torchrun per host.
 
     Raises:
         FlagErrors: a variable is missing or not a number, or two launchers contradict each other.
@@ -37,7 +37,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
 
 
 def _reject_several_ranks(environ: Mapping[str, str]) -> None:
-    """Rejects WORLD_SIZE other than 1 without a rank."""
+    """Rejects a WORLD_SIZE other than 1 if RANK is not set."""
     world_size = _number({"WORLD_SIZE": "1", **environ}, "WORLD_SIZE")
     if world_size != 1:
         raise FlagErrors.of(
@@ -47,7 +47,7 @@ def _reject_several_ranks(environ: Mapping[str, str]) -> None:
 
 
 def allocation_note(environ: Mapping[str, str]) -> str | None:
-    """Warning for a process in a SLURM allocation that was not started by srun."""
+    """Warning if the process is in a SLURM allocation but was not started by srun; otherwise None."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environ and tasks != "1" and not _started_by_srun(environ) and "RANK" not in environ:
         return f"in a SLURM allocation of {tasks} tasks, but not started by srun: running as one process"
@@ -57,7 +57,7 @@ def allocation_note(environ: Mapping[str, str]) -> str | None:
 def other_ranks(
     world_size: int | None, nodes: int | None, gpus_per_node: int | None, launch: Launch
 ) -> Iterator[Problem]:
-    """Problems of `--world-size`, `--nodes` and `--gpus-per-node` that differ from the launch."""
+    """Yields a problem for each of `--world-size`, `--nodes` and `--gpus-per-node` that differs from the launch."""
     started_nodes = -(-launch.world_size // launch.local_world_size)
     for option, planned, started, unit in (
         ("--world-size", world_size, launch.world_size, "rank"),
@@ -87,7 +87,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Shells in an allocation have most of srun's variables too; only a regular step id identifies srun."""
+    """Whether srun started this process. Shells in an allocation have most srun variables, but no regular step id."""
     if "SLURM_PROCID" not in environ or not environ.keys() & {"SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"}:
         return False
     step = environ.get("SLURM_STEP_ID")
@@ -97,7 +97,7 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    """Prefers variables of the step over those of the job, because a step may have fewer tasks and hosts."""
+    """Reads srun's variables; the step's take precedence over the job's, as a step may have fewer tasks and hosts."""
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     return Launch(
@@ -127,7 +127,7 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
 
 
 def _tasks_per_host(counts: str) -> list[int]:
-    """`8(x3),4` -> [8, 8, 8, 4]; empty if the format is different."""
+    """Parses SLURM's task counts: `8(x3),4` -> [8, 8, 8, 4]; empty if the format is different."""
     found: list[int] = []
     for piece in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
@@ -138,7 +138,7 @@ def _tasks_per_host(counts: str) -> list[int]:
 
 
 def _first_host(node_list: str) -> str:
-    """`node[003-010,012]-ib,other5` -> `node003-ib`."""
+    """First host of a SLURM node list: `node[003-010,012]-ib,other5` -> `node003-ib`."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", node_list).partition(",")[0]
 
 

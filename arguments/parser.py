@@ -1,4 +1,4 @@
-"""Parses a command line to flags with values, and merges layers of flags."""
+"""Parses a command line into flags with values, and merges layers of flags (files, then the command line)."""
 
 import difflib
 import re
@@ -16,9 +16,9 @@ from arguments.values import BadValue, cut, is_list, is_off, is_optional, parse,
 COMMAND_LINE = "command line"
 _MAX_NEAR = 3
 _MIN_SIMILARITY = 0.7
-"""Minimum similarity of suggested names."""
+"""Minimum similarity ratio (`difflib`) of suggested names."""
 _DASHES = "\u2010-\u2015\u2212"
-"""Dashes that documents and web pages substitute for hyphens, as a range of a regular expression."""
+"""Dashes that documents and web pages substitute for hyphens, as part of a regular-expression character class."""
 _LONGEST_SHOWN = 40
 
 
@@ -27,14 +27,14 @@ class Given:
     """One flag as written on a command line or in a file."""
 
     option: str
-    """With its dashes: `--num-layers`."""
+    """Option as written, with dashes: `--num-layers`."""
     words: tuple[str, ...] | None
-    """Its values; None: the flag is reset to not set (null in a file)."""
+    """Values after the option; None: the flag is reset to not set (null in a file)."""
     origin: str
-    """Where it was written: `command line`, `recipe.yaml:12`."""
+    """Where the flag was written: `command line`, `recipe.yaml:12`."""
     state: Literal["words", "one text", "unusable", "extends"] = "words"
-    """one text: scalar of a file, which is split at blanks if the flag is a list; unusable: its problem is already
-    reported; extends: the words contain the previous value."""
+    """one text: scalar of a file, which is split at blanks if the flag takes a list; unusable: the value cannot be
+    read, which is already reported; extends: the words include the previous value of the flag."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Settings:
     failed: set[str] = field(default_factory=set)
     """Names of flags with an unusable value; rules about them are skipped."""
     without_effect: dict[str, tuple[Given, str]] = field(default_factory=dict)
-    """Option -> recognised flag without effect and the reason."""
+    """Option -> (flag, reason) of recognised flags that have no effect."""
     refused: list[tuple[Given, str]] = field(default_factory=list)
-    """Recognised flags that are rejected, with the reason."""
+    """(flag, reason) of recognised flags that are rejected."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -95,8 +95,8 @@ def split(words: Sequence[str]) -> tuple[list[Given], list[Problem]]:
 
 
 def _repaired(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
-    """Repairs words that a shell or the clipboard has corrupted. Returns the first problem of each kind, so that no
-    follow-up errors are reported, and the repaired words."""
+    """Repairs words that a shell or the clipboard has corrupted. Returns the problems and the repaired words. Only the
+    first problem of each kind is returned, to avoid follow-up errors."""
     problems: dict[str, Problem] = {}
     repaired: list[str] = []
     for word in words:
@@ -131,7 +131,7 @@ def _corruption(word: str) -> tuple[Problem | None, list[str]]:
 
 
 def _is_text(word: str) -> bool:
-    """False for bytes that are not UTF-8, which Python passes as surrogates."""
+    """Whether an argument is valid UTF-8; Python passes other bytes as surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -140,7 +140,7 @@ def _is_text(word: str) -> bool:
 
 
 def start_settings(words: Sequence[str], registry: Registry) -> Settings:
-    """Settings of the group `start` only; reads no files."""
+    """Parses only the flags of group `start`; reads no files."""
     return settle(registry, [[given for given in split(words)[0] if is_start_flag(given.option, registry)]])
 
 
@@ -151,7 +151,7 @@ def is_start_flag(option: str, registry: Registry) -> bool:
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
-    """Merges layers of flags: later layers override earlier ones silently; a change within a layer is noted."""
+    """Merges layers of flags: later layers override earlier layers silently; a change within a layer adds a note."""
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
@@ -163,7 +163,7 @@ def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
 
 
 def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
-    """Translates deprecated names and drops flags that are only recognised."""
+    """Translates deprecated flags, and drops flags that are recognised but not implemented."""
     option = normal(given.option)
     if settings.registry.find(option):
         return [given]
@@ -184,8 +184,8 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
-    """Records a flag that is only recognised and returns whether it is one. Null or switched-off flags are not
-    recorded."""
+    """Returns whether a flag is recognised but not implemented, and if so records it in `settings`. A flag that is null
+    or switched off is not recorded."""
     found = find_recognised(option)
     if found is None:
         return False
@@ -245,7 +245,7 @@ def _value(flag: Flag, switched_on: bool, given: Given) -> object:
 
 
 def unknown_flag(option: str, registry: Registry) -> Problem:
-    """Problem of an unknown option, with similar names as remedy."""
+    """Problem that reports an unknown option and suggests similar names."""
     close = near(normal(option).lstrip("-"), [spelling.lstrip("-") for spelling in registry.spellings])
     remedy = f"did you mean {' or '.join(f'--{name}' for name in close)}?" if close else "search with --find WORD"
     return Problem(what=f"{option} is not a flag", remedy=remedy)

@@ -1,4 +1,4 @@
-"""Command lines of layouts found by the planner: settings, recipes and their comments."""
+"""Converts settings to plans for the planner, and the layouts that it finds to settings and commented recipes."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,14 +30,14 @@ _LAYOUT_FLAGS = (
     *("hierarchical_context_parallel_sizes", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     "ep_overlap_early_attn_memory_release",
 )
-"""Flags that a search chooses, apart from the microbatch size; their defaults describe one rank."""
+"""Layout flags that a search sets, in addition to the microbatch size; their defaults describe one rank."""
 _NEEDED = ("model", "attention", "training")
 """Groups whose required flags must be given to plan a layout."""
 _FILES = ("recipe", "config", "from_hf_config")
 
 
 def settings_of(words: Sequence[str], registry: Registry) -> Settings:
-    """Settings of a command line with `--recipe`, `--config` and `--from-hf-config`; the files come first."""
+    """Settings of a command line with `--recipe`, `--config` and `--from-hf-config`; flags override files."""
     given, problems = split(words)
     start = start_settings(words, registry)
     paths, missing = config_files(start)
@@ -61,7 +61,7 @@ def _of_another_program(name: str, start: Settings) -> Problem:
 
 
 def unplannable(settings: Settings) -> list[Problem]:
-    """Problems that rule out every layout on any number of GPUs."""
+    """Problems that rule out all layouts, on any number of GPUs."""
     missing = list(missing_flags(settings, _NEEDED))
     unknown = unknown_layers(settings)
     if unknown:
@@ -71,29 +71,29 @@ def unplannable(settings: Settings) -> list[Problem]:
 
 
 def forbidden(settings: Settings, num_gpus: int) -> list[Problem]:
-    """Problems of the layout given by the flags."""
+    """Problems with the layout that the flags set, on `num_gpus` GPUs."""
     return _forbidden(settings, num_gpus, RULES)
 
 
 def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list[Problem]:
-    """Broken rules, except those about features that are not available yet."""
+    """Problems from broken rules, except rules about features that are not available yet."""
     return [problem for problem in broken_rules(settings, Launch(world_size=num_gpus), rules) if not problem.waits]
 
 
 def to_search(settings: Settings, num_gpus: int) -> RunPlan:
-    """Plan with all layout axes at one, from which a search starts."""
+    """Plan from which a search starts: all parallel sizes and the microbatch size are 1."""
     return as_given(_on_one_rank(settings), num_gpus)
 
 
 def as_given(settings: Settings, num_gpus: int) -> RunPlan:
-    """Plan with the layout given by the flags."""
+    """Plan with the layout that the flags set."""
     if settings.setting("tokenizer_type").value is None:  # the tokenizer does not affect the layout
         settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
     return planned(settings, Launch(world_size=num_gpus))
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:
-    """The settings with the found memory options and, if `layout`, the found layout."""
+    """Copy of the settings with the memory options of `plan` and, if `layout`, with its parallel layout."""
     if layout:
         settings = _with(_on_one_rank(settings), dict(_axes(plan)))
     return _with(settings, dict(_switches(plan)))
@@ -148,17 +148,17 @@ def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
 
 
 def planner_of(settings: Settings, gpu: GPU, imbalance: float = 1.0) -> Planner:
-    """Planner for the settings. Activation offload is excluded with CUDA graphs."""
+    """Planner for the settings; it does not use activation offload together with CUDA graphs."""
     return Planner(gpu, imbalance, offload=settings.setting("cuda_graph_impl").value == "none")
 
 
 def legal(settings: Settings, plan: RunPlan) -> bool:
-    """Whether the settings with this plan break no rule."""
+    """Whether the settings with the layout and memory options of `plan` break no rule."""
     return not forbidden(settings_for(settings, plan), plan.parallel.world_size)
 
 
 def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, title: str) -> str:
-    """Text of a recipe file."""
+    """Text of a recipe file for a layout, with its costs as comments."""
     lines = [f"# {line}" for line in (title, *reasons(found, gpu))]
     lines += ["about:", f"  gpu: {gpu.kind}", f"  gpus: {found.plan.parallel.world_size}"]
     for name, flag in settings.registry.flags.items():
@@ -168,7 +168,7 @@ def recipe(settings: Settings, found: PlannedLayout, gpu: GPU, title: str) -> st
 
 
 def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
-    """Comments on a plan: memory, overhead of the layout, and the parts of the step time."""
+    """Comment lines on a layout: memory, overhead of parallelism, and the largest parts of the step time."""
     plan, step, memory = found.plan, found.step, found.memory
     parallel, total = plan.parallel, step.total
     state = memory.state
@@ -213,7 +213,7 @@ def switches_text(plan: RunPlan) -> str:
 
 
 def layout_text(found: PlannedLayout) -> str:
-    """One line with axes, microbatch size and memory options."""
+    """Summarizes parallel sizes, microbatch size and memory options in one line."""
     plan, parallel = found.plan, found.plan.parallel
     axes: list[Any] = [f"TP{parallel.tp}", f"CP{parallel.cp}", f"PP{parallel.pp}x{plan.layout.vpp}"]
     axes += [f"EP{parallel.ep}", f"ETP{parallel.etp}", f"MBS{plan.batch.micro_batch_size}"]

@@ -1,4 +1,4 @@
-"""Entry point of the package: command line to checked `RunPlan`."""
+"""Entry point of the package: converts a command line to a checked `RunPlan`."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def read_plan(
 
     Args:
         argv: the arguments after the program's name.
-        environ: environment of the launcher; also substituted into files.
+        environ: environment variables, set by the launcher among others; also substituted into files.
         vocab_size_of: returns the vocabulary size of a tokenizer. Without it `--vocab-size` is not checked.
         waiting: also return plans that cannot start because a feature or an input is missing, with their `blockers`.
 
@@ -89,7 +89,7 @@ def read_plan(
 
 
 def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
-    """Texts of the problems of one kind; those of inputs include the remedy."""
+    """Texts of the problems whose `waits` is `kind`; texts about inputs include the remedy."""
     found = [problem for problem in problems if problem.waits == kind]
     if kind == "for a feature":
         return tuple(problem.what for problem in found)
@@ -141,7 +141,7 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
 
 
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
-    """Layout that a command line with `--proxy` folds, for callers that choose the number of ranks.
+    """Full-size layout of a command line with `--proxy`, for callers that choose the number of ranks to fold it to.
 
     Raises FlagErrors.
     """
@@ -161,7 +161,7 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
-    """The command line as one layer, or as two: up to and including `--proxy`, and after it."""
+    """Splits the command line into two layers, up to `--proxy` (inclusive) and after it; without it, one."""
     end = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
     return [words[:end], words[end:]] if end else [words]
 
@@ -169,7 +169,7 @@ def _around_proxy(words: list[Given]) -> list[list[Given]]:
 def _proxied(
     settings: Settings, environment: dict[str, str], layers: Sequence[Sequence[Given]], environ: Mapping[str, str]
 ) -> _Parsed:
-    """Applies `--proxy` to the settings; the last layer, given after `--proxy`, is kept."""
+    """Applies `--proxy` to the settings; flags of the last layer, given after `--proxy`, are not changed."""
     _refuse([*settings.problems, *missing_flags(settings)])
     *before, after = layers
     full, pinned = settle(settings.registry, before), settle(settings.registry, [after]).values
@@ -200,7 +200,7 @@ def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
 def _checked(
     parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool
 ) -> tuple[Flags, Launch, list[Problem]]:
-    """Returns flags, launch and, for a dry run, the problems that prevent a start but not a plan.
+    """Returns flags, launch and, if `plan_only`, the problems that prevent a start but not a plan.
 
     Raises:
         FlagErrors: all other problems.
@@ -245,7 +245,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Settings) -> int:
-    """The given vocabulary size, checked against the tokenizer's, or the tokenizer's."""
+    """Vocabulary size: `--vocab-size`, checked against the tokenizer, or else the size of the tokenizer."""
     given = flags.vocab_size
     if vocab_size_of is None:
         if given is None:

@@ -1,6 +1,6 @@
-"""Recipes: YAML files of flags in `scripts/recipes`, found by file name.
+"""Finds recipes by file name: YAML files of flags in `scripts/recipes`.
 
-Parts shared by several recipes, such as a model architecture, are in `scripts/recipes/parts` and named as `base`.
+Parts shared by several recipes, such as a model architecture, are in `scripts/recipes/parts` and included by `base`.
 """
 
 import sys
@@ -23,11 +23,11 @@ class About:
 
     model: str = ""
     gpu: str = ""
-    """A value of `--gpu`; empty: any."""
+    """GPU type, a value of `--gpu`; empty: any."""
     gpus: int | None = None
     """Number of ranks of the published run; None: not stated."""
     source: str = ""
-    """Publisher; empty: this project."""
+    """Publisher of the recipe; empty: this project."""
     published: str = ""
     """Published measurements, if any."""
     corrections: str = ""
@@ -67,10 +67,10 @@ def about(name: str, registry: Registry) -> About:
 
 
 def about_of(start: Settings, environ: Mapping[str, str]) -> About:
-    """Merged `about` sections of the recipe and files named on a command line; later ones override earlier ones.
+    """Merged `about` sections of the recipe and files named on a command line; later files override earlier ones.
 
     Raises:
-        FlagErrors: an unknown entry, GPU type or number.
+        FlagErrors: an `about` section has an unknown entry or GPU type, or an invalid number.
     """
     name = start.setting("recipe").value
     recipe = find_recipe(str(name)) if name is not None else None

@@ -14,7 +14,7 @@ class Recognised:
     """Effect of a recognised flag."""
 
     reason: str
-    """Completes "--flag ..."."""
+    """Verb phrase that follows the name of the flag in messages."""
     refused: bool
     """Whether the flag is rejected because ignoring it would change results. Other flags are accepted with a
     warning."""
@@ -35,8 +35,8 @@ def recognised_flags() -> Mapping[str, Recognised]:
 
 
 def find_recognised(option: str) -> tuple[Recognised, bool] | None:
-    """Returns the effect of an option and whether the option is the listed spelling (True) or its negation (False:
-    `--no-x` for `--x`, or the reverse); None if it is not recognised."""
+    """Returns the effect of an option, and True if the option is listed or False if only its negation is listed
+    (`--no-x` for `--x`, or the reverse). Returns None if neither is listed."""
     listed = recognised_flags()
     if option in listed:
         return listed[option], True

@@ -34,8 +34,8 @@ _MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 
 
 def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
-    """Builds the plan from checked flags. `provenance` holds the plan's fields on its origin (command line, notes,
-    ...)."""
+    """Builds the plan from checked flags. `provenance`: further fields of the plan, such as command line, notes and
+    environment."""
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
@@ -130,7 +130,7 @@ def _precision(flags: Flags) -> PrecisionConfig:
     params, grads = ("bf16" if flags.bf16 else "fp32"), "fp32"
     if flags.grad_reduce_in_bf16 or flags.main_grads_dtype == "bf16":
         grads = "bf16"
-    # the 16-bit remainder completes a bf16 parameter only
+    # a 16-bit remainder extends bf16 parameters to fp32 and exists for no other format
     has_remainders = flags.use_precision_aware_optimizer and flags.bf16 and not low_params
     return from_flags(
         PrecisionConfig,
@@ -256,8 +256,8 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
 
 
 def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
-    """Watchdog timeout in seconds of each phase. The timeout of an evaluation is one step timeout per batch plus one;
-    with --full-validation it is unlimited, because the number of batches is unknown."""
+    """Watchdog timeout in seconds of each phase. An evaluation has the timeout of one step per batch plus one step;
+    with --full-validation its timeout is unlimited, because the number of batches is unknown."""
     steps = 0 if flags.full_validation else 1 + loop.eval_iters
     phases = {
         "start": flags.start_deadline,

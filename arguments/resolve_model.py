@@ -32,7 +32,7 @@ _LOSS_CHUNK = 1024
 
 
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
-    """Builds the model config for a vocabulary size before padding."""
+    """Builds the model config; `vocab_size` is the vocabulary size before padding."""
     fuses_output_layer = flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
     return from_flags(
         ModelConfig,

@@ -25,7 +25,7 @@ class Job:
     nodes: int
     ranks_per_node: int
     root: Path
-    """The repository."""
+    """Root folder of the repository."""
     folder: Path
     """Working directory of the run; relative paths in flags and recipes refer to it."""
     run_dir: Path
@@ -36,7 +36,7 @@ class Job:
     summary: tuple[str, ...] = ()
     """Lines that describe the plan."""
     waits: tuple[str, ...] = ()
-    """Reasons why the run cannot start yet; its script can only be printed."""
+    """Reasons why the run cannot start yet; if there are any, its script can be printed but not submitted."""
     grace: int = 300
     """Seconds between the signal to save and the end of the job."""
     slurm: tuple[tuple[str, str | None], ...] = ()
@@ -84,7 +84,7 @@ def slurm_script(job: Job, body: str) -> str:
             _SHEBANG,
             *(f"#SBATCH {_option(name, value)}\n" for name, value in options.items()),
             _comment(job),
-            _exports(job.variables),  # before the script's own variables, which must win over equal names
+            _exports(job.variables),  # before the script's own variables, which must override equal names
             *(f"{name}={shlex.quote(value)}\n" for name, value in settings.items()),
             _array("container", _container(job)),
             _array("flags", job.flags),
@@ -96,7 +96,7 @@ def slurm_script(job: Job, body: str) -> str:
 
 
 def torchrun_script(job: Job) -> str:
-    """Script that runs scripts/launch.sh with all settings; with several machines it is started on each."""
+    """Script that runs scripts/launch.sh with all settings; it must be started on every node."""
     settings = {"NNODES": str(job.nodes), "RANKS_PER_NODE": str(job.ranks_per_node)}
     settings |= {"RUN_DIR": str(job.run_dir), "PYTHON": job.python}
     return "".join(
@@ -114,7 +114,7 @@ def torchrun_script(job: Job) -> str:
 
 
 def slurm_options(job: Job) -> dict[str, str]:
-    """sbatch options; an empty value means a switch."""
+    """sbatch option -> value; switches have an empty value."""
     options = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -179,7 +179,7 @@ def _quoted(word: str) -> str:
 
 
 def _exports(variables: Sequence[Variable]) -> str:
-    """Exports of variables with their reasons; values that are already set are kept, as in the program."""
+    """Export statements with reasons as comments; variables that are already set are not changed, as in the program."""
     lines = ""
     for each in variables:
         value = re.sub(r'["\\$`}]', r"\\\g<0>", each.value)  # escaped for double quotes

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 LayerPattern = int | tuple[int, ...]
-"""Every n-th layer, or one number per layer, written as an expression: `([0]*3+[1]*58)`."""
+"""Interval n (every n-th layer), or one number per layer; written as an expression such as `([0]*3+[1]*58)`."""
 
 _LONGEST_EXPRESSION = 50_000
 _LONGEST_PATTERN = 10_000
@@ -19,11 +19,11 @@ _FALSE = ("false", "no", "off")
 
 
 class BadValue(ValueError):
-    """Text that cannot be converted to the requested type. The message completes "--flag TEXT ..."."""
+    """Text that cannot be converted to the requested type. The message is a verb phrase that follows "--flag TEXT"."""
 
 
 def strip_quotes(text: str) -> str:
-    """Removes one level of matching quotes, which nested shells and YAML leave."""
+    """Removes one level of matching quotes, which nested shells and YAML leave in the text."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return text
@@ -33,7 +33,7 @@ def parse(annotation: Any, texts: Sequence[str]) -> Any:
     """Converts the words given to a flag.
 
     Raises:
-        BadValue: they do not have the type.
+        BadValue: the words do not have the type.
     """
     kind = without_none(annotation)
     words = [strip_quotes(text) for text in texts]
@@ -189,10 +189,10 @@ def _number(kind: Callable[[str], int | float], word: str) -> int | float:
 
 
 def layer_pattern(expression: str) -> LayerPattern:
-    """Evaluates a number, or a list built from integers, lists, `+`, `*` and parentheses.
+    """Evaluates an expression of integers, lists, `+`, `*` and parentheses to a number or a list.
 
     Raises:
-        BadValue: anything else, or a list with more than 10,000 entries.
+        BadValue: the expression contains anything else, or a number or the length of a list exceeds 10,000.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise BadValue(f"is longer than {_LONGEST_EXPRESSION} characters")
@@ -217,11 +217,11 @@ def _calculate(node: ast.expr) -> int | list[int]:
                 raise BadValue("has a nested list")
             return cast(list[int], numbers)
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            return _combined(_calculate(left), operator, _calculate(right))
+            return _apply_operator(_calculate(left), operator, _calculate(right))
     raise BadValue("may contain only integers, lists, +, * and parentheses")
 
 
-def _combined(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
+def _apply_operator(left: int | list[int], operator: ast.operator, right: int | list[int]) -> int | list[int]:
     result: int | list[int]
     match left, operator, right:
         case int(), ast.Add(), int():

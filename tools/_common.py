@@ -41,7 +41,7 @@ def positive(text: str) -> int:
 
 
 def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
-    """Configuration of the tokenizer that the tool's options of the same names as the fields describe."""
+    """Builds a TokenizerConfig from the tool's options, which have the names of its fields."""
     given = {field.name: getattr(options, field.name) for field in fields(TokenizerConfig) if field.name in options}
     kind = OTHER_TOKENIZER_NAMES.get(options.tokenizer_type, options.tokenizer_type)
     return TokenizerConfig(**given | {"tokenizer_type": kind})
@@ -50,10 +50,10 @@ def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
 def add_cluster_options(parser: argparse.ArgumentParser, *aliases: str) -> None:
     """Adds `--gpus` (with `aliases`), `--nodes` and `--gpus-per-node`, as in pretrain_moe.py."""
     parser.add_argument(
-        "--gpus", "--world-size", *aliases, type=positive, help="ranks of all nodes (the recipe's or file's)"
+        "--gpus", "--world-size", *aliases, type=positive, help="total number of ranks (default: from recipe or file)"
     )
-    parser.add_argument("--nodes", type=positive, help="nodes (as many as the ranks need)")
-    parser.add_argument("--gpus-per-node", type=positive, help="ranks per node (those of that kind of GPU)")
+    parser.add_argument("--nodes", type=positive, help="number of nodes (default: as many as the ranks need)")
+    parser.add_argument("--gpus-per-node", type=positive, help="ranks per node (default: usual for the GPU)")
 
 
 def requested_cluster(

@@ -74,7 +74,7 @@ def examine(prefix: Path, vocab_size: int | None, eod: int | None) -> tuple[list
 
 
 def _check_ids(tokens: IndexedTokens, ends: np.ndarray, vocab_size: int | None) -> tuple[np.ndarray, list[str]]:
-    """Returns the distinct ids of a file, sorted, and the problems of its invalid ids; `ends`: of the documents."""
+    """Returns the distinct ids of a file, sorted, and its problems. `ends`: document boundaries in tokens."""
     distinct = np.empty(0, dtype=np.int64)
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
@@ -107,8 +107,8 @@ def _last(tokens: IndexedTokens, document: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     parser.add_argument("prefixes", nargs="+", help="common prefixes of .bin and .idx files, as for --data-path")
-    parser.add_argument("--vocab-size", type=int, help="number of ids; the tokenizer's when one is given")
-    parser.add_argument("--eod", type=int, help="end-of-document id; the tokenizer's when one is given")
+    parser.add_argument("--vocab-size", type=int, help="number of ids (default: that of the tokenizer)")
+    parser.add_argument("--eod", type=int, help="end-of-document id (default: that of the tokenizer)")
     kinds = [kind for kind in TOKENIZER_TYPES if kind != "GPT2BPETokenizer"]
     default = "as for pretrain_moe.py (with a model: HuggingFaceTokenizer)"
     parser.add_argument("--tokenizer-type", choices=kinds, help=default)

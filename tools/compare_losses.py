@@ -39,7 +39,7 @@ class LossComparison:
 
 
 def read_curve(run: Path, key: str) -> dict[int, float]:
-    """iteration -> value of one metric of a run folder."""
+    """Reads one metric of a run folder: iteration -> value."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")

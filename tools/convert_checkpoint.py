@@ -3,8 +3,8 @@
     python tools/convert_checkpoint.py --load hf:models/Qwen3-30B-A3B --save checkpoints/qwen3
     python tools/convert_checkpoint.py --load runs/my/checkpoints --save hf:exports/my --hf-config models/Qwen3-30B-A3B
 
-Start a run from the first with `--pretrained-checkpoint checkpoints/qwen3`. All other arguments are flags of
-pretrain_moe.py; they override config.json or the settings of the run that wrote the checkpoint. conversion.md in the
+Start a run from the output of the first with `--pretrained-checkpoint checkpoints/qwen3`. All other arguments are flags
+of pretrain_moe.py; they override config.json or the settings of the run that wrote the checkpoint. conversion.md in the
 output folder lists every tensor. Exit code 0: done; 12: --compare-logits found a difference.
 """
 
@@ -45,9 +45,9 @@ REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _MAX_SEQ_LENGTH = 4096
 _MAX_PARAMETERS_PER_BYTE = 16
-"""Above what any dtype, padding or tied weights can explain."""
+"""Limit of model parameters per byte of weight files; no dtype, padding or tied weights can explain a larger ratio."""
 _RELATIVE_TOLERANCE = 1e-4
-"""Relative to the largest logit: above fp32 rounding of dozens of layers, below the effect of a wrong weight."""
+"""Limit of the logit difference / largest logit: above fp32 rounding errors, below the effect of a wrong weight."""
 
 
 @dataclass(frozen=True)

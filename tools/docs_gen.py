@@ -113,13 +113,13 @@ def totals(recipe: str) -> str:
 
 
 def with_example(document: str) -> str:
-    """The document with the current report in its example block."""
+    """Replaces the example block of the document with the current dry-run report."""
     before, _, rest = document.partition(_BLOCK)
     return f"{before}{_BLOCK}{dry_run(_EXAMPLE)}```{rest.partition('```')[2]}"
 
 
 def with_status(text: str, registry: Registry) -> str:
-    """The guide with the current flag status in every cell of the status column; rows without flags are unchanged."""
+    """Updates the flag status in the guide's status column; rows without flags are unchanged."""
     return "".join(_with_status(text.splitlines(keepends=True), registry))
 
 
@@ -153,7 +153,7 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 
 
 def _status(words: Sequence[str], registry: Registry) -> str:
-    """Status of one flag with its values; without values, of any value but the default."""
+    """Support status of a flag. `words`: the flag and its values; a flag alone means any non-default value."""
     found = registry.find(words[0])
     if found is None:
         known = find_recognised(words[0])

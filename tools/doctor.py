@@ -65,14 +65,14 @@ def _device(device: torch.device) -> str:
 
 
 def _bf16(device: torch.device) -> str:
-    """8 x 8 ones: every element of the product is 8, which bf16 holds exactly."""
+    """Multiplies two 8 x 8 matrices of ones: every element of the product is 8, which is exact in bf16."""
     ones = torch.ones(8, 8, device=device, dtype=torch.bfloat16)
     _expect(ones @ ones, 8.0)
     return "matrix product"
 
 
 def _grouped_mm(device: torch.device) -> str:
-    """Two experts with 16 rows each."""
+    """Runs a grouped GEMM for two experts with 16 rows each and checks the result."""
     rows = torch.ones(32, 64, device=device, dtype=torch.bfloat16)
     weights = torch.ones(2, 64, 16, device=device, dtype=torch.bfloat16)
     offsets = torch.tensor([16, 32], device=device, dtype=torch.int32)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint named by the folder's tracker file, or the folder itself if it has none."""
+    """The checkpoint named by the folder's tracker file, or the folder itself if it has no tracker file."""
     text = read_tracker(folder)
     if text is None:
         return folder

@@ -54,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--submit", action="store_true", help="sbatch the script, or run it here under torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the script only")
     parser.add_argument("--name", help="name of the job (default: that of the recipe or file)")
-    parser.add_argument("--slurm", nargs="+", default=[], metavar="X=Y", help="partition=p; no-mem removes mem")
+    parser.add_argument("--slurm", nargs="+", default=[], metavar="X=Y", help="sbatch options; no-mem omits mem")
     parser.add_argument("--container", help="image for pyxis")
-    parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="more folders of the container")
+    parser.add_argument("--mounts", nargs="+", default=[], metavar="HOST:INSIDE", help="container mounts")
     parser.add_argument("--grace", type=positive, default=300, help="seconds from SIGTERM to the end of the job (300)")
     parser.add_argument("--python", help="interpreter of the ranks (default: this one; python in a container)")
     return parser
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def plan_of(
     flags: Sequence[str], nodes: int, ranks_per_node: int, environ: Mapping[str, str], *, waiting: bool
 ) -> RunPlan:
-    """Plan of rank 0 on the cluster. Raises FlagErrors with all problems; `waiting` ignores missing features and
+    """Plan of rank 0 on the cluster. Raises FlagErrors with all problems; `waiting` permits missing features and
     inputs."""
     here = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS + _PLANNED)}
     ranks = rank_0_of(nodes * ranks_per_node, ranks_per_node)

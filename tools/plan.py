@@ -66,9 +66,7 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     planner, plan = plan_search.planner_of(settings, gpu, options.imbalance), plan_search.as_given(settings, num_gpus)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
-    print(
-        f"as it is: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB"
-    )
+    print(f"current: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")
     found = planner.fit_with_optimizer(plan)
     if found is None:
         print("no memory options suffice: use a smaller --micro-batch-size, more GPUs, or search without --fit")
@@ -108,7 +106,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", type=str.lower, choices=sorted(GPUS), help="kind of GPU (the recipe's, or h100)")
     add_cluster_options(parser)
     parser.add_argument("--best", type=positive, default=10, help="number of layouts to print (10)")
-    parser.add_argument("--imbalance", type=float, default=1.0, help="rows of the fullest rank over the mean (1)")
+    parser.add_argument("--imbalance", type=float, default=1.0, help="expert rows of the fullest rank / mean (1)")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write each as a recipe to this folder")
     parser.add_argument("--fit", action="store_true", help="keep the layout; select the cheapest memory options")
     options, words = parser.parse_known_args(argv)

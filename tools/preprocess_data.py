@@ -175,7 +175,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--tiktoken-num-special-tokens", type=int, default=1000)
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add("--workers", type=int, default=1, help="processes that tokenize (default: %(default)s)")
-    add("--log-interval", type=int, default=1000, help="documents between two lines of progress off a terminal")
+    add("--log-interval", type=int, default=1000, help="documents per progress line if not on a terminal")
     add("--on-bad-line", choices=("fail", "skip"), default="fail", help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if args.workers < 1 or args.log_interval < 1:

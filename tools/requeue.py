@@ -1,7 +1,7 @@
 """Decides whether a run that ended is started again: `python tools/requeue.py --run-dir DIR --exit-code N --since T`.
 
 For job scripts. Prints one line; exit code 0: start it again, 1: do not. Needs no torch. `--since` (seconds since the
-epoch) is the begin of this start; an older status.json is ignored.
+epoch) is the time of this start of the run; an older status.json is ignored.
 """
 
 import sys
@@ -19,8 +19,8 @@ def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with the run's status.json")
     parser.add_argument("--exit-code", type=int, required=True, help="exit code of torchrun or srun")
-    parser.add_argument("--since", type=float, default=0.0, help="begin of this start, seconds since the epoch")
-    parser.add_argument("--patience", type=int, default=3, help="ends in a row without a new checkpoint (default: 3)")
+    parser.add_argument("--since", type=float, default=0.0, help="time of this start, seconds since the epoch")
+    parser.add_argument("--patience", type=int, default=3, help="starts without a new checkpoint before giving up (3)")
     options = parser.parse_args(argv)
     try:
         decision = decide_and_record(

@@ -84,7 +84,7 @@ def summarize(run: Path, name: str, skip: int = 1) -> Row:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Short names: the paths without their common prefix; of a single run the folder name."""
+    """Short names: paths without their common prefix; for a single run, the folder name."""
     if len(runs) == 1:
         return [runs[0].resolve().name]
     parts = [run.resolve().parts for run in runs]

@@ -24,9 +24,9 @@ from megatron_moe.data.tokenizer import load_tokenizer
 from tools._common import reports_errors, run_main, tool_parser
 
 _NUM_THREADS = 2
-"""Fixed, because the result depends on it."""
+"""Number of SentencePiece threads; fixed, because the result depends on it."""
 _LONGEST_LINE = 4000
-"""Bytes; SentencePiece skips longer lines."""
+"""Maximum line length in bytes; SentencePiece skips longer lines."""
 _REPORT_DOCUMENTS = 50
 _NUM_SPECIAL = 2 + 256
 """Number of special pieces: <unk>, <eod> and the bytes."""
@@ -49,7 +49,7 @@ def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
 
 
 def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
-    """Serialised model. Raises `DataProblem` if the text is too small for that many pieces."""
+    """Returns the serialised model. Raises `DataProblem` if the text is too small for `vocab_size` pieces."""
     sentencepiece = optional_package("sentencepiece", "this tool")
     model = io.BytesIO()
     try:
@@ -82,7 +82,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
 
 
 def report(path: Path, texts: Iterator[str]) -> str:
-    """Line about the tokenizer and its compression of the first texts."""
+    """Formats a line with the tokenizer's sizes and its compression (bytes per token) of the first texts."""
     tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path))
     sample = list(itertools.islice(texts, _REPORT_DOCUMENTS))
     num_bytes = sum(len(text.encode()) for text in sample)

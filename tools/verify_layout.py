@@ -33,9 +33,9 @@ PROOF = (
     *("--moe-router-dtype", "fp64", "--no-moe-router-force-load-balancing", "--lr-warmup-iters", "0"),
     *("--adam-eps", str(STEADY_EPS), "--eval-iters", "0"),
 )
-"""Double precision everywhere, unit-gain initial weights so that every module contributes, and learned routing."""
+"""Flags of both runs: double precision, unit-gain initial weights so that every module contributes, learned routing."""
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-jitter-eps", "0")
-"""Used with context parallelism, whose ranks draw other random numbers than one rank."""
+"""Flags that disable randomness under context parallelism, whose ranks draw other random numbers than one rank."""
 
 
 @reports_errors

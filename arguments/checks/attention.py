@@ -17,7 +17,7 @@ def heads_divide_hidden_size(flags: RuleFlags) -> Violations:
 
 
 def query_groups_divide_heads(flags: RuleFlags) -> Violations:
-    """Every key/value head serves the same number of query heads."""
+    """Every key/value head is shared by the same number of query heads."""
     if flags.group_query_attention and flags.num_attention_heads % flags.num_query_groups:
         yield (
             f"{flags.num_query_groups} query groups do not divide {counted(flags.num_attention_heads, 'head')}",
@@ -33,8 +33,8 @@ def rotary_dim_is_even(flags: RuleFlags) -> Violations:
     rotated = int(head_dim * flags.rotary_percent)
     if not 0 < rotated <= head_dim or rotated % 2:
         yield (
-            f"--rotary-percent {flags.rotary_percent:g} rotates {rotated} of {counted(head_dim, 'dim')} of a head, "
-            "but dims rotate in pairs",
+            f"--rotary-percent {flags.rotary_percent:g} rotates {rotated} of {counted(head_dim, 'dim')} per head, "
+            "but RoPE rotates pairs of dims",
             "choose --rotary-percent so that it selects an even number of dims, at most the head dim",
         )
 
@@ -43,7 +43,7 @@ def mla_rope_dim_is_even(flags: RuleFlags) -> Violations:
     """RoPE rotates pairs of dims."""
     if flags.multi_latent_attention and flags.qk_pos_emb_head_dim % 2:
         yield (
-            f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but dims rotate in pairs",
+            f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but RoPE rotates pairs of dims",
             "use an even number",
         )
 
@@ -58,12 +58,12 @@ def mla_supports_rope_options(flags: RuleFlags) -> Violations:
     """Multi-latent attention rotates a separate part of each head, in all layers, with RoPE or YaRN."""
     if not flags.multi_latent_attention:
         return
-    evenly = flags.rotary_seq_len_interpolation_factor not in (None, 1)
+    interpolated = flags.rotary_seq_len_interpolation_factor not in (None, 1)
     if (
         flags.rotary_interleaved
         or flags.rotary_percent != 1.0
         or flags.use_rope_scaling
-        or evenly
+        or interpolated
         or flags.no_rope_freq is not None
     ):
         yield (
@@ -105,9 +105,9 @@ def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
 
 
 def mla_supports_attention_options(flags: RuleFlags) -> Violations:
-    """Multi-latent attention has no output gate, no biases, and normalizes latents rather than heads."""
-    unlike = flags.attention_output_gate or flags.add_qkv_bias or flags.qk_l2_norm or flags.qk_layernorm_over != "head"
-    if flags.multi_latent_attention and unlike:
+    """Multi-latent attention has no output gate and no biases, and its norms apply to latents instead of heads."""
+    other = flags.attention_output_gate or flags.add_qkv_bias or flags.qk_l2_norm or flags.qk_layernorm_over != "head"
+    if flags.multi_latent_attention and other:
         yield "these attention options are not supported by multi-latent attention", "remove them"
 
 

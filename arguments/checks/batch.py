@@ -50,8 +50,8 @@ def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
 
 
 def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
-    """Suggests the next smaller value of each size that fits the ranks with the other sizes fixed, and a number of
-    ranks that fits all of them."""
+    """Suggests, for each size, the largest smaller value that divides the ranks if the other sizes stay fixed, and a
+    number of ranks that all given sizes divide."""
     nearest = []
     for option, size in sizes.items():
         rest = product // size
@@ -115,7 +115,7 @@ def rampup_steps_are_whole(flags: RuleFlags) -> Violations:
 
 
 def train_length_given_once(flags: RuleFlags) -> Violations:
-    """The length of a run is given in iterations or in samples."""
+    """The length of a run is given either in iterations or in samples."""
     if flags.train_iters is None and flags.train_samples is None:
         yield "the length of the run is not given", "set --train-iters or --train-samples"
     elif flags.train_iters is not None and flags.train_samples is not None:
@@ -123,7 +123,7 @@ def train_length_given_once(flags: RuleFlags) -> Violations:
 
 
 def train_samples_fill_one_batch(flags: RuleFlags) -> Violations:
-    """A step consumes a whole batch."""
+    """A run needs enough samples for at least one global batch."""
     first = flags.rampup_batch_size[0] if flags.rampup_batch_size else flags.global_batch_size
     if flags.train_samples is not None and first is not None and flags.train_samples < first:
         yield (
@@ -145,9 +145,9 @@ def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
 
 
 def warmup_given_once(flags: RuleFlags) -> Violations:
-    """Warm-up is a fraction of the decay length or an explicit length."""
+    """Warm-up has one length: a fraction of the decay length, or a number of iterations or samples."""
     if flags.lr_warmup_fraction is not None and (flags.lr_warmup_iters or flags.lr_warmup_samples):
-        yield "the length of warm-up is given twice", "keep --lr-warmup-fraction or the number"
+        yield "the length of warm-up is given twice", "keep --lr-warmup-fraction or the other --lr-warmup flag"
 
 
 def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
@@ -159,7 +159,7 @@ def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
         end = length if decay is None else decay
         if length is not None and end is not None and warmup >= end:
             yield (
-                f"warm-up of {warmup} {unit} does not end before decay does at {end}",
+                f"warm-up of {warmup} {unit} does not end before the decay, which ends after {end}",
                 "warm up for less, or decay later",
             )
 
@@ -179,7 +179,7 @@ def learning_rates_are_ordered(flags: RuleFlags) -> Violations:
 
 
 def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
-    """Embedding and output head can have a separate learning-rate range; its default minimum is --min-lr."""
+    """--decoupled-lr is the maximum for the embedding and the output layer; the minimum defaults to --min-lr."""
     smallest = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     if flags.decoupled_lr is None:
         if flags.decoupled_min_lr is not None:
@@ -192,7 +192,7 @@ def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
 
 
 def wsd_decay_has_length(flags: RuleFlags) -> Violations:
-    """WSD keeps the learning rate constant and anneals it in a final phase of given length."""
+    """WSD keeps the learning rate constant, then anneals it in a final phase, whose length must be given."""
     if flags.lr_decay_style == "WSD" and flags.lr_wsd_decay_iters is None and flags.lr_wsd_decay_samples is None:
         yield "WSD without the length of its annealing", "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
 
@@ -208,21 +208,21 @@ def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:
             continue
         if warmup + annealing > end:
             yield (
-                f"{annealing} {unit} of annealing and {warmup} of warm-up are more than the {end} until decay ends",
+                f"{annealing} {unit} of annealing and {warmup} of warm-up exceed the {end} {unit} until the decay ends",
                 "shorten one of the two phases",
             )
 
 
 def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violations:
-    """A changing weight decay needs a start and an end; a constant one is set by --weight-decay."""
+    """A weight-decay schedule needs a start and an end value; a constant weight decay is set by --weight-decay."""
     if flags.weight_decay_incr_style == "constant":
         if flags.start_weight_decay is not None or flags.end_weight_decay is not None:
             yield (
-                "a constant weight decay takes no start and end",
+                "a constant weight decay has no start and end values",
                 "use --weight-decay, or --weight-decay-incr-style linear",
             )
     elif flags.start_weight_decay is None or flags.end_weight_decay is None:
-        yield "a changing weight decay needs a start and an end", "set --start-weight-decay and --end-weight-decay"
+        yield "a weight-decay schedule needs start and end values", "set --start-weight-decay and --end-weight-decay"
     elif flags.end_weight_decay < flags.start_weight_decay:
         yield (
             f"weight decay cannot grow from {flags.start_weight_decay:g} to {flags.end_weight_decay:g}",

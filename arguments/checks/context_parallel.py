@@ -7,8 +7,8 @@ from megatron_moe.config.exit_codes import counted
 
 
 def cp_divides_sequence(flags: RuleFlags) -> Violations:
-    """A rank holds two equal chunks of the sequence, an early and a late one, so that causal attention is balanced;
-    sequence parallelism splits its part again."""
+    """Every rank holds two equal chunks of the sequence, an early and a late one, to balance causal attention. Sequence
+    parallelism further splits the tokens of the rank."""
     cp, tp = flags.context_parallel_size, flags.tensor_model_parallel_size if flags.sequence_parallel else 1
     unit = lcm(2 * cp, cp * tp)
     if cp != 1 and flags.seq_length % unit:
@@ -28,8 +28,8 @@ def cp_comm_type_matches_layers(flags: RuleFlags) -> Violations:
 
 
 def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
-    """a2a+p2p exchanges heads inside groups of neighbours and key/value blocks between groups; the two sizes multiply
-    to the context-parallel size."""
+    """a2a+p2p exchanges heads inside groups of adjacent ranks and key/value blocks between groups. The product of group
+    size and number of groups is the context-parallel size."""
     if flags.context_parallel_size == 1 or "a2a+p2p" not in flags.cp_comm_type:
         return
     sizes = flags.hierarchical_context_parallel_sizes
@@ -37,14 +37,14 @@ def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
         return
     given = "not given" if sizes is None else " x ".join(map(str, sizes))
     yield (
-        f"the two levels of {flags.context_parallel_size} context-parallel ranks are {given}",
-        "give --hierarchical-context-parallel-sizes two numbers, for a2a and for p2p, whose product is "
+        f"the a2a+p2p sizes for {flags.context_parallel_size} context-parallel ranks are {given}",
+        "set --hierarchical-context-parallel-sizes to two numbers, for a2a and for p2p, whose product is "
         f"{flags.context_parallel_size}",
     )
 
 
 def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
-    """a2a gives every rank an equal share of the query heads and the key/value heads that they read."""
+    """With a2a, every rank receives an equal number of query heads and the key/value heads that these use."""
     sizes = flags.hierarchical_context_parallel_sizes or (1,)
     ranks = max(
         flags.context_parallel_size if "a2a" in flags.cp_comm_type else 1,
@@ -69,7 +69,7 @@ def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violations:
-    """The number of ranks for a microbatch follows from the number of tokens that one rank may hold."""
+    """The number of ranks for a microbatch is computed from the maximum number of tokens per rank."""
     if flags.hybrid_context_parallel and flags.max_seqlen_per_dp_cp_rank is None:
         yield "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
 
@@ -90,7 +90,7 @@ def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
-    """Ranks that hold different sequences cannot sum token counts per sequence."""
+    """seq_aux_loss sums token counts per sequence over ranks, but the ranks may hold different sequences."""
     if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
         yield (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",

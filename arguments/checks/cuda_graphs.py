@@ -20,17 +20,17 @@ _RECOMPUTED_IN = MappingProxyType(
 
 
 def full_iteration_has_no_modules(flags: RuleFlags) -> Violations:
-    """A full iteration is captured as one graph."""
+    """A full iteration is captured as one graph, so no modules can be selected."""
     names = " ".join(flags.cuda_graph_modules)
     if flags.cuda_graph_impl == "full_iteration" and names:
         yield f"{_FULL_ITERATION} with --cuda-graph-modules {names}", "leave out --cuda-graph-modules"
 
 
 def captured_modules_do_not_overlap(flags: RuleFlags) -> Violations:
-    """Module moe includes its router and preprocessing."""
+    """The module moe already includes moe_router and moe_preprocess."""
     inner = [name for name in ("moe_router", "moe_preprocess") if name in flags.cuda_graph_modules]
     if "moe" in flags.cuda_graph_modules and inner:
-        yield f"--cuda-graph-modules moe contains {' and '.join(inner)}", "keep moe, or its parts"
+        yield f"--cuda-graph-modules moe contains {' and '.join(inner)}", f"leave out moe, or {' and '.join(inner)}"
 
 
 def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
@@ -60,7 +60,7 @@ def captured_modules_exist(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_modules_are_deterministic(flags: RuleFlags) -> Violations:
-    """A replayed graph would reuse the random numbers of its capture."""
+    """A replayed graph would reuse the random numbers drawn during capture."""
     random_ops = {
         "--attention-dropout": flags.attention_dropout,
         "--hidden-dropout": flags.hidden_dropout,
@@ -69,12 +69,12 @@ def captured_modules_are_deterministic(flags: RuleFlags) -> Violations:
     given = [f"{name} {value:g}" for name, value in random_ops.items() if value]
     if flags.cuda_graph_impl != "none" and given:
         given_text = ", ".join(given)
-        yield f"{_IMPL} {flags.cuda_graph_impl} with {given_text}: a replay draws no random numbers", "set them to 0"
+        yield f"{_IMPL} {flags.cuda_graph_impl} with {given_text}: replays draw no random numbers", "set them to 0"
 
 
 @missing_feature
 def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
-    """Captured modules keep their activations in a graph memory pool, so recomputing them saves nothing."""
+    """The activations of captured modules stay in a graph memory pool, so recomputing them saves no memory."""
     if flags.cuda_graph_impl == "none" or flags.recompute_granularity is None:
         return
     if flags.cuda_graph_impl == "full_iteration" or flags.recompute_granularity == "full":
@@ -94,15 +94,15 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_experts_use_grouped_gemm(flags: RuleFlags) -> Violations:
-    """Experts that run one by one need a host read of the number of rows of each."""
+    """If experts do not run in a grouped GEMM, the host reads their row counts, which a captured graph cannot do."""
     capture = _expert_capture(flags)
     if capture and flags.num_experts and not flags.moe_grouped_gemm:
-        reads = "experts run one by one, and the host reads the number of rows of each"
+        reads = "without it the host reads the number of rows of each expert"
         yield f"{capture} without --moe-grouped-gemm: {reads}", "set --moe-grouped-gemm, or capture attn and moe_router"
 
 
 def _expert_capture(flags: RuleFlags) -> str:
-    """Option that captures the experts; empty if they are not captured."""
+    """Returns the option that captures the experts, or an empty string if they are not captured."""
     if flags.cuda_graph_impl == "full_iteration":
         return _FULL_ITERATION
     captured = flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules
@@ -111,7 +111,7 @@ def _expert_capture(flags: RuleFlags) -> str:
 
 @missing_feature
 def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
-    """The next replay overwrites captured rows that a deferred weight gradient still needs."""
+    """The next replay of a captured module overwrites the expert rows that deferred weight gradients still need."""
     if flags.moe_expert_wgrad_interval == 1 or flags.cuda_graph_impl in ("none", "full_iteration"):
         return
     captured = flags.cuda_graph_modules or (("moe",) if derive.experts_are_captured(flags) else ())
@@ -141,7 +141,7 @@ def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
         )
     capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
     if capture and ranks > 1:
-        exchange = "rows are exchanged inside, and the host reads how many"
+        exchange = "the graph contains the token exchange, whose sizes the host reads"
         yield f"{capture} with experts over {ranks} ranks: {exchange}", "capture attn and moe_router"
 
 
@@ -162,8 +162,8 @@ def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
-    """A captured graph cannot wait for other work, and no other work can run between its kernels. Captured modules wait
-    for weights before their replay, and expert exchanges run between them; both are inside a captured iteration."""
+    """A graph cannot wait for work outside it. Captured modules wait for weights before replay, and expert exchanges
+    run between modules; a full iteration would contain both."""
     full_iteration = flags.cuda_graph_impl == "full_iteration"
     others = {
         "--overlap-param-gather": full_iteration and flags.overlap_param_gather and flags.data_parallel_size > 1,
@@ -178,7 +178,7 @@ def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def straggler_log_needs_uncaptured_attention(flags: RuleFlags) -> Violations:
-    """Timing events inside a captured graph cannot be queried."""
+    """CUDA events for timing cannot be queried if they are recorded inside a captured graph."""
     modules = flags.cuda_graph_modules
     captured = flags.cuda_graph_impl == "full_iteration" or not modules or "attn" in modules
     if flags.cuda_graph_impl != "none" and captured and flags.log_straggler:

@@ -4,7 +4,6 @@ import re
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations
-from megatron_moe.config.exit_codes import counted
 
 _NEEDS_A_MODEL = (
     "SentencePieceTokenizer",
@@ -22,13 +21,13 @@ def data_is_given(flags: RuleFlags) -> Violations:
 
 
 def data_is_split_one_way(flags: RuleFlags) -> Violations:
-    """Either one blend is split by --split, or every split has its own paths."""
+    """Either --split divides one blend into training, validation and test data, or every split has separate paths."""
     if flags.data_path and (flags.train_data_path or flags.valid_data_path or flags.test_data_path):
         yield "--data-path and paths per split are both given", "use --data-path alone, or a path for every split"
 
 
 def split_applies_to_data_path(flags: RuleFlags) -> Violations:
-    """--split divides --data-path; the paths of a split are used whole."""
+    """--split divides the data of --data-path; data given for a single split are not divided."""
     if flags.split is not None and (flags.train_data_path or flags.valid_data_path or flags.test_data_path):
         yield f"--split {flags.split} does not apply to paths per split", "remove --split, or use --data-path"
 
@@ -48,8 +47,8 @@ def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violations:
     """A blend is a list of prefixes, or of alternating weights and prefixes."""
     for words in (flags.data_path, flags.train_data_path, flags.valid_data_path, flags.test_data_path):
         numbers = [_is_number(word) for word in words]
-        in_turn = numbers == [place % 2 == 0 for place in range(len(words))] and len(words) % 2 == 0
-        if any(numbers) and not in_turn:
+        alternating = numbers == [index % 2 == 0 for index in range(len(words))] and len(words) % 2 == 0
+        if any(numbers) and not alternating:
             yield (
                 f"{' '.join(words)} mixes weights and prefixes",
                 "alternate weights and prefixes, or give prefixes only",
@@ -70,12 +69,12 @@ def tokenizer_is_complete(flags: RuleFlags) -> Violations:
 
 
 def null_token_ids_are_in_vocabulary(flags: RuleFlags) -> Violations:
-    """Every token id needs a row of the embedding."""
+    """Token ids must be smaller than the vocabulary size."""
     largest = max(flags.null_tokenizer_eod_id or 0, flags.null_tokenizer_pad_id)
     if flags.tokenizer_type == "NullTokenizer" and flags.vocab_size is not None and largest >= flags.vocab_size:
         yield (
-            f"id {largest} is not below the {counted(flags.vocab_size, 'id')} of NullTokenizer",
-            f"--vocab-size {largest + 1}, or less",
+            f"token id {largest} is not below --vocab-size {flags.vocab_size} of NullTokenizer",
+            f"--vocab-size {largest + 1}, or a smaller token id",
         )
 
 
@@ -87,7 +86,7 @@ def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
 
 
 def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:
-    """Losses per validation set need separate validation sets."""
+    """Only --valid-data-path defines separate validation sets."""
     if flags.multiple_validation_sets and not flags.valid_data_path:
         yield "--multiple-validation-sets without --valid-data-path", "set --valid-data-path"
 

@@ -20,10 +20,10 @@ def experts_as_wide_as_dense(flags: Flags) -> Iterator[str]:
 
 
 def bf16_router_with_many_experts(flags: Flags) -> Iterator[str]:
-    """Close scores of many experts round to the same bf16 value."""
+    """With many experts, close router scores round to the same bf16 value."""
     experts = flags.num_experts or 0
     if flags.bf16 and flags.moe_router_dtype is None and experts >= 32:
-        yield f"--moe-router-dtype fp32 is better for {experts} experts: in bf16 many of their scores are equal"
+        yield f"--moe-router-dtype fp32 is better for {experts} experts: in bf16, close scores round to the same value"
 
 
 def no_load_balancing(flags: Flags) -> Iterator[str]:
@@ -32,17 +32,17 @@ def no_load_balancing(flags: Flags) -> Iterator[str]:
     losses = all(kind == "none" or kind.endswith("aux_loss") for kind in kinds)
     weighted = any(coeff for kind, coeff in zip(kinds, flags.moe_aux_loss_coeff, strict=False) if kind != "none")
     if flags.num_experts and losses and not weighted and not flags.moe_router_enable_expert_bias:
-        yield "the experts are not balanced: no balancing loss has a coefficient, and there is no expert bias"
+        yield "the experts are not balanced: all balancing losses have coefficient 0, and there is no expert bias"
 
 
 def router_groups_without_limit(flags: Flags) -> Iterator[str]:
-    """Expert groups matter only with a limit on the groups per token."""
+    """Expert groups have no effect unless the number of groups per token is limited."""
     if flags.moe_router_num_groups and not flags.moe_router_group_topk:
         yield f"--moe-router-num-groups {flags.moe_router_num_groups} has no effect without --moe-router-group-topk"
 
 
 def unused_rope_scaling(flags: Flags) -> Iterator[str]:
-    """A scaling factor applies to one kind of RoPE scaling only, and to none without RoPE."""
+    """Each scaling factor applies to one kind of RoPE scaling, and has no effect on models that do not use it."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     unused = []
     if flags.rotary_scaling_factor != 1 and not yarn:
@@ -63,15 +63,15 @@ def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
 
 
 def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:
-    """Rows that are exchanged between ranks are sorted by the dispatcher, outside captured modules."""
+    """The dispatcher sorts tokens that are exchanged between ranks, and it runs outside the captured graphs."""
     ranks = derive.expert_ranks(flags)
     if flags.cuda_graph_impl != "none" and "moe_preprocess" in flags.cuda_graph_modules and ranks != 1:
-        exchanged = f"experts are on {ranks} ranks, and rows are exchanged"
+        exchanged = f"with experts on {ranks} ranks, the dispatcher sorts tokens outside the graph"
         yield f"--cuda-graph-modules moe_preprocess captures nothing: {exchanged}"
 
 
 def recompute_layers_without_granularity(flags: Flags) -> Iterator[str]:
-    """Megatron ignores the recompute layers without a granularity."""
+    """Megatron ignores --recompute-method and --recompute-num-layers if --recompute-granularity is not set."""
     names = given_recompute_layer_flags(flags)
     if flags.recompute_granularity is None and names:
         yield f"{' and '.join(names)} without effect: nothing is recomputed without --recompute-granularity full"
@@ -84,7 +84,7 @@ def save_interval_without_folder(flags: Flags) -> Iterator[str]:
 
 
 def mock_run_without_checkpoint(flags: Flags) -> Iterator[str]:
-    """A run on mock data writes a final checkpoint only on request."""
+    """A run on mock data writes no final checkpoint unless --save or --save-interval is given."""
     if flags.run_dir and not derive.save_folder(flags):
         yield "mock data: no checkpoint is saved without --save or --save-interval"
 

@@ -1,4 +1,4 @@
-"""GEMM sizes that leave the fast GPU kernels; reported as notes at start and by --dry-run.
+"""Finds GEMM sizes that the fast GPU kernels do not support; reported as notes at start and by --dry-run.
 
 Tensor-core loads since Hopper require rows aligned to 16 bytes, that is 8 elements of bf16 or fp16. Otherwise cuBLAS
 selects kernels written for older GPUs.
@@ -23,7 +23,7 @@ class Size:
     flag: str
     value: int
     ranks: int = 1
-    """Number of ranks that split it."""
+    """Number of ranks over which the dimension is sharded."""
 
     @property
     def fits(self) -> bool:

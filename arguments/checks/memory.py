@@ -11,7 +11,7 @@ _SELECTIVE = "--recompute-granularity selective"
 
 
 def full_recompute_selects_layers(flags: RuleFlags) -> Violations:
-    """Full recompute needs a method and a number of layers."""
+    """--recompute-method and --recompute-num-layers select the layers of full recompute."""
     if flags.recompute_granularity == "full" and (not flags.recompute_method or not flags.recompute_num_layers):
         remedy = "give --recompute-method uniform or block, and --recompute-num-layers"
         yield f"{_FULL} does not select layers", remedy
@@ -48,7 +48,7 @@ def recompute_modules_exist(flags: RuleFlags) -> Violations:
 
 
 def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations:
-    """Overlapped shared experts run in two halves at different nodes of the layer."""
+    """Overlapped shared experts run as two separate nodes of the layer, which cannot be recomputed as one module."""
     if "shared_experts" in (flags.recompute_modules or ()) and flags.moe_shared_expert_overlap:
         yield (
             "--recompute-modules shared_experts with --moe-shared-expert-overlap",
@@ -57,7 +57,7 @@ def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations
 
 
 def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
-    """Tensor-parallel ranks each keep a part of the inputs that they would otherwise all save."""
+    """Each tensor-parallel rank saves a shard of the layer inputs instead of a full copy."""
     if not flags.distribute_saved_activations:
         return
     if flags.recompute_granularity != "full":
@@ -82,7 +82,7 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
 
 
 def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
-    """The output projection of attention saves the tensor that core attention saves too."""
+    """The output of core attention is saved by core attention and, as its input, by the output projection."""
     if "attn_proj" in flags.offload_modules and "core_attn" not in flags.offload_modules:
         yield (
             "--offload-modules attn_proj frees no memory: core_attn saves the same tensor",
@@ -106,14 +106,14 @@ def offloaded_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def offloading_excludes_cuda_graphs(flags: RuleFlags) -> Violations:
-    """Activations of a captured graph have fixed device addresses."""
+    """Activations of a captured graph have fixed device addresses and cannot move to host memory."""
     if flags.fine_grained_activation_offloading and flags.cuda_graph_impl != "none":
         yield f"{_OFFLOAD} with --cuda-graph-impl {flags.cuda_graph_impl}", "leave out one of them"
 
 
 @missing_feature
 def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
-    """A paged stash saves memory if expert buffers have more rows than are used."""
+    """A paged stash saves memory only if the expert buffers contain unused rows."""
     if not flags.moe_paged_stash:
         return
     if not flags.num_experts:
@@ -126,7 +126,7 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
     ranks = derive.expert_ranks(flags)
     if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall":
         yield (
-            f"{_PAGED} with --moe-token-dispatcher-type alltoall, whose buffers have exactly the received rows",
+            f"{_PAGED} with --moe-token-dispatcher-type alltoall, whose buffers hold only received rows",
             f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",
         )
 
@@ -144,12 +144,12 @@ def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
         f"--fp4-format {flags.fp4_format}": flags.fp4_format,
     }
     if any(others.values()):
-        yield f"{_PAGED} with {enabled(others)}, which saves other rows too", "leave out one of them"
+        yield f"{_PAGED} with {enabled(others)}, which saves additional tensors", "leave out one of them"
 
 
 @missing_feature
 def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
-    """An activation is offloaded, recomputed, captured or kept in pages."""
+    """Expert activations are either offloaded, recomputed, captured in a CUDA graph, or stored in pages."""
     if not flags.moe_paged_stash:
         return
     offloaded = [name for name in flags.offload_modules if name in ("expert_fc1", "moe_act")]
@@ -165,19 +165,19 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
 
 
 def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
-    """Deferred weight gradients keep the expert rows of several microbatches at full buffer size."""
+    """Deferred weight gradients keep the full-size expert buffers of several microbatches in memory."""
     option = f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval}"
     if flags.moe_expert_wgrad_interval == 1:
         return
     if not flags.num_experts:
         yield f"{option} without effect: no layer has experts", "--moe-expert-wgrad-interval 1"
     elif flags.moe_paged_stash:
-        problem = f"{option} with {_PAGED}: deferred rows are saved outside the pages, at full size"
+        problem = f"{option} with {_PAGED}: the inputs of deferred GEMMs are not stored in pages"
         yield problem, f"--moe-expert-wgrad-interval 1, or leave out {_PAGED}"
 
 
 def paged_stash_needs_nan_check(flags: RuleFlags) -> Violations:
-    """Rows that overflow the pages are restored as NaN."""
+    """Expert activations that do not fit into the pages are restored as NaN."""
     if flags.moe_paged_stash and not flags.check_for_nan_in_loss_and_grad:
         yield (
             f"{_PAGED} without --check-for-nan-in-loss-and-grad would train on rows that overflowed the pages",

@@ -32,7 +32,7 @@ def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
 
 
 def clamp_needs_gate(flags: RuleFlags) -> Violations:
-    """Only gated activations clamp their inputs."""
+    """Only the inputs of gated activations can be clamped."""
     if flags.activation_func_clamp_value is not None and not flags.swiglu and not flags.quick_geglu and not flags.geglu:
         yield (
             f"--activation-func-clamp-value {flags.activation_func_clamp_value:g} needs a gated activation",
@@ -51,13 +51,13 @@ def position_embedding_flags_agree(flags: RuleFlags) -> Violations:
 
 def one_rope_scaling(flags: RuleFlags) -> Violations:
     """RoPE is scaled in one way: YaRN, Llama 3 scaling, or linear interpolation."""
-    evenly = flags.rotary_seq_len_interpolation_factor not in (None, 1)
-    if (flags.position_embedding_type == "yarn") + flags.use_rope_scaling + evenly > 1:
+    interpolated = flags.rotary_seq_len_interpolation_factor not in (None, 1)
+    if (flags.position_embedding_type == "yarn") + flags.use_rope_scaling + interpolated > 1:
         yield "several kinds of RoPE scaling are requested", "use one of them"
 
 
 def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
-    """YaRN interpolates dims with few rotations, keeps dims with many, and ramps linearly between the two limits."""
+    """YaRN interpolates dims with few rotations, not those with many, and ramps linearly between the two limits."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     fast, slow = derive.yarn_betas(flags)
     if yarn and (flags.rotary_base <= 1 or not 0 < slow <= fast):
@@ -91,7 +91,7 @@ def mtp_has_no_learned_positions(flags: RuleFlags) -> Violations:
 
 
 def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violations:
-    """Every token needs a row of the embedding, and every tensor-parallel rank the same number of rows."""
+    """Every token needs an embedding row, and every tensor-parallel rank needs the same number of rows."""
     if flags.padded_vocab_size is None:
         return
     if flags.vocab_size is not None and flags.padded_vocab_size < flags.vocab_size:
@@ -103,7 +103,7 @@ def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violations:
     elif flags.padded_vocab_size % flags.tensor_model_parallel_size:
         yield (
             f"--padded-vocab-size {flags.padded_vocab_size} is not a multiple of "
-            f"{flags.tensor_model_parallel_size} ranks",
+            f"{flags.tensor_model_parallel_size} tensor-parallel ranks",
             "use a multiple of --tensor-model-parallel-size",
         )
 

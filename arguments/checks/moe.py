@@ -38,7 +38,7 @@ def padding_needs_capacity(flags: RuleFlags) -> Violations:
 
 
 def capacity_supports_balancing(flags: RuleFlags) -> Violations:
-    """These routing methods balance the experts by construction and do not drop tokens."""
+    """Sinkhorn and quantile balancing balance the experts by construction and do not drop tokens."""
     unsupported = set(flags.moe_router_load_balancing_type).difference(_BALANCING_WITH_CAPACITY)
     if derive.capacity_factor(flags) is not None and unsupported:
         yield (
@@ -48,13 +48,13 @@ def capacity_supports_balancing(flags: RuleFlags) -> Violations:
 
 
 def probs_on_input_need_top1(flags: RuleFlags) -> Violations:
-    """The input row of an expert can carry one probability per token."""
+    """The input of a token is multiplied by one probability, so the token can have only one expert."""
     if flags.moe_apply_probs_on_input and flags.moe_router_topk != 1:
         yield f"--moe-apply-probs-on-input with top-{flags.moe_router_topk}", "use --moe-router-topk 1"
 
 
 def probs_are_applied_once(flags: RuleFlags) -> Violations:
-    """Probabilities are applied before the experts or after the second expert GEMM."""
+    """Routing probabilities are applied either to the expert inputs or to the expert outputs."""
     if flags.moe_apply_probs_on_input and not flags.moe_memory_efficient_permutation:
         yield (
             "--moe-apply-probs-on-input with --no-moe-memory-efficient-permutation: one applies the probabilities "
@@ -96,7 +96,7 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
 
 
 def upcycled_slices_make_whole_groups(flags: RuleFlags) -> Violations:
-    """The slices of one dense block form a group of experts, and all groups are complete."""
+    """The slices of a dense block form one group of experts, so the granularity divides the number of experts."""
     if flags.moe_use_upcycling and flags.num_experts and flags.num_experts % flags.moe_upcycling_granularity:
         yield (
             f"--num-experts {flags.num_experts} cannot be divided into groups of "
@@ -128,8 +128,8 @@ def flex_needs_one_host(flags: RuleFlags) -> Violations:
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
-    """Shared experts overlap with the token exchange only if the exchanged rows are hidden states and no other
-    microbatch overlaps it."""
+    """Shared experts cannot overlap with the exchange of latent tokens, or with an exchange that already overlaps with
+    another microbatch."""
     if not flags.num_experts or not flags.moe_shared_expert_overlap:
         return
     if flags.moe_latent_size:

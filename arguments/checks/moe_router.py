@@ -7,7 +7,7 @@ _EXCLUSIVE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 
 
 def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
-    """The experts of a token are distinct."""
+    """A token is routed to distinct experts."""
     if flags.num_experts and flags.moe_router_topk > flags.num_experts:
         yield (
             f"--moe-router-topk {flags.moe_router_topk} exceeds {counted(flags.num_experts, 'expert')}",
@@ -41,7 +41,7 @@ def group_limit_is_complete(flags: RuleFlags) -> Violations:
 
 
 def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
-    """The selected groups hold at least top-k experts, and each group is scored by at least one of them."""
+    """The selected groups must contain at least top-k experts, and at most top-k groups can be selected."""
     if not flags.num_experts or not flags.moe_router_num_groups or not flags.moe_router_group_topk:
         return
     if flags.moe_router_topk < flags.moe_router_group_topk:
@@ -52,14 +52,14 @@ def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
     reachable = flags.moe_router_group_topk * (flags.num_experts // flags.moe_router_num_groups)
     if reachable < flags.moe_router_topk:
         yield (
-            f"{flags.moe_router_group_topk} of {flags.moe_router_num_groups} groups: {counted(reachable, 'expert')}, "
-            f"fewer than top-{flags.moe_router_topk} needs",
+            f"{flags.moe_router_group_topk} of {flags.moe_router_num_groups} groups contain "
+            f"{counted(reachable, 'expert')}, fewer than top-{flags.moe_router_topk} needs",
             "use larger groups, or more of them",
         )
 
 
 def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
-    """An expert bias requires scores that are independent of the other experts."""
+    """An expert bias requires that the score of an expert does not depend on the other experts."""
     if flags.num_experts and flags.moe_router_enable_expert_bias and flags.moe_router_score_function == "softmax":
         yield (
             "--moe-router-enable-expert-bias does not support softmax scores",
@@ -78,7 +78,7 @@ def top1_needs_pre_softmax(flags: RuleFlags) -> Violations:
 
 
 def one_coefficient_per_balancing_type(flags: RuleFlags) -> Violations:
-    """Every balancing type has a coefficient, in the same order."""
+    """Every balancing type needs a coefficient; types and coefficients are given in the same order."""
     if len(flags.moe_router_load_balancing_type) != len(flags.moe_aux_loss_coeff):
         yield (
             f"{counted(len(flags.moe_router_load_balancing_type), 'balancing type')}, but "
@@ -117,7 +117,7 @@ def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
 
 
 def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violations:
-    """The threshold separates selected from unselected experts."""
+    """The threshold separates selected from unselected experts, so at least one expert must not be selected."""
     if "quantile_balancing" in flags.moe_router_load_balancing_type and flags.num_experts == flags.moe_router_topk:
         yield (
             f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",

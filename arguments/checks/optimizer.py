@@ -19,11 +19,11 @@ def state_dtypes_need_precision_aware_optimizer(flags: RuleFlags) -> Violations:
 
 
 def narrow_main_dtypes_need_bf16(flags: RuleFlags) -> Violations:
-    """Main parameters and gradients are not narrower than the parameters."""
+    """The dtype of main parameters and main gradients must not be narrower than the dtype of the model parameters."""
     named = {"--main-grads-dtype": flags.main_grads_dtype, "--main-params-dtype": flags.main_params_dtype}
     narrow = " and ".join(f"{name} {value}" for name, value in named.items() if value != "fp32")
     if not flags.bf16 and narrow:
-        yield f"{narrow} with wider parameters", "set --bf16, or remove it"
+        yield f"{narrow} with parameters in a wider dtype", "set --bf16, or remove it"
 
 
 def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
@@ -31,7 +31,7 @@ def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
     if flags.fp64 and (flags.exp_avg_dtype, flags.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield (
             f"--fp64 with moments in {flags.exp_avg_dtype} and {flags.exp_avg_sq_dtype}",
-            "leave out --fp64, or the formats",
+            "leave out --fp64, or --exp-avg-dtype and --exp-avg-sq-dtype",
         )
 
 
@@ -49,7 +49,7 @@ def scaled_state_needs_nan_check(flags: RuleFlags) -> Violations:
     scaled = sorted({flags.main_params_dtype, flags.exp_avg_dtype, flags.exp_avg_sq_dtype} & {"fp16", "fp8"})
     if not flags.check_for_nan_in_loss_and_grad and scaled:
         yield (
-            f"optimizer state in {' and '.join(scaled)}, with a scale per block of 128, without a check for NaN",
+            f"optimizer state in {' and '.join(scaled)} has one scale per 128 elements and needs the NaN check",
             "leave out --no-check-for-nan-in-loss-and-grad",
         )
 
@@ -82,14 +82,14 @@ def torch_cpu_optimizer_excludes_fp64(flags: RuleFlags) -> Violations:
 
 
 def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violations:
-    """A captured iteration has no host work, and all its memory has fixed device addresses."""
+    """A captured iteration runs no host code, and all its memory has fixed device addresses."""
     offload = _state_offload(flags)
     if flags.cuda_graph_impl == "full_iteration" and offload:
         yield f"--cuda-graph-impl full_iteration with {offload}", "remove one of them, or capture modules of layers"
 
 
 def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations:
-    """Only a distributed optimizer gathers weights, in the buckets in which gradients are reduced."""
+    """Only the distributed optimizer all-gathers weights; it uses the buckets of overlapped gradient reduction."""
     if not flags.overlap_param_gather or (flags.use_distributed_optimizer and flags.overlap_grad_reduce):
         return
     missing = "--overlap-grad-reduce" if flags.use_distributed_optimizer else "--use-distributed-optimizer"
@@ -104,14 +104,14 @@ def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violations:
 
 
 def _state_offload(flags: RuleFlags) -> str:
-    """Option that offloads optimizer state; empty if none does."""
+    """Returns the option that offloads optimizer state, or an empty string if the state is not offloaded."""
     if flags.optimizer_cpu_offload:
         return "--optimizer-cpu-offload"
     return "--chunked-optimizer-state-offload" if flags.chunked_optimizer_state_offload else ""
 
 
 def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations:
-    """A forward that waits for all gathered weights leaves no work to overlap with the optimizer step."""
+    """If the forward pass first waits for all gathered weights, it cannot overlap with the optimizer step."""
     if flags.overlap_optimizer_step and flags.use_distributed_optimizer and not flags.overlap_param_gather:
         yield (
             "--overlap-optimizer-step with --use-distributed-optimizer, but without --overlap-param-gather",
@@ -120,7 +120,7 @@ def optimizer_overlap_needs_param_gather_overlap(flags: RuleFlags) -> Violations
 
 
 def bucket_size_given_once(flags: RuleFlags) -> Violations:
-    """The bucket size follows from the number of buckets."""
+    """The number of buckets already determines the bucket size."""
     if flags.ddp_bucket_size is not None and flags.ddp_num_buckets is not None:
         yield (
             f"--ddp-bucket-size {flags.ddp_bucket_size} and --ddp-num-buckets {flags.ddp_num_buckets} are both given",
@@ -144,6 +144,6 @@ def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violation
 
 
 def bf16_grad_reduce_needs_bf16(flags: RuleFlags) -> Violations:
-    """Gradients are not narrower than the parameters."""
+    """The dtype of gradients must not be narrower than the dtype of the parameters."""
     if flags.grad_reduce_in_bf16 and not flags.bf16:
-        yield "--grad-reduce-in-bf16 with wider parameters", "set --bf16, or remove --grad-reduce-in-bf16"
+        yield "--grad-reduce-in-bf16 with parameters in a wider dtype", "set --bf16, or remove --grad-reduce-in-bf16"

@@ -25,13 +25,13 @@ def retain_interval_is_multiple_of_save_interval(flags: RuleFlags) -> Violations
 
 
 def ckpt_step_needs_folder(flags: RuleFlags) -> Violations:
-    """The iteration is loaded from a checkpoint directory."""
+    """--ckpt-step selects an iteration in a checkpoint directory."""
     if flags.ckpt_step is not None and not (flags.load or flags.save or flags.run_dir):
         yield f"--ckpt-step {flags.ckpt_step} without a checkpoint directory", "set --load"
 
 
 def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
-    """The exit depends on a checkpoint that is expected to exist."""
+    """The exit condition needs a directory that should contain a checkpoint."""
     if flags.exit_on_missing_checkpoint and not flags.load and not flags.pretrained_checkpoint:
         yield "--exit-on-missing-checkpoint without a checkpoint directory", "set --load"
 
@@ -43,7 +43,7 @@ def hf_export_has_folder_and_config(flags: RuleFlags) -> Violations:
     if not flags.save and not flags.run_dir:
         yield f"--save-hf-interval {flags.save_hf_interval} without a directory to write to", "set --save or --run-dir"
     elif not flags.save_hf_config and not any(
-        (place or "").startswith("hf:") for place in (flags.load, flags.pretrained_checkpoint)
+        (folder or "").startswith("hf:") for folder in (flags.load, flags.pretrained_checkpoint)
     ):
         remedy = "set --save-hf-config, a directory with the config.json of the model"
         yield f"--save-hf-interval {flags.save_hf_interval} without a config.json", remedy
@@ -56,10 +56,10 @@ def wandb_run_has_name(flags: RuleFlags) -> Violations:
 
 
 def kernel_requests_are_pairs(flags: RuleFlags) -> Violations:
-    """A request maps an op to a backend."""
+    """Every value of --kernel-per-op has the form OP=BACKEND."""
     malformed = [request for request in flags.kernel_per_op if not all(request.partition("="))]
     if malformed:
-        yield f"--kernel-per-op {malformed[0]} is not a pair", "write it like rms_norm=reference"
+        yield f"--kernel-per-op {malformed[0]} is not of the form OP=BACKEND", "write it like rms_norm=reference"
 
 
 def injected_faults_are_valid(flags: RuleFlags) -> Violations:

@@ -7,8 +7,8 @@ from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_
 
 
 def layer_placement_given_once(flags: RuleFlags) -> Violations:
-    """A layout places all layers; otherwise either the first and last stage are given, or embedding and loss count as
-    layers."""
+    """Layers are placed by a layout, by the number of layers of the first and last stage, or by counting embedding and
+    loss as layers. These options exclude each other."""
     ends = flags.decoder_first_pipeline_num_layers is not None or flags.decoder_last_pipeline_num_layers is not None
     counted = flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split
     virtual = (
@@ -67,8 +67,8 @@ def microbatches_fill_stages(flags: RuleFlags) -> Violations:
 
 
 def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
-    """Two microbatches overlap to hide the all-to-all of the experts; with pipeline parallelism this needs virtual
-    stages."""
+    """The expert all-to-all of one microbatch overlaps with computation of another; with pipeline parallelism, this
+    needs virtual stages."""
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
         return  # no exchange to overlap: the plain schedule runs
     if not flags.num_experts:

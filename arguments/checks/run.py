@@ -1,8 +1,8 @@
 """Runs all rules on the settings and collects the problems.
 
-A rule is a function of the flags and facts of the launch. It yields violations as (problem with the numbers, remedy).
-Its docstring is the reason shown to the user, with the flags that it has read. A rule is skipped if it reads a flag
-without a valid value, because that is already reported.
+A rule is a function of the flags and launch properties. It yields violations as (problem with the numbers, remedy).
+The user is shown the rule's docstring as the reason, and the flags that the rule has read. A rule is skipped if it
+reads a flag without a valid value, because the invalid value is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,14 +75,14 @@ _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 _LAYER_GROUPS = ("attention", "model")
 _LAYER_FLAGS = ("moe_n_hash_layers",)
 _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
-"""Flags of these groups that add no parameters and no GEMMs."""
+"""Flags of `_LAYER_GROUPS` that add no parameters and no GEMMs."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Launch property or derived value that rules can take as a parameter, like a flag."""
+    """Launch property or derived value that rules can read like a flag."""
 
     value: Any
     label: str
@@ -90,11 +90,11 @@ class Fact:
 
 
 class _UnknownFlag(Exception):
-    """A rule has read a flag or fact without a valid value."""
+    """Raised when a rule reads a flag or fact that has no valid value."""
 
 
 class _ReadFlags:
-    """Flags and facts as attributes. Records the names that are read."""
+    """Provides flags and facts as attributes and records the names that a rule reads."""
 
     def __init__(self, settings: Settings, facts: Mapping[str, Fact], groups: Sequence[str]) -> None:
         self._settings, self._facts, self._groups = settings, facts, groups
@@ -177,7 +177,7 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
 
 
 def unknown_layers(settings: Settings) -> tuple[str, ...]:
-    """Returns the flags of unsupported layers, for which parameters, memory and time cannot be computed."""
+    """Returns the given flags that request unsupported layers; parameters, memory and time are then unknown."""
     return tuple(
         flag.option
         for flag in _unavailable(settings)
@@ -188,7 +188,7 @@ def unknown_layers(settings: Settings) -> tuple[str, ...]:
 
 
 def ignored_flags(settings: Settings) -> dict[str, str]:
-    """Returns a note per flag that --allow-ignored-flags ignores."""
+    """Maps each flag that --allow-ignored-flags ignores to a note for the user."""
     return {
         flag.name: f"ignored: {option_and_value(settings, flag)} is not available"
         for flag in _unavailable(settings)
@@ -238,6 +238,6 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
-    """Returns whether a problem lists a flag: a given one, or one with a default other than off or unset."""
+    """Returns whether a problem lists the flag: given, or (without `only_given`) by default neither off nor unset."""
     flag = settings.registry.flags[name]
     return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))

@@ -1,4 +1,4 @@
-"""Rules about tensor parallelism: sizes that the ranks divide."""
+"""Rules about tensor parallelism: sizes that must be divisible among the ranks."""
 
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, divisors
@@ -29,7 +29,7 @@ def tp_divides_shared_kv_channels(flags: RuleFlags) -> Violations:
     width = 2 * flags.num_query_groups * derive.head_dim(flags)
     if flags.group_query_attention and flags.num_query_groups < tp and width % tp:
         yield (
-            f"{width} channels of keys and values do not divide among {tp} tensor-parallel ranks",
+            f"{width} channels of keys and values cannot be divided among {tp} tensor-parallel ranks",
             f"use {divisors(flags.num_query_groups)} ranks",
         )
 
@@ -61,7 +61,7 @@ def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:
 
 
 def experts_need_sequence_parallel(flags: RuleFlags) -> Violations:
-    """Sequence parallelism keeps tensor-parallel ranks from routing and computing the same tokens."""
+    """If the sequence is not sharded, all tensor-parallel ranks route and compute the same tokens."""
     if flags.num_experts and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
         ranks = f"{flags.tensor_model_parallel_size} tensor-parallel ranks"
         yield f"experts and {ranks} without sequence parallelism", "add --sequence-parallel"

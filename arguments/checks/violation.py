@@ -8,14 +8,14 @@ from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
 _LARGEST_TRIED = 10_000
-"""Bounds the search: numbers above its square are typing errors."""
+"""Largest divisor tried. Finds all divisors of numbers up to 10^8; larger numbers are typing errors."""
 _MOST_SHOWN = 12
 Violations = Iterator[tuple[str, str]]
-"""(problem with the numbers, remedy); only the first one is reported."""
+"""(problem including the numbers, remedy) of each violation; only the first violation of a rule is reported."""
 
 
 def divisors(number: int) -> str:
-    """Formats the divisors of a number, only the largest ones if there are many."""
+    """Formats the divisors of a number, or the `_MOST_SHOWN` largest divisors if there are more."""
     small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_TRIED) + 1) if number % divisor == 0]
     found = sorted({*small, *(number // divisor for divisor in small)})
     shown = found[-_MOST_SHOWN:]
@@ -31,25 +31,25 @@ def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violat
     """Checks a layer pattern against the number of layers."""
     if isinstance(pattern, int):
         if pattern < 1:
-            yield f"{option} {pattern} is not a distance between layers", "use 1 or more"
+            yield f"{option} {pattern} is not an interval of layers", "use 1 or more"
         return
     if len(pattern) != num_layers:
         described = counted(len(pattern), "layer")
         yield f"{option} describes {described}, but the model has {num_layers}", "make the list as long as --num-layers"
     invalid = sorted(set(pattern) - {0, 1})
     if invalid:
-        yield f"{option} holds {', '.join(map(str, invalid))}, but a layer is 0 or 1", "use only 0 and 1"
+        yield f"{option} holds {', '.join(map(str, invalid))}, but the entries must be 0 or 1", "use only 0 and 1"
 
 
 class RuleFlags(Flags):
-    """Flags and facts of the launch, as read by rules."""
+    """Flags, launch properties and derived values that rules can read."""
 
     num_ranks: int
     ranks_per_host: int
     data_parallel_size: int
-    """Unknown if the sizes do not divide the world."""
+    """Unknown if the model-parallel sizes do not divide the number of ranks."""
     virtual_stages: int
-    """Virtual stages per pipeline rank; unknown if the layers do not fit the stages."""
+    """Number of virtual stages per pipeline rank; unknown if the layers do not fit the stages."""
 
 
 def lists_given_flags(rule: Callable[..., Violations]) -> Callable[..., Violations]:

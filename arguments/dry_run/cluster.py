@@ -1,4 +1,4 @@
-"""GPUs that a run is planned for, from flags or else from the `about` section of its recipe or files."""
+"""GPUs for which a run is planned, from flags or else from the `about` section of its recipe or files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Cluster:
     """Nodes with equal numbers of ranks; the last may have fewer."""
 
     gpu: GPU
-    """GPU type, with the node size of this cluster."""
+    """GPU type; its `per_node` and `nvlink_domain` are those of this cluster."""
     world_size: int
     ranks_per_node: int
 
@@ -52,11 +52,11 @@ def cluster_of(
     """Determines the cluster of a command line.
 
     Args:
-        flags: given sizes.
+        flags: sizes given on the command line.
         start: settings that name the recipe and files, whose `about` section supplies sizes missing in `flags`.
-        environ: for variables in files.
+        environ: environment variables, which are substituted into files.
         launched: ranks started by a launcher; more than one overrides `about`.
-        otherwise: number of ranks if none is given; None: one node.
+        otherwise: default number of ranks; None: the ranks of one node.
 
     Raises:
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.

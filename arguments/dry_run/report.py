@@ -10,7 +10,7 @@ _WIDTH = 120
 
 def report(facts: dict[str, Any]) -> str:
     unknown = facts["unknown_layers"]
-    assumed = "" if unknown else "; the figures count their known effects"
+    assumed = "" if unknown else "; the figures include their known effects"
     sections = (
         _head(facts),
         _list("missing or wrong, so that the run would not start", facts["missing_inputs"]),
@@ -25,7 +25,7 @@ def report(facts: dict[str, Any]) -> str:
 
 
 def _of_layers(facts: dict[str, Any]) -> tuple[Iterator[str], ...]:
-    """Sections with figures that depend on the layers of the model."""
+    """Sections of the report whose figures depend on the layers of the model."""
     memory, communication = facts["memory"], facts["communication"]
     return (
         _stages(facts["stages"], memory["pipeline_ranks"]),
@@ -77,7 +77,7 @@ def _ranks(ranks: dict[str, Any]) -> Iterator[str]:
 
 
 def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "stages, each with the parameters of one rank"
+    yield "stages, with parameters per rank"
     rows = []
     for _, run in groupby(stages, key=lambda stage: (stage["holds"], stage["parameters_per_rank"])):
         first, *others = run
@@ -108,7 +108,7 @@ def _stages(stages: Sequence[dict[str, Any]], of_ranks: Sequence[dict[str, Any]]
 def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
     heaviest = memory["heaviest"]
     unit, times = ("GiB", 1) if memory["total_gib"] >= 1 else ("MiB", 1024)
-    yield f"memory of the heaviest ranks, those of pipeline rank {heaviest['pipeline_rank']}, at their fullest, {unit}"
+    yield f"peak memory per rank on pipeline rank {heaviest['pipeline_rank']}, which needs the most, {unit}"
     rows = [(name, f"{size * times:.2f}") for name, size in heaviest["gib"].items() if size * times >= 0.005]
     rows.append(("total", f"{memory['total_gib'] * times:.2f}"))
     yield from _table(None, rows, left=(0,))
@@ -116,12 +116,12 @@ def _memory(memory: dict[str, Any], device: dict[str, Any]) -> Iterator[str]:
     if spare < 0:
         yield f"  does not fit: {-spare:.1f} GiB more than the {limit}"
     else:
-        verdict = "fits" if memory["fits"] else "hardly fits"
+        verdict = "fits" if memory["fits"] else "barely fits"
         yield f"  {verdict}: {spare:.1f} of the {limit} are left for CUDA, NCCL, workspaces and fragmentation"
     if memory["host_gib"] >= 0.005:
         yield f"  in host memory, per rank: {memory['host_gib']:.2f}"
     if memory["switches"]:
-        yield "  what each memory switch saves there as the last one turned, and what it costs (docs/planning.md)"
+        yield "  memory that each option saves there when enabled last, and its cost in step time (docs/planning.md)"
         effects = [(each["flags"], *_effect(each, unit, times)) for each in memory["switches"]]
         yield from (f"  {line}" for line in _table(None, effects, left=(0,)))
 
@@ -148,7 +148,7 @@ def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
 def _communication(traffic: Sequence[dict[str, Any]], rank: int) -> Iterator[str]:
     if not traffic:
         return
-    yield f"communication of a rank of pipeline rank {rank} in one step"
+    yield f"communication per step of one rank on pipeline rank {rank}"
     rows = [
         (
             each["group"],
@@ -160,7 +160,7 @@ def _communication(traffic: Sequence[dict[str, Any]], rank: int) -> Iterator[str
         )
         for each in traffic
     ]
-    yield from _table(("group", "what", "GB", "over network", "ms", "beside other work"), rows, left=(0, 1))
+    yield from _table(("group", "what", "GB", "over network", "ms", "overlapped"), rows, left=(0, 1))
 
 
 def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
@@ -173,10 +173,10 @@ def _experts(experts: dict[str, Any] | None) -> Iterator[str]:
         f"{domains['std']:.2f} NVLink domains"
     )
     held, most = experts["experts_per_rank"], rows["fullest"]
-    yield f"  a rank's {held} experts take {rows['mean']:,.0f} ± {rows['std']:,.0f} rows, the fullest about {most:,.0f}"
-    sizes = [f"{size:,.1f}" for size in experts["dispatch_mb"].values()]
-    form = "  MB that a rank dispatches, a row per choice or a copy per rank: {} or {}; in fp8 {} or {}"
-    yield form.format(*sizes)
+    mean = f"{rows['mean']:,.0f} ± {rows['std']:,.0f}"
+    yield f"  a rank's {held} experts receive {mean} rows, the fullest rank about {most:,.0f}"
+    form = "  MB dispatched per rank, one row per choice or one copy per target rank: {} or {}; in fp8 {} or {}"
+    yield form.format(*(f"{size:,.1f}" for size in experts["dispatch_mb"].values()))
 
 
 def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[str, Any]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _time(time: dict[str, Any], traffic: Sequence[dict[str, Any]], device: dict[
     )
     if traffic:
         alone = sum(each["ms"] for each in traffic if not each["beside_other_work"])
-        yield f"  communication with nothing beside it: {alone:,.0f} ms"
+        yield f"  communication that is not overlapped: {alone:,.0f} ms"
 
 
 def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, or all digits before the decimal point."""
+    """Formats a number with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -217,7 +217,7 @@ def _billions(count: int) -> str:
 
 
 def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:
-    """Aligned columns: numbers to the right, the text columns in `left` to the left."""
+    """Formats a table: text columns, whose indices are in `left`, are left-aligned, numbers right-aligned."""
     lines = [*([head] if head else []), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:

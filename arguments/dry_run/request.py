@@ -1,4 +1,4 @@
-"""`--dry-run`: cluster of the run and report of its plan."""
+"""Parses the flags of `--dry-run` and creates the report of a plan."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -34,8 +34,8 @@ class DryRunRequest:
 
 
 def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunRequest | None:
-    """Returns the parsed flags; None without `--dry-run`. The number of ranks is that of the flags, the launcher, the
-    recipe, or one."""
+    """Parses the dry-run flags; None without `--dry-run`. The world size is taken from the flags, else the launcher,
+    else the recipe; default 1."""
     form = start.setting("dry_run").value
     if form is None:
         return None
@@ -43,7 +43,7 @@ def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunReques
 
 
 def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
-    """GPU type, and environment of the first rank."""
+    """GPU type of a dry run or an emulation, and the environment of rank 0."""
     flags = ClusterFlags.of(start)
     launched = 1 if flags.has_size else launch_of(environ).world_size
     if start.setting("proxy").value and not flags.has_size:
@@ -53,7 +53,7 @@ def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str,
 
 
 def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
-    """Environment as set by torchrun."""
+    """Environment of rank 0 as torchrun sets it."""
     sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
     ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
@@ -64,7 +64,7 @@ def or_known_size(
 ) -> Callable[[TokenizerConfig], int] | None:
     """Wraps `vocab_size_of` for dry runs, which need only the vocabulary size.
 
-    If the tokenizer cannot be read, the reason is added to `unavailable` and the size is that of the flags or of GPT-2.
+    If the tokenizer cannot be read, the reason is added to `unavailable`; the size is that set by flags, or of GPT-2.
     """
     if vocab_size_of is None:
         return None
@@ -114,7 +114,7 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
 
 
 def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
-    """Figures of a plan, and lists of texts about its flags."""
+    """Contents of the report: figures of the plan, and texts about missing inputs, features, notes and differences."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,
@@ -129,7 +129,7 @@ def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
 
 
 def _differences(settings: Settings) -> list[str]:
-    """Flags whose value differs from the recipe."""
+    """One line per flag whose value differs from the recipe's value."""
     path = find_recipe(str(settings.setting("recipe").value))
     assert path is not None, "the recipe was read before"
     registry = settings.registry
@@ -144,6 +144,6 @@ def _differences(settings: Settings) -> list[str]:
 
 
 def figures(facts: Facts) -> Facts:
-    """Figures only, which do not depend on the available features."""
+    """Report with its texts emptied; the remaining figures do not depend on which features are available."""
     lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
     return {**facts, "would_start": True, "environment": {}, **lists}

@@ -25,13 +25,13 @@ class AttentionFlags:
     kv_channels: int | None = flag(None, least=1)
     """Head dimension. Not set: hidden size / heads."""
     qk_layernorm: bool = flag(False)
-    """Normalize queries and keys; with multi-latent attention the compressed queries, keys and values."""
+    """Normalize queries and keys; in multi-latent attention, normalize the compressed queries, keys and values."""
     qk_layernorm_over: Literal["head", "all-heads"] = ours("head")
     """Apply `--qk-layernorm` to each head separately (Qwen3) or over all heads together (OLMoE, MiniMax-M2)."""
     qk_l2_norm: bool = flag(False)
     """L2-normalize queries and keys per head without a weight (Llama 4); overrides `--qk-layernorm`."""
     add_qkv_bias: bool = flag(False)
-    """Add a bias to the query, key and value projection only."""
+    """Add biases to the query, key and value projections, even with `--disable-bias-linear`."""
     attention_dropout: float = flag(0.1, least=0, below=1)
     """Dropout on attention probabilities."""
     attention_output_gate: bool = flag(False)
@@ -42,13 +42,13 @@ class AttentionFlags:
     """Sliding window LEFT,RIGHT: number of visible tokens before and after the current one; -1 is unlimited. 127,0 sees
     128 tokens."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
-    """Layers with full attention instead of the window: every n-th layer, or a list with 1 for windowed layers."""
+    """Layers with full attention: every n-th layer, or a list with 1 for windowed and 0 for full attention."""
     qk_clip: bool = _qk_clip(False)
     """Rescale query and key weights of heads whose maximum logit exceeds a threshold."""
     qk_clip_alpha: float = _qk_clip(0.5)
-    """Exponent of the rescaling factor applied to query weights; key weights get the rest."""
+    """Exponent alpha: query weights are scaled by factor^alpha and key weights by factor^(1 - alpha)."""
     qk_clip_threshold: float = _qk_clip(100.0)
-    """Maximum attention logit before weights are rescaled."""
+    """Attention logit above which the weights of a head are rescaled."""
 
     multi_latent_attention: bool = flag(False)
     """Use multi-latent attention (DeepSeek)."""
@@ -69,10 +69,10 @@ class AttentionFlags:
     original_max_position_embeddings: int = flag(4096, least=1)
     """YaRN (multi-latent attention): context length before extension."""
     mscale: float = flag(1.0, least=0)
-    """YaRN: coefficient of the logarithmic scaling of cos and sin."""
+    """YaRN: cos and sin are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
     mscale_all_dim: float = flag(0.0, least=0)
-    """YaRN: coefficient by whose scaling cos and sin are divided; in multi-latent attention its square also multiplies
-    the softmax scale."""
+    """YaRN: cos and sin are divided by m = 0.1 * mscale_all_dim * ln(scaling factor) + 1; the softmax scale of
+    multi-latent attention is multiplied by m^2."""
 
     experimental_attention_variant: str | None = _linear_attention(None)
     """Sequence mixer that replaces attention, such as gated_delta_net."""
@@ -94,17 +94,17 @@ class AttentionFlags:
     dsa_indexer_head_dim: int | None = _sparse_attention(None)
     """Head dimension of the sparse-attention indexer."""
     dsa_indexer_topk: int | None = _sparse_attention(None)
-    """Tokens that sparse attention keeps per query."""
+    """Number of keys that sparse attention selects per query."""
     dsa_indexer_loss_coeff: float | None = _sparse_attention(None)
     """Weight of the indexer loss."""
     dsa_indexer_use_sparse_loss: bool = _sparse_attention(False)
-    """Compute the indexer loss on the kept tokens only."""
+    """Compute the indexer loss from the selected keys instead of all keys."""
     csa_compress_ratios: str | None = _sparse_attention(None)
-    """Compression ratio of keys and values per layer."""
+    """Compression ratio of keys and values, one per layer."""
     csa_compress_rotary_base: float = _sparse_attention(40000.0)
     """Rotary base for compressed keys."""
     csa_window_size: int = _sparse_attention(128)
-    """Sliding window used alongside compressed attention."""
+    """Size in tokens of the sliding window used in addition to compressed attention."""
     o_groups: int = not_yet(8, "only a full-rank output projection is implemented")
     """Number of groups of the low-rank output projection."""
     o_lora_rank: int = not_yet(1024, "only a full-rank output projection is implemented")

@@ -16,22 +16,22 @@ class CheckpointFlags:
     """Saving, resuming and loading checkpoints."""
 
     save: str | None = flag(None)
-    """Checkpoint folder. Not set: checkpoints/ in the run folder; on mock data only with `--save-interval`."""
+    """Checkpoint folder. Not set: checkpoints/ in the run folder, but on mock data only if `--save-interval` is set."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
     """Iterations between checkpoints. Not set: save only when the run ends."""
     save_retain_interval: int | None = flag(None, least=1)
-    """Keep only the last checkpoint and those whose iteration is a multiple of this."""
+    """Delete all checkpoints except the last one and those whose iteration is a multiple of this number."""
     keep_best_checkpoint: bool = ours(False)
-    """Never delete the checkpoint with the lowest validation loss, among those evaluated at the iteration of the
-    checkpoint."""
+    """Never delete the checkpoint with the lowest validation loss. Considers only checkpoints whose iteration was
+    evaluated."""
     on_save_failure: Literal["continue", "stop"] = ours("continue")
-    """Action when a checkpoint cannot be written: continue (at most three failures in a row) or end the run."""
+    """Action if a checkpoint cannot be written: continue training (up to three failures in a row) or end the run."""
     save_hf_interval: int | None = ours(None, least=1)
-    """Iterations between exports to Hugging Face format, into hf/ of the checkpoint folder; the end of the run exports
-    too. Not set: no exports."""
+    """Iterations between exports to Hugging Face format, written to hf/ in the checkpoint folder. The run also exports
+    when it ends. Not set: no exports."""
     save_hf_config: str | None = ours(None)
-    """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder of `--load` or
-    `--pretrained-checkpoint`."""
+    """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
+    or `--pretrained-checkpoint`."""
     keep_last_checkpoints: int | None = ours(None, least=1)
     """Number of most recent checkpoints to keep. Not set: all."""
     load: str | None = flag(None, essential=True)
@@ -52,13 +52,13 @@ class CheckpointFlags:
     save_optim: bool = flag(True)
     """Save optimizer state."""
     load_main_params_from_ckpt: bool = not_yet(
-        False, "master weights are loaded with the optimizer state, else copied from the weights"
+        False, "without optimizer state, master weights are always copied from the model weights"
     )
     """Initialize master weights from the model weights of the checkpoint."""
-    use_checkpoint_args: bool = not_yet(False, "use --config with the run.yaml of that run")
+    use_checkpoint_args: bool = not_yet(False, "use --config with the run.yaml of the run that wrote the checkpoint")
     """Take model flags from the checkpoint."""
     override_ckpt_iteration: int | None = close(
-        None, "does not apply to the run's own checkpoints, so that a restart resumes", least=0
+        None, "ignored for the run's own checkpoints, so that a restarted run resumes at the right iteration", least=0
     )
     """Iteration number to assign to the checkpoint loaded from `--load`."""
 
@@ -71,8 +71,8 @@ class CheckpointFlags:
     async_save: bool = flag(False)
     """Write checkpoints in the background; training is blocked only while state is copied to host memory."""
     non_persistent_save_interval: int | None = _non_persistent(None)
-    """Iterations between rolling checkpoints."""
+    """Iterations between non-persistent checkpoints; each replaces the previous one."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = _non_persistent(None)
-    """Storage of rolling checkpoints."""
+    """Storage of non-persistent checkpoints."""
     non_persistent_global_ckpt_dir: str | None = _non_persistent(None)
-    """Folder for rolling checkpoints."""
+    """Folder for non-persistent checkpoints."""

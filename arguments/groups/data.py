@@ -11,7 +11,7 @@ class DataFlags:
     """Datasets, splits and blends, document masks, tokenizer."""
 
     data_path: tuple[str, ...] = flag((), essential=True)
-    """Prefixes of .bin/.idx files, or alternating weights and prefixes; divided by `--split`."""
+    """Prefixes of .bin/.idx files, or alternating weights and prefixes; `--split` divides their samples."""
     train_data_path: tuple[str, ...] = flag(())
     """Prefixes of training data."""
     valid_data_path: tuple[str, ...] = flag(())
@@ -31,7 +31,7 @@ class DataFlags:
     """Folder for index caches. Not set: next to the data."""
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
-    num_workers: int = close(2, "any number above 0 means one thread per rank", least=0)
+    num_workers: int = close(2, "every value above 0 starts one prefetch thread per rank", least=0)
     """Workers that prefetch the microbatches of the next step; 0: no prefetching."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = refused(
         None, "data is read from .bin/.idx files; use single or cyclic", works=("single", "cyclic")
@@ -44,7 +44,7 @@ class DataFlags:
     eod_mask_loss: bool = flag(False)
     """Mask the loss at end-of-document tokens, whose next token belongs to another document."""
     mid_level_dataset_surplus: float = flag(0.005, least=0)
-    """Fraction by which each dataset of a weighted blend is built larger than its share."""
+    """Additional samples built for each dataset of a weighted blend, as a fraction of its share of the samples."""
     multiple_validation_sets: bool = flag(False)
     """Report a separate loss for each validation dataset."""
     full_validation: bool = flag(False)
@@ -82,13 +82,13 @@ class DataFlags:
         ),
         essential=True,
     )
-    """Tokenizer. NullTokenizer reads numbers only; ByteTokenizer is an addition. Not set: GPT2BPETokenizer if
+    """Tokenizer. NullTokenizer accepts only token ids; Megatron-LM has no ByteTokenizer. Not set: GPT2BPETokenizer if
     --vocab-file and --merge-file are given."""
     tokenizer_model: str | None = flag(None, essential=True)
-    """Tokenizer file: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or a Hugging Face
-    repository that is in the local cache."""
+    """Tokenizer file: a SentencePiece model, a tiktoken file, a folder with tokenizer.json, or the name of a Hugging
+    Face repository in the local cache."""
     vocab_size: int | None = flag(None, least=1)
-    """Vocabulary size before padding. Not set: that of the tokenizer."""
+    """Vocabulary size before padding. Not set: the vocabulary size of the tokenizer."""
     vocab_file: str | None = flag(None)
     """GPT2BPETokenizer: JSON vocabulary file."""
     merge_file: str | None = flag(None)

@@ -13,7 +13,7 @@ class KernelsFlags:
     device: Literal["auto", "cpu", "cuda"] = ours("auto", essential=True)
     """Device; auto selects a GPU if available."""
     kernel_backend: str = ours("auto")
-    """Backend of all kernels; auto selects the fastest installed one, reference is plain torch."""
+    """Backend of all kernels; auto selects the fastest installed backend, reference is plain torch."""
     kernel_per_op: tuple[str, ...] = ours(())
     """Backends of individual ops, as OP=BACKEND."""
 
@@ -23,7 +23,7 @@ class KernelsFlags:
     """On a GPU, compile kernels and create library plans before ranks connect, by running one layer of each kind."""
 
     cross_entropy_loss_fusion: bool = close(
-        False, "only selects a kernel, except with --cross-entropy-fusion-impl linear"
+        False, "selects a kernel but changes nothing else, except with --cross-entropy-fusion-impl linear"
     )
     """Use a fused cross-entropy loss."""
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = close(
@@ -32,12 +32,12 @@ class KernelsFlags:
     """Implementation of the fused loss; linear, with --cross-entropy-loss-fusion, also fuses the output layer and
     recomputes logits in backward to save memory."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = close(
-        "none", "local and transformer_engine are the same; no effect on a CPU"
+        "none", "local and transformer_engine are equivalent; no effect on a CPU"
     )
     """Capture modules of layers, or whole iterations, as CUDA graphs and replay them."""
     cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"], ...] = close(
-        (), "default: all modules that can be captured; moe may be dropless"
+        (), "default: all modules that can be captured; moe can also be captured without a capacity factor"
     )
-    """Modules to capture."""
+    """Modules captured by `--cuda-graph-impl`."""
     cuda_graph_warmup_steps: int = close(3, "0 still runs one eager iteration", least=0)
     """Eager iterations before capture."""

@@ -17,7 +17,7 @@ class LoggingFlags:
     log_style: Literal["megatron", "short"] = ours("megatron")
     """Log line format: Megatron's long line or a short one."""
     progress_bar: bool = ours(True)
-    """On a terminal, show one live progress line instead of a line per report; log.txt contains all lines."""
+    """On a terminal, update one progress line in place instead of printing log lines; log.txt contains all lines."""
     plots: bool = ours(True)
     """Write plots to the run folder at the end."""
     log_throughput: bool = close(False, "keys outside a sliding window are not counted (docs/model.md)")
@@ -33,7 +33,7 @@ class LoggingFlags:
     log_memory_to_tensorboard: bool = flag(False)
     """Write memory usage to TensorBoard."""
     log_memory_interval: int | None = flag(None, least=1)
-    """Iterations between memory log lines. Not set: one line, after the first report."""
+    """Iterations between memory log lines. Not set: a single memory line, after the first log line."""
     log_device_memory_used: bool = flag(False)
     """Also log the memory used by all processes on the device, as reported by the driver."""
     log_world_size_to_tensorboard: bool = flag(False)
@@ -46,8 +46,8 @@ class LoggingFlags:
     """Log the maximum attention logit."""
     log_straggler: bool = close(False, "times one attention layer and the data loading of every rank")
     """Report slow ranks in every log line."""
-    straggler_minmax_count: int = close(1, "only the slowest ranks are named", least=1)
-    """Number of slow ranks to name."""
+    straggler_minmax_count: int = close(1, "lists only the slowest ranks, not the fastest", least=1)
+    """Number of slow ranks to list."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
     """Level of detail of the timers."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
@@ -68,7 +68,7 @@ class LoggingFlags:
     profile: bool = flag(False)
     """Profile selected iterations: mark them for an external profiler, or write a trace."""
     profile_step_start: int = flag(10, least=0)
-    """Number of iterations before the first profiled one."""
+    """Last iteration before profiling starts."""
     profile_step_end: int = flag(12, least=1)
     """Last profiled iteration."""
     profile_ranks: tuple[int, ...] = flag(())

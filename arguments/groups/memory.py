@@ -6,7 +6,7 @@ from typing import Literal
 from arguments.flag import close, flag, not_yet
 
 _ACTIVATIONS_STAY = "use --fine-grained-activation-offloading"
-_ON_DEVICE = "pages are kept on the device only; see --moe-paged-stash-buffer-size-factor-cuda"
+_ON_DEVICE = "all pages are in device memory; see --moe-paged-stash-buffer-size-factor-cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class RecomputeFlags:
     """For `--recompute-granularity full`: recompute all layers in chunks (uniform), or the first layers of each virtual
     stage (block)."""
     recompute_num_layers: int | None = flag(None, least=1)
-    """For `--recompute-granularity full`: layers per chunk, of which only the input is saved (uniform), or recomputed
-    layers per virtual stage (block)."""
+    """For `--recompute-granularity full`: number of layers per chunk, where only the input of each chunk is saved
+    (uniform), or number of recomputed layers per virtual stage (block)."""
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
@@ -74,14 +74,14 @@ class OffloadFlags:
     moe_paged_stash_buffer_size_factor_cuda: float = close(
         1.1, "relative to the peak of in-flight rows, computed from the schedule", least=0
     )
-    """Size of the device buffer as a multiple of the size for even routing."""
+    """Size of the device buffer as a multiple of the size needed with evenly balanced experts."""
     moe_paged_stash_buffer_size_factor_cpu: float = not_yet(0.0, _ON_DEVICE, harmless=True)
-    """Size of the host buffer as a multiple of the size for even routing."""
+    """Size of the host buffer as a multiple of the size needed with evenly balanced experts."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
-    """Reduction of the offloaded bytes per microbatch and chunk from each pipeline rank to the next."""
+    """Bytes per microbatch and model chunk by which each pipeline rank offloads less than the previous rank."""
     activation_offload_fraction: float = flag(1.0, least=0)
-    """Fraction of the groups of saved tensors to offload, starting with the first."""
+    """Fraction of the groups of saved tensors to offload, counted from the first group of the forward pass."""
     pin_cpu_grads: bool = flag(True)
-    """Use pinned host memory for gradients."""
+    """Use pinned host memory for the gradients of `--optimizer-cpu-offload`."""
     pin_cpu_params: bool = flag(True)
-    """Use pinned host memory for parameters."""
+    """Use pinned host memory for the parameters of `--optimizer-cpu-offload`."""

@@ -34,11 +34,11 @@ class ModelFlags:
     )
     """Position embedding: a learned table added to the embedding, rotary embeddings of queries and keys, or none."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
-    """Deprecated switch of the learned table; `--no-position-embedding` is accepted only if no table is requested."""
+    """Deprecated: `--no-position-embedding` conflicts with an explicit `--position-embedding-type learned_absolute`."""
     rotary_base: float = flag(10000.0, least=1)
     """Base (theta) of the rotary frequencies."""
     rotary_percent: float = flag(1.0, least=0)
-    """Fraction of each head dimension that is rotated, from the front."""
+    """Fraction of the dimensions of each head that are rotated, starting with the first."""
     rotary_interleaved: bool = flag(False)
     """Rotate adjacent pairs of dimensions instead of pairs from the two halves of a head."""
     rotary_seq_len_interpolation_factor: int | None = flag(None, least=1)
@@ -48,9 +48,9 @@ class ModelFlags:
     rope_scaling_factor: float = flag(8.0, least=1)
     """Scaling factor for `--use-rope-scaling`."""
     no_rope_freq: LayerPattern | None = flag(None)
-    """Layers without rotary embeddings: every n-th layer, or a list with 1 for layers without them."""
+    """Layers without RoPE: every n-th layer, or a list with 1 for layers without and 0 for layers with RoPE."""
     yarn_original_max_position_embeddings: int | None = flag(None, least=1)
-    """YaRN (grouped-query attention): context length before extension. Not set: 4096."""
+    """YaRN without multi-latent attention: context length before extension. Not set: 4096."""
     yarn_beta_fast: float | None = flag(None, least=0)
     """YaRN: dimensions with more rotations than this over the original context keep their frequency. Not set: 32."""
     yarn_beta_slow: float | None = flag(None, least=0)
@@ -63,7 +63,7 @@ class ModelFlags:
     norm_epsilon: float = flag(1e-5, least=0)
     """Epsilon of every norm."""
     apply_layernorm_1p: bool = flag(False)
-    """Store norm weights minus one, so that weight decay pulls them towards one."""
+    """Store the weight of each norm minus one, so that weight decay pulls the actual weight towards one."""
     apply_residual_connection_post_layernorm: bool = flag(False)
     """Take the residual from the output of the norm instead of its input."""
     fp32_residual_connection: bool = not_yet(False, "the residual stream has the dtype of the parameters")
@@ -76,13 +76,13 @@ class ModelFlags:
     geglu: bool = ours(False)
     """Gated MLPs with GELU."""
     squared_relu: bool = flag(False)
-    """MLPs with squared ReLU, not gated."""
+    """MLPs with squared ReLU, without a gate."""
     openai_gelu: bool = flag(False)
     """Use the tanh approximation of GELU."""
     glu_linear_offset: float = close(0.0, _GATED)
     """Offset added to the linear half of a gated MLP (GPT-OSS: 1)."""
     activation_func_clamp_value: float | None = close(None, _GATED, least=0)
-    """Clamp the inputs of a gated activation: the gate from above, the linear half to +-value."""
+    """Clamp the inputs of a gated activation: the gate to at most this value, the linear half to [-value, value]."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Add biases to linear layers, experts and router."""
     hidden_dropout: float = flag(0.1, least=0, below=1)
@@ -93,7 +93,7 @@ class ModelFlags:
     make_vocab_size_divisible_by: int = flag(128, least=1)
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     padded_vocab_size: int | None = flag(None, least=1)
-    """Number of rows of the embedding; replaces the computed padding."""
+    """Padded vocabulary size (number of embedding rows); replaces the computed size."""
     pad_vocab_size: bool = flag(True, off=("--disable-pad-vocab-size",))
     """Pad the vocabulary."""
 
@@ -106,8 +106,8 @@ class ModelFlags:
     """Initialization; unit_gain uses a standard deviation of 1/sqrt(fan-in) with random norm weights and biases, so
     that every parameter affects the result when layouts are compared."""
     init_method_xavier_uniform: bool = flag(False)
-    """Initialize weight matrices uniformly within sqrt(6 / (fan-in + fan-out)), ignoring `--init-method-std`; the
-    embedding keeps `--embedding-init-method-std` if that is given."""
+    """Initialize weight matrices uniformly within +-sqrt(6 / (fan-in + fan-out)), ignoring `--init-method-std`. If
+    given, `--embedding-init-method-std` still applies to the embedding."""
 
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Number of multi-token prediction depths."""
@@ -116,7 +116,7 @@ class ModelFlags:
     mtp_use_repeated_layer: bool = flag(False)
     """Share one layer among all multi-token prediction depths."""
     mtp_detach_heads: bool = close(False, "gradient clipping still uses one norm over all parameters")
-    """Stop gradients of multi-token prediction at the trunk, the embedding and the output layer."""
+    """Keep gradients of the multi-token prediction loss from the main layers, the embedding and the output layer."""
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
@@ -131,7 +131,7 @@ class ModelFlags:
     hybrid_attention_ratio: float = _hybrid(0.0)
     """Fraction of attention layers."""
     hybrid_mlp_ratio: float = _hybrid(0.0)
-    """Fraction of layers that consist of an MLP only."""
+    """Fraction of layers that are MLPs without a sequence mixer."""
     mamba_state_dim: int = _hybrid(128)
     """State dimension of Mamba layers."""
     mamba_head_dim: int = _hybrid(64)

@@ -30,16 +30,16 @@ class MoEFlags:
     moe_router_topk_scaling_factor: float | None = flag(None, least=0)
     """Scaling factor of the final routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
-    """Dtype of the router GEMM. Not set: that of the activations."""
+    """Dtype of the router GEMM. Not set: the dtype of the activations."""
     moe_input_jitter_eps: float | None = close(None, "during training only", least=0, below=1)
     """Multiply the router input by uniform noise in [1 - eps, 1 + eps]."""
     moe_router_force_load_balancing: bool = flag(False)
-    """Replace router logits by random ones, to measure speed with balanced experts."""
+    """Replace router logits by random values, to measure speed with balanced experts."""
     moe_router_force_biased: float | None = close(
         None, "a positive value draws the bias once per step, not in every forward pass"
     )
-    """Replace router logits by random ones plus a random bias per expert of this standard deviation, to measure speed
-    with unbalanced experts; negative: the bias is drawn once per layer."""
+    """Replace router logits by random values plus a random bias per expert with this standard deviation, to measure
+    speed with unbalanced experts. If negative, its absolute value is used and the bias is drawn once per layer."""
     moe_enable_routing_replay: bool = not_yet(False, "routing is computed in every forward pass", harmless=True)
     """Record and replay routing decisions."""
 
@@ -50,7 +50,7 @@ class MoEFlags:
         ...,
     ] = close(
         ("aux_loss",),
-        "expert_choice is an addition; global_aux_loss is independent of the number of data-parallel ranks, while "
+        "Megatron-LM has no expert_choice; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
     )
     """Load balancing: an auxiliary loss per microbatch, per sequence or per global batch (several may be given), or
@@ -60,18 +60,17 @@ class MoEFlags:
     moe_z_loss_coeff: float | None = flag(None, least=0)
     """Coefficient of the router z-loss, which keeps logits small."""
     moe_router_enable_expert_bias: bool = close(False, "not updated in a skipped step")
-    """Add a bias per expert to the scores used for selection and update it once per global batch to balance the
-    load."""
+    """Add a bias per expert to the selection scores, updated once per global batch to balance the load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
-    """Update of `--moe-router-enable-expert-bias` per step: up for experts with fewer tokens than the mean, down for
-    those with more."""
+    """Amount by which the expert bias changes per step: it increases for experts with fewer tokens than the mean and
+    decreases for experts with more."""
     moe_router_quantile_balancing_ema: float = flag(0.0, least=0, below=1)
     """Exponential moving average coefficient of the thresholds in quantile balancing."""
 
     moe_expert_capacity_factor: float | None = flag(None)
-    """Maximum number of tokens per expert as a multiple of the even share. Not set or negative: no token is dropped."""
+    """Maximum number of tokens per expert as a multiple of the mean. Not set or negative: no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs")
-    """Tokens dropped when an expert exceeds its capacity: those with the lowest probability or the last ones."""
+    """Tokens to drop if an expert exceeds its capacity: the tokens with the lowest probability, or the last tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float | None = close(
@@ -83,8 +82,8 @@ class MoEFlags:
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
     moe_expert_wgrad_interval: int = ours(1, least=1)
-    """Compute expert weight gradients once per this many microbatches in one GEMM: the gradient buffer is read and
-    written once, while the inputs of the earlier microbatches stay in memory."""
+    """Number of microbatches whose expert weight gradients are computed in one GEMM: the gradient buffer is read and
+    written once, but the GEMM inputs of all these microbatches stay in memory."""
     moe_shared_expert_intermediate_size: int | None = flag(None, least=0)
     """Total hidden size of the shared experts. Not set or 0: no shared experts."""
     moe_shared_expert_gate: bool = flag(False)
@@ -97,8 +96,8 @@ class MoEFlags:
     """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
     moe_memory_efficient_permutation: bool = ours(True, "always on in Megatron-LM")
     """Apply routing probabilities before the second expert GEMM, so that expert outputs are not saved for backward.
-    Off: apply them after it, as in the standard unpermutation, for comparison."""
-    moe_use_upcycling: bool = close(False, "the scaling is applied to the second matrix only (docs/moe.md)")
+    Off: apply the probabilities in the unpermutation, for comparison."""
+    moe_use_upcycling: bool = close(False, "scales only the second matrix of each expert (docs/moe.md)")
     """Convert the dense checkpoint of `--load` into experts and continue training."""
     moe_upcycling_granularity: int = flag(1, least=1)
     """Number of experts each dense MLP is split into."""
@@ -120,7 +119,7 @@ class MoEFlags:
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
     moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
-    """Number of first layers whose tokens are routed by hash."""
+    """Number of layers, counted from the first, that route tokens by a hash of the token id."""
     moe_routing_trace_path: str | None = not_yet(
         None, "expert loads are logged, routing decisions are not", harmless=True
     )

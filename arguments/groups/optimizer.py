@@ -31,7 +31,7 @@ class OptimizerFlags:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
     """Weight decay schedule."""
     apply_wd_to_qk_layernorm: bool = flag(False)
-    """Apply weight decay to query and key norms too."""
+    """Also apply weight decay to query and key norms."""
     overlap_optimizer_step: bool = ours(False)
     """Overlap the optimizer step of each layer with the next forward pass; results are bitwise identical."""
 
@@ -44,23 +44,23 @@ class OptimizerFlags:
     )
     """Learning-rate schedule after warmup."""
     lr_decay_iters: int | None = flag(None, least=1)
-    """Iterations until the minimum learning rate. Not set: the whole run."""
+    """Iteration at which the learning rate reaches its minimum. Not set: the last iteration of the run."""
     lr_decay_samples: int | None = flag(None, least=1)
-    """Samples until the minimum learning rate. Not set: the whole run."""
+    """Number of consumed samples at which the learning rate reaches its minimum. Not set: the whole run."""
     lr_warmup_iters: int = flag(0, least=0, essential=True)
-    """Iterations of linear warmup."""
+    """Number of iterations of linear warmup."""
     lr_warmup_samples: int = flag(0, least=0)
-    """Samples of linear warmup."""
+    """Number of samples of linear warmup."""
     lr_warmup_fraction: float | None = flag(None, least=0, below=1)
-    """Warmup as a fraction of the decay length."""
+    """Length of the linear warmup as a fraction of the decay length."""
     lr_warmup_init: float = flag(0.0, least=0)
     """Initial learning rate of warmup."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
     """WSD: decay function of the final phase."""
     lr_wsd_decay_iters: int | None = flag(None, least=1)
-    """WSD: iterations of the final decay phase."""
+    """WSD: length of the final decay phase in iterations."""
     lr_wsd_decay_samples: int | None = flag(None, least=1)
-    """WSD: samples of the final decay phase."""
+    """WSD: length of the final decay phase in samples."""
     decoupled_lr: float | None = flag(None, least=0)
     """Maximum learning rate of the embedding and the output layer."""
     decoupled_min_lr: float | None = flag(None, least=0)

@@ -11,17 +11,17 @@ class ParallelFlags:
     """Tensor, context, expert and data parallelism."""
 
     tensor_model_parallel_size: int = flag(1, least=1)
-    """Tensor-parallel size: ranks that shard attention, dense MLPs and the vocabulary."""
+    """Tensor-parallel size: number of ranks that shard attention, dense MLPs and the vocabulary."""
     sequence_parallel: bool = flag(False)
     """Shard the residual stream, norms and dropout along the sequence over tensor-parallel ranks."""
     context_parallel_size: int = flag(1, least=1)
-    """Context-parallel size: ranks that shard the sequence."""
+    """Context-parallel size: number of ranks that shard the sequence."""
     expert_model_parallel_size: int = flag(1, least=1)
-    """Expert-parallel size: ranks that share the experts of a layer."""
+    """Expert-parallel size: number of ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, least=1)
     """Tensor-parallel size of experts. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
-    """Order ranks with pipeline stages before data-parallel replicas."""
+    """Use rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: pipeline stages are nested inside data parallelism."""
     cp_comm_type: tuple[Literal["p2p", "allgather", "all_gather", "a2a", "a2a+p2p"], ...] = flag(("p2p",))
     """Context-parallel exchange of keys and values: ring (p2p), all-gather, all-to-all of heads, or both (a2a+p2p); one
     value, or one per layer."""
@@ -37,7 +37,7 @@ class ParallelFlags:
     delay_wgrad_compute: bool = close(
         False, "needs no other flag: a stage sends the gradient of its input before it computes weight gradients"
     )
-    """Compute weight gradients after input gradients."""
+    """Delay the computation of weight gradients until after the input gradients."""
 
     use_distributed_optimizer: bool = flag(False)
     """Shard optimizer state over data-parallel ranks (ZeRO-1)."""
@@ -52,7 +52,7 @@ class ParallelFlags:
     ddp_bucket_size: int | None = close(
         None, "applies to all pipeline stages, with and without --overlap-grad-reduce", least=1
     )
-    """Elements per gradient bucket. Not set: 40 million, or 1 million per rank if that is larger."""
+    """Number of elements per gradient bucket. Not set: 40 million or 1 million per rank, whichever is larger."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
     """Pad buckets to multiples of 2^16 elements."""
     ddp_average_in_collective: bool = flag(False)
@@ -66,12 +66,12 @@ class ParallelFlags:
     """Shard parameters over data-parallel ranks (torch FSDP2)."""
     hybrid_context_parallel: bool = close(
         False,
-        "within the context-parallel group, one degree per microbatch; smaller groups divide its sequences",
+        "one group size per microbatch; several groups divide the sequences of the microbatch",
         names=("--dynamic-context-parallel",),
     )
-    """Use only as many context-parallel ranks for a microbatch as its longest document needs."""
+    """Choose the number of context-parallel ranks of each microbatch by the length of its longest document."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
-    """Maximum tokens of one document per rank, for --hybrid-context-parallel."""
+    """For --hybrid-context-parallel: maximum number of tokens of one document on each rank."""
     ep_overlap_early_attn_memory_release: bool = flag(False)
     """With --overlap-moe-expert-parallel-comm, run the attention backward earlier: less memory, less overlap."""
 
@@ -81,22 +81,22 @@ class PipelineFlags:
     """Assignment of layers to pipeline stages, and schedule."""
 
     pipeline_model_parallel_size: int = flag(1, least=1)
-    """Pipeline-parallel size: ranks that divide the layers."""
+    """Pipeline-parallel size: number of ranks among which the layers are divided."""
     pipeline_model_parallel_layout: str | None = close(
-        None, "`auto` is an addition: it computes a layout that balances FLOPs"
+        None, "`auto` (not in Megatron-LM) computes a layout that balances FLOPs"
     )
     """Layers of each stage, written as in Et*3|(tt|)*29m|L, or `auto`."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, least=1)
-    """Layers per virtual stage."""
+    """Number of layers per virtual stage."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, least=1)
-    """Virtual stages per rank."""
+    """Number of virtual stages per pipeline rank."""
     decoder_first_pipeline_num_layers: int | None = flag(None, least=0)
-    """Layers of the first rank; the other ranks divide the rest."""
+    """Number of layers on the first pipeline rank; the other ranks divide the remaining layers."""
     decoder_last_pipeline_num_layers: int | None = flag(None, least=0)
-    """Layers of the last rank; the other ranks divide the rest."""
+    """Number of layers on the last pipeline rank; the other ranks divide the remaining layers."""
     account_for_embedding_in_pipeline_split: bool = flag(False)
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = flag(False)
     """Count the output layer and loss as a layer of the last stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, least=1)
-    """Consecutive microbatches per virtual stage. Not set: the pipeline-parallel size."""
+    """Consecutive microbatches run on one virtual stage before the next stage. Not set: the pipeline-parallel size."""

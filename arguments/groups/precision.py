@@ -7,7 +7,7 @@ from arguments.flag import close, flag, not_yet, ours, refused
 
 _FP8 = "applies to --fp8-format, which is not available yet"
 _FP4 = "applies to --fp4-format, which is not available yet"
-_BLOCKS = "fp16 and fp8 have one scale per 128 elements"
+_BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class PrecisionFlags:
     bf16: bool = flag(False, essential=True)
     """Parameters and activations in bf16, master weights and gradients in fp32. Default: everything in fp32."""
     fp64: bool = ours(False)
-    """Everything in fp64, for equality proofs."""
+    """Parameters, activations, gradients and optimizer state in fp64, to compare results without rounding effects."""
     fp16: bool = refused(False, "loss scaling is not implemented; use --bf16")
     """Parameters and activations in fp16."""
     deterministic_mode: bool = flag(False)
@@ -32,13 +32,13 @@ class PrecisionFlags:
     """Compute the loss in fp16."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = not_yet(None, "use --bf16")
-    """Use FP8 GEMMs of this format."""
+    """Compute GEMMs in this FP8 format."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = close("delayed", _FP8)
     """FP8 scaling recipe."""
     fp8_param_gather: bool = close(False, _FP8)
     """Store and all-gather weights in FP8."""
     fp4_format: Literal["e2m1"] | None = not_yet(None, "use --bf16")
-    """Use FP4 GEMMs of this format."""
+    """Compute GEMMs in this FP4 format."""
     fp4_recipe: Literal["nvfp4", "custom"] = close("nvfp4", _FP4)
     """FP4 scaling recipe."""
     fp4_param_gather: bool = close(False, _FP4)
@@ -49,7 +49,7 @@ class PrecisionFlags:
     )
     """Store optimizer state in configurable dtypes, and master weights of bf16 parameters as 16-bit remainders."""
     main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32")
-    """Dtype of gradients in the optimizer."""
+    """Dtype of the gradients that the optimizer reads."""
     main_params_dtype: Literal["fp32", "fp16"] = close("fp32", _BLOCKS)
     """Dtype of master weights."""
     store_param_remainders: bool = ours(True)
@@ -58,7 +58,7 @@ class PrecisionFlags:
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close("fp32", f"{_BLOCKS}; fp8 uses stochastic rounding")
     """Dtype of Adam's first moment."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close(
-        "fp32", f"{_BLOCKS} and store the square root; fp8 uses stochastic rounding"
+        "fp32", f"{_BLOCKS} and holds the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
     fp8_output_proj: bool = not_yet(False, "the output layer uses the dtype of the parameters")

@@ -12,7 +12,7 @@ class ResilienceFlags:
 
     check_for_nan_in_loss_and_grad: bool = flag(True)
     """Check losses and gradients for non-finite values; `--on-nonfinite` selects the action. Weights are never updated
-    with them."""
+    with non-finite gradients."""
     on_nonfinite: Literal["stop", "skip"] = ours("stop")
     """Action on a non-finite loss or gradient: stop with a report of its origin, or skip the step."""
     max_skipped_iterations: int = ours(3, least=1)
@@ -32,19 +32,19 @@ class ResilienceFlags:
         "validate_results",
         "exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next start reproduces the failure",
     )
-    """Recompute a step that would end the run, to detect hardware faults (validate_results); recompute every step, for
-    statistics (report_stats); or never (disabled)."""
+    """validate_results: if a step fails validation and would end the run, recompute it to detect hardware faults.
+    report_stats: recompute every step for statistics. disabled: never recompute."""
     exit_signal_handler: bool = close(False, "always handles SIGTERM, SIGINT and SIGUSR1; exit code 75")
-    """Save and exit on a signal, all ranks after the same iteration; a second signal exits immediately."""
+    """On a signal, all ranks save after the same iteration and exit; on a second signal they exit immediately."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = close(
         "SIGTERM", "added to the signals that are always handled"
     )
     """Additional signal for `--exit-signal-handler`."""
     start_deadline: int = ours(3600, least=0)
-    """Timeout in seconds for the start of the first step. On a timeout all stacks are written and the run exits with
-    code 10; 0: no timeout."""
+    """Timeout in seconds from launch to the first step. On a timeout all stacks are written and the run exits with code
+    10; 0: no timeout."""
     step_deadline: int = ours(600, least=0)
-    """Timeout in seconds of a step, and of each step of an evaluation."""
+    """Timeout in seconds of each training step and each evaluation step."""
     save_deadline: int = ours(3600, least=0)
     """Timeout in seconds of saving a checkpoint."""
     exit_deadline: int = ours(600, least=0)
@@ -55,7 +55,7 @@ class ResilienceFlags:
     """Compare kind, sizes, dtypes and order of each collective across ranks before it starts; on a mismatch the run
     ends and each rank reports its call. Slow, for debugging."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = close(
-        "transient_error", "see --inject; the last two both persist when the step is recomputed"
+        "transient_error", "see --inject; transient_error and persistent_error both recur when the step is recomputed"
     )
     """Kind of fault for `--error-injection-rate`."""
     inject: tuple[str, ...] = ours(())

@@ -10,9 +10,9 @@ class TrainingFlags:
     """Batch sizes, run length, evaluation, seeds, exit conditions."""
 
     micro_batch_size: int = flag(REQUIRED, least=1, essential=True)
-    """Sequences per microbatch on each data-parallel rank."""
+    """Number of sequences per microbatch on each data-parallel rank."""
     global_batch_size: int | None = flag(None, least=1, essential=True)
-    """Sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
+    """Number of sequences per step over all ranks. Not set: one microbatch per data-parallel rank."""
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = not_yet(None, "use --rampup-batch-size")
@@ -24,16 +24,16 @@ class TrainingFlags:
     train_samples: int | None = flag(None, least=1)
     """Number of training samples; replaces `--train-iters`."""
     eval_interval: int | None = flag(None, least=1, essential=True)
-    """Iterations between evaluations. Not set: none during training."""
-    eval_iters: int | None = close(None, "Megatron-LM's default is 100 on mock data too", least=0)
+    """Iterations between evaluations. Not set: no evaluation during training."""
+    eval_iters: int | None = close(None, "in Megatron-LM the default is 100, also on mock data", least=0)
     """Batches per evaluation. Not set: 100; on mock data at most the number of training iterations."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)
-    """Save and exit when the iteration is a multiple of this."""
+    """Save and exit when the iteration is a multiple of this number."""
     exit_duration_in_mins: int | None = flag(None, least=1)
     """Save and exit after this many minutes."""
-    seed: int = close(1234, "same data order, different initial weights and dropout masks", least=0, below=2**32)
+    seed: int = close(1234, "same data order, but other initial weights and dropout masks", least=0, below=2**32)
     """Random seed."""
     data_parallel_random_init: bool = refused(False, "data-parallel replicas always start with identical weights")
     """Initialize weights differently on each data-parallel rank."""

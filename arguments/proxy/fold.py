@@ -1,4 +1,4 @@
-"""Folds a parallel layout to a few ranks; axes with several ranks keep at least two where possible."""
+"""Folds a parallel layout to fewer ranks; axes with several ranks keep at least two ranks where possible."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from megatron_moe.parallel.grid import FoldError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
-"""Score of an axis that keeps more than one rank."""
+"""(axis, score added if the axis keeps more than one rank)."""
 _HIERARCHICAL_CP = 4
-"""Score of context parallelism that keeps two ranks on both levels."""
+"""Score added if hierarchical context parallelism keeps two ranks on both levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Number of ranks on every axis of both grids."""
+    """Number of ranks on every axis of the attention grid and the expert grid."""
 
     tp: int = 1
     cp: int = 1
@@ -36,17 +36,17 @@ class FoldRequest:
     """Layout to fold."""
 
     sizes: Sizes
-    """Full-size layout. An axis of one rank keeps one, except dp and edp, which take the remaining ranks."""
+    """Full-size layout. Axes of size 1 keep this size, except dp and edp, which take the remaining ranks."""
     etp_is_tp: bool = False
-    """--expert-tensor-parallel-size is not set and follows the tensor-parallel size."""
+    """True if --expert-tensor-parallel-size is not set, so that it equals the tensor-parallel size."""
     hierarchical_cp: bool = False
-    """Some layers use a2a+p2p, which needs four context-parallel ranks to have two levels."""
+    """True if some layers use a2a+p2p, which needs four context-parallel ranks to have two levels."""
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Axis -> size that must not change."""
 
 
 def fold(request: FoldRequest, num_ranks: int) -> Sizes:
-    """Returns the sizes on `num_ranks` ranks that keep the most axes, and among those the least split ones.
+    """Returns the sizes on `num_ranks` ranks that keep the most axes, with the smallest model-parallel sizes.
 
     Raises FoldError if the fixed sizes do not fit.
     """
@@ -58,9 +58,9 @@ def fold(request: FoldRequest, num_ranks: int) -> Sizes:
 
 
 def smallest_fold(request: FoldRequest, max_ranks: int) -> tuple[int, Sizes]:
-    """Returns (number of ranks, sizes) with the most axes kept, on as few ranks as possible, at most `max_ranks`.
+    """Returns (number of ranks, sizes) of the smallest fold that keeps the most axes, on at most `max_ranks` ranks.
 
-    Raises FoldError if the fixed sizes fit no such number of ranks.
+    Raises FoldError if the fixed sizes fit no number of ranks up to `max_ranks`.
     """
     possible = [ranks for ranks in range(1, max_ranks + 1) if any(_folds(request, ranks))] or [max_ranks]
     folds = {ranks: fold(request, ranks) for ranks in possible}

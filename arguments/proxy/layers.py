@@ -9,10 +9,10 @@ from megatron_moe.pipeline.layout import PipelineLayout, place_layers
 
 @dataclass(frozen=True)
 class SelectedLayers:
-    """Layers of the proxy."""
+    """Layers and pipeline layout of the proxy."""
 
     layers: tuple[int, ...]
-    """Indices in the full-size model."""
+    """Indices of the layers in the full-size model."""
     layout: str | None
     """Pipeline layout string; None for a single stage."""
 
@@ -22,20 +22,20 @@ class _ProxyStage:
     """Stage of the proxy."""
 
     index: int
-    """Index of its full-size stage."""
+    """Index of the corresponding stage of the full-size model."""
     layers: list[int] = field(default_factory=list)
     candidates: list[int] = field(default_factory=list)
-    """Layers of its full-size stage and of the following stages that are dropped."""
+    """Layers of that full-size stage, and of the following full-size stages that the proxy drops."""
 
 
 def select_layers(
     kinds: Sequence[Hashable], layout: PipelineLayout, *, pp: int, vpp: int, num_mtp: int, min_layers: int | None
 ) -> SelectedLayers:
-    """Keeps one layer of every kind per stage, on pp x vpp stages that resemble those of `layout`.
+    """Selects pp x vpp stages of `layout`, and in each stage one layer of every kind.
 
-    The first and the last stage are kept, and the stage with multi-token prediction if pp > 2. A kind that is missing
-    from all kept stages is added to the preceding stage. A single stage keeps one layer more than there are kinds, so
-    that two layers of a kind follow each other.
+    The first and the last stage are selected, and the stage with multi-token prediction if pp > 2. A layer of a kind
+    that no selected stage contains is added to the selected stage before it. A single stage has one layer more than
+    there are kinds, so that two layers of the same kind are adjacent.
 
     Args:
         kinds: kind of each layer of the full-size model.
@@ -63,7 +63,7 @@ def select_layers(
 
 
 def _select_stages(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
-    """Selects the end stages and the MTP stage, then stages with new kinds, then the most common ones before MTP."""
+    """Selects first, last and MTP stage, then stages with new kinds of layers, then common stages before MTP."""
     kinds_of = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
     last = len(kinds_of) - 1
     selected = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]

@@ -44,7 +44,7 @@ _PLACEMENT = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""Flags other than the layout that place layers."""
+"""Flags other than the pipeline layout that assign layers to stages."""
 UNUSED_BY_PROXY = frozenset((*_INPUTS, *_FOLDERS, *_LENGTHS, "tokenizer_type", "train_iters", "mock_data")) - {"split"}
 """Flags whose full-size values a proxy does not use; they may refer to unset environment variables."""
 _AXES: Mapping[str, str] = MappingProxyType(
@@ -68,11 +68,11 @@ class Draft:
         """One line per replaced value."""
 
     def value(self, name: str) -> Any:
-        """Returns the current value."""
+        """Current value of a flag."""
         return self.settings.setting(name).value
 
     def put(self, name: str, value: object, reason: str) -> None:
-        """Replaces a value unless it is pinned or equal."""
+        """Replaces a value and adds a note, unless the value is pinned or already equal."""
         old = self.value(name)
         if name in self.pinned or old == value:
             return
@@ -81,7 +81,7 @@ class Draft:
         self.notes.append(f"proxy: {flag.option} {flag.text(old)} -> {flag.text(value)} ({reason})")
 
     def lower(self, name: str, limit: int, reason: str) -> None:
-        """Replaces a number that is set and exceeds `limit`."""
+        """Replaces a number by `limit` if it is set and larger."""
         if self.value(name) is not None and self.value(name) > limit:
             self.put(name, limit, reason)
 
@@ -92,11 +92,11 @@ class Draft:
 
 
 def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -> tuple[Settings, list[str]]:
-    """Returns the settings of a small run on `num_ranks` ranks, and a line per rewritten flag.
+    """Returns the settings of a small run on `num_ranks` ranks, and one line per rewritten flag.
 
     Args:
         settings: full-size settings with all required flags.
-        pinned: settings that are not rewritten.
+        pinned: settings given after `--proxy`, which are not rewritten.
 
     Raises:
         FlagErrors: the full-size model violates a rule, or the pinned sizes do not fit the ranks.
@@ -125,7 +125,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
 
 
 def fold_request(settings: Settings, pinned: Mapping[str, Setting]) -> FoldRequest:
-    """Returns the full-size layout. Its number of ranks is unknown, so both grids are assumed to have replicas."""
+    """Returns the full-size layout. Its world size is unknown, so both grids are assumed to have data parallelism."""
     value = {axis: settings.setting(name).value for axis, name in _AXES.items()}
     etp = value["etp"]
     value |= {"etp": etp or value["tp"], "ep": value["ep"] if settings.setting("num_experts").value else 1}
@@ -181,10 +181,10 @@ def _replace_hardware(draft: Draft) -> None:
 
 
 def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
-    """Keeps the fewest layers that show every kind, on stages that resemble the full-size ones."""
+    """Reduces the model to the fewest layers with every kind, on stages that resemble the full-size stages."""
     patterns = _patterns(draft, draft.value("num_layers"))
     full = derive.pipeline_layout(draft.settings.flags)
-    draft.lower("mtp_num_layers", 2, "two consecutive ones suffice")
+    draft.lower("mtp_num_layers", 2, "two consecutive MTP layers suffice")
     selected = select_layers(
         list(zip(*patterns.values(), strict=True)),
         full,
@@ -217,7 +217,7 @@ def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _put_pattern(draft: Draft, name: str, entries: tuple[Any, ...]) -> None:
-    """Keeps an interval that yields `entries` for the remaining layers, otherwise writes a list."""
+    """Keeps the interval of the flag if it yields `entries` for the remaining layers; else sets `entries` as a list."""
     old = draft.value(name)
     if old is None or (name == "cp_comm_type" and len(old) == 1):
         return
@@ -231,7 +231,7 @@ def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
     """Reduces head dims, keeping an even number of rotated dims, and the numbers of heads and query groups.
 
     Each rank has one or two query groups with one or two heads each, or more if an all-to-all of heads needs them.
-    Query groups that several ranks share stay shared.
+    Query groups that are shared by several ranks remain shared.
     """
     tp = draft.value("tensor_model_parallel_size")
     heads, grouped = draft.value("num_attention_heads"), draft.value("group_query_attention")
@@ -272,7 +272,7 @@ def _reduce_widths(draft: Draft, sizes: Sizes) -> None:
 
 
 def _reduce_experts(draft: Draft, sizes: Sizes) -> None:
-    """Keeps up to two selected experts per group, and several experts per rank where there were several."""
+    """Reduces experts, groups and top-k; several choices per group and several experts per rank remain several."""
     full, full_topk = draft.value("num_experts"), draft.value("moe_router_topk")
     full_groups, full_limit = draft.value("moe_router_num_groups") or 1, draft.value("moe_router_group_topk")
     groups = min(full_groups, _MAX_GROUPS)
@@ -306,7 +306,7 @@ def _fold_ranks(draft: Draft, sizes: Sizes) -> None:
 
 
 def _shorten_sequence(draft: Draft, sizes: Sizes) -> None:
-    """Shortens the sequence to a length that the ranks divide, with windows and position table to match."""
+    """Shortens the sequence to a length divisible by the ranks; reduces windows and position table accordingly."""
     reason, full = "a shorter sequence", draft.value("seq_length")
     unit = lcm(2 * sizes.cp if sizes.cp > 1 else 1, sizes.cp * sizes.tp)
     draft.put("seq_length", _multiple(min(full, _SEQUENCE), unit), reason)

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def submit(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
-    """Runs `call` in a daemon thread, or synchronously. `Future.result` re-raises its exception."""
+    """Runs `call` in a daemon thread or synchronously. `Future.result` re-raises an exception of `call`."""
     future: Future[Result] = Future()
 
     def run() -> None:

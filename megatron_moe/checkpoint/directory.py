@@ -43,7 +43,7 @@ def list_checkpoints(folder: Path) -> tuple[Candidate, ...]:
 
 
 def as_checkpoint(path: Path) -> Candidate | None:
-    """The checkpoint at `path`; None if the path is not named like one."""
+    """The checkpoint at `path`; None if the folder name is not `iter_NNNNNNN`."""
     match = _ITERATION.fullmatch(path.name)
     return Candidate(path, int(match[1])) if match else None
 
@@ -55,8 +55,7 @@ def checkpoints_folder(folder: Path) -> Path:
 
 
 def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
-    """The checkpoint at `path`, or the checkpoints of that folder or run folder, newest first.
-
+    """The checkpoint at `path`, or all checkpoints in `path` (a folder of checkpoints or a run folder), newest first.
     Raises CheckpointProblem if there is none.
     """
     itself = as_checkpoint(path)
@@ -103,7 +102,7 @@ def check_writable(folder: Path) -> None:
 
 
 def clean_up(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
-    """Removes incomplete checkpoints of crashed saves. The caller holds the folder's lock.
+    """Removes incomplete checkpoints left by crashed saves. The caller holds the folder's lock.
 
     A checkpoint that was being replaced is restored if its replacement was not committed.
     """
@@ -144,17 +143,18 @@ def remove(path: Path, storage: Storage, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Selects the checkpoints to keep after a save: the union of those that the fields name."""
+    """Retention policy, applied after a save: keeps every checkpoint that at least one field selects."""
 
     keep_last: int | None = None
     """Number of newest checkpoints to keep; None keeps all."""
     interval: int | None = None
-    """Keeps iterations that are multiples of this."""
+    """Keeps checkpoints whose iteration is a multiple of this; None: selects no checkpoints."""
     keep_best: bool = False
     """Keeps the checkpoint whose train_state.json has the lowest validation loss; the newest on a tie."""
 
     def apply(self, folder: Path, protected: Iterable[Path], storage: Storage, say: Callable[[str], None]) -> None:
-        """Deletes the other checkpoints of the folder, except those in `protected`. Failures are only logged."""
+        """Deletes all checkpoints of the folder that are neither selected nor in `protected`. Failures are only
+        logged."""
         if self.keep_last is None:
             return
         kept = {path.resolve() for path in protected}
@@ -178,7 +178,7 @@ def _delete(candidate: Candidate, storage: Storage, say: Callable[[str], None]) 
 
 
 def _best(checkpoints: Sequence[Candidate]) -> Candidate | None:
-    """Checkpoint with the lowest validation loss; None if none has one."""
+    """Checkpoint with the lowest validation loss; None if no checkpoint has a validation loss."""
     losses: dict[Candidate, float] = {}
     for candidate in checkpoints:
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,8 +1,8 @@
 """Selects the checkpoint of a run, verifies it, and loads it into any parallel layout.
 
 The source is `--ckpt-step`, else the run's own `--save` folder, else `--load`, else `--pretrained-checkpoint`. Within a
-folder the newest checkpoint is loaded that verifies on all ranks; every byte that is used is verified. If none
-verifies the run ends: silently restarting from iteration 0 would be far more expensive.
+folder, the newest checkpoint that verifies on all ranks is loaded; every byte that is read is verified. If no
+checkpoint verifies, the run ends: silently restarting from iteration 0 would be far more expensive.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -56,9 +56,9 @@ class CheckpointSource:
     candidates: tuple[Candidate, ...]
     """Newest first; empty for a Hugging Face folder."""
     optimizer: bool = True
-    """Load optimizer state; else weights only."""
+    """True: load weights and optimizer state; False: weights only."""
     train_state: bool = True
-    """Resume at the checkpoint's iteration; else start at iteration 0 (`--finetune`)."""
+    """True: resume at the checkpoint's iteration; False: start at iteration 0 (`--finetune`)."""
 
     @property
     def is_hugging_face(self) -> bool:
@@ -77,7 +77,7 @@ class LoadedCheckpoint:
 def find(
     config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
 ) -> CheckpointSource | None:
-    """Chooses the folder to load from, on the first rank for all; None if the run starts from random weights.
+    """The first rank chooses the folder to load from for all ranks; None if the run starts from random weights.
 
     Raises:
         CheckpointProblem: a requested checkpoint does not exist.
@@ -133,7 +133,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """An intact checkpoint that this run cannot load. Unlike a corrupt one it ends the search."""
+    """Reason why this run cannot load an intact checkpoint. Unlike a corrupt checkpoint, it ends the search."""
 
     message: str
 
@@ -172,7 +172,7 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
-    """Source of `--load`; None if it holds no checkpoint and the run may start without one."""
+    """Source for `--load`; None if the folder has no checkpoint and the run may start without a checkpoint."""
     source = _source("--load", location, config)
     if source is not None:
         if source.candidates:
@@ -197,7 +197,7 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
 
 
 def _candidates(location: str) -> tuple[Candidate, ...]:
-    """The checkpoint at `location`, or those of that folder or run folder, newest first."""
+    """The checkpoint at `location`, or all checkpoints in this folder or run folder, newest first."""
     itself = as_checkpoint(Path(location))
     if itself and (itself.path / MANIFEST).exists():
         return (itself,)
@@ -223,7 +223,7 @@ def _given_step(config: CheckpointConfig, step: int) -> CheckpointSource:
 
 
 def _source(flag: Any, location: str, config: CheckpointConfig) -> CheckpointSource | None:
-    """Source of a flag; None if its folder holds no checkpoint."""
+    """Source for the folder `location` that `flag` names; None if the folder has no checkpoint."""
     if location.startswith(HUGGING_FACE):
         return _make_source(flag, location, (), config)
     candidates = _candidates(location)
@@ -296,7 +296,7 @@ def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard])
 
 
 def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[str]:
-    """Files with any wanted piece, and all text files."""
+    """Files that contain a piece of a wanted shard, and all text files."""
     wanted_pieces = (
         piece for key, target in wanted.items() for piece in manifest.tensors[key].pieces if overlaps(target, piece)
     )

@@ -186,7 +186,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys."""
+    """Parses a JSON object. Raises CorruptCheckpoint if it is invalid or has duplicate keys."""
     try:
         body = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -277,7 +277,7 @@ def _check_boxes(manifest: Manifest) -> None:
 
 
 def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
-    """Sweeps along the first dim, so that only boxes that overlap there are compared."""
+    """True if two pieces overlap. Sweeps along dim 0 and compares only boxes that overlap in that dim."""
     active: list[TensorPiece] = []
     for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[:1]):
         active = [other for other in active if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
@@ -307,7 +307,7 @@ def _check_bytes(manifest: Manifest) -> None:
 
 
 def _field(entry: Any, name: str, kind: type[JsonType]) -> JsonType:
-    """Value of a key, which must be of a JSON type."""
+    """Value of the key `name`. Raises CorruptCheckpoint unless it has the type `kind`."""
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, kind):
         raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not of type {kind.__name__}: {value!r:.80}")

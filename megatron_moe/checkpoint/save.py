@@ -59,8 +59,8 @@ from megatron_moe.parallel.context import ParallelContext
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
 _CLOSE_TIMEOUT_S = 10.0
-"""`close` waits this long for a cancelled writer: a thread that uses tensors during interpreter shutdown aborts the
-process and loses its exit code."""
+"""Seconds for which `close` waits for a cancelled writer: a thread that uses tensors during interpreter shutdown aborts
+the process and loses its exit code."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CheckpointSaver:
     All methods are collective. Each rank writes its own files, with the boxes that no lower rank holds.
 
     Args:
-        keep_last: number of newest checkpoints to keep; None keeps all, or one with `retain_interval`.
+        keep_last: number of newest checkpoints to keep; None keeps all, or only the newest if `retain_interval` is set.
         retain_interval: also keeps iterations that are multiples of this.
         keep_best: also keeps the checkpoint whose train_state.json has the lowest validation loss.
         fresh: moves existing checkpoints of the folder into a subfolder (`--fresh`).
@@ -240,7 +240,7 @@ class CheckpointSaver:
         texts: Mapping[str, str] | None = None,
         in_thread: bool = True,
     ) -> SavedCheckpoint | None:
-        """Starts to write one checkpoint, replacing one of the same iteration; `poll` or `wait` complete it.
+        """Starts to write one checkpoint, replacing any checkpoint of the same iteration; `poll` or `wait` complete it.
 
         Args:
             tensors: by `tensor_key`. Tensors on a device are copied to the host one at a time.
@@ -359,7 +359,7 @@ class CheckpointSaver:
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """Selects the boxes that no lower rank holds, which are those that this rank writes."""
+        """Selects the boxes that this rank writes: boxes that no lower rank holds."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
@@ -371,7 +371,7 @@ class CheckpointSaver:
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
 
     def _make_temporary(self, save: _PendingSave) -> str | None:
-        """Creates the temporary folder, on the first rank. Returns an error if it fails or lacks space."""
+        """Creates the temporary folder, on the first rank. Returns an error message on failure or lack of space."""
         try:
             self._storage.make_dir(save.temporary)
             if self._storage.free_bytes(save.temporary) < save.needed_bytes:
@@ -488,7 +488,7 @@ def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, 
 
 @contextmanager
 def _blocking(save: _PendingSave) -> Iterator[None]:
-    """Adds the time spent inside to `save.blocked`."""
+    """Context manager that adds the time spent in its body to `save.blocked`."""
     begin = time.monotonic()
     try:
         yield

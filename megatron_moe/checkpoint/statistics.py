@@ -36,7 +36,7 @@ class TensorDifference:
 
     key: str
     kind: str
-    """A missing tensor, shapes or dtypes that differ; or "values"."""
+    """Description of a missing tensor or of differing shapes or dtypes; "values" if only values differ."""
     largest: float = 0.0
     """Largest absolute difference."""
     relative: float = 0.0
@@ -77,7 +77,7 @@ class OpenCheckpoint:
         return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
     def difference(self, key: str, other: "OpenCheckpoint") -> TensorDifference | None:
-        """Compares a tensor with that of another checkpoint, split in any way; None if equal (NaN equals NaN)."""
+        """Compares a tensor in two checkpoints, which may split it differently; None if equal (NaN equals NaN)."""
         a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
         if a is None or b is None:
             return TensorDifference(key, f"missing in {self.path if a is None else other.path}")
@@ -115,7 +115,7 @@ class OpenCheckpoint:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Raises the errors of the block as CheckpointProblem."""
+        """Context manager that converts errors of its body to CheckpointProblem."""
         try:
             yield
         except (CorruptCheckpoint, NewerFormat) as problem:

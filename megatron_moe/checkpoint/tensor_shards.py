@@ -88,11 +88,11 @@ class TensorShard:
     def part(
         cls, shape: tuple[int, ...], boxes: Sequence[param_meta.ParamBox], dim: int, flat: Tensor, start: int = 0
     ) -> "TensorShard":
-        """Builds a shard from a flat range of the local tensor, such as a distributed optimizer owns.
+        """Builds a shard from a flat range of the local tensor, e.g. the range that a distributed optimizer owns.
 
         Args:
-            shape: of the global tensor.
-            boxes: of the global tensor; the local tensor is their concatenation along `dim`.
+            shape: shape of the global tensor.
+            boxes: boxes of the global tensor; the local tensor is the concatenation of the boxes along `dim`.
             flat: [n], elements `start` to `start + n` of the local tensor in row-major order. The boxes are views.
         """
         size = list(boxes[0].size)
@@ -150,9 +150,8 @@ def _placed(
 
 
 def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
-    """Partitions the tensors by bytes over I/O threads.
-
-    A single part if there are few bytes or any `PendingBox`, which needs memory when written; none without tensors.
+    """Partitions the tensors into parts of similar size, one per I/O thread. Returns a single part if there are few
+    bytes or any `PendingBox`, which needs memory when written; an empty list without tensors.
     """
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):
@@ -230,7 +229,7 @@ def write_tensors(
 
 
 def _label(key: str, tensor: TensorShard, box: TensorBox) -> str:
-    """Name of a box in the safetensors header: an unsharded weight has its global name, for other readers."""
+    """Name of a box in the safetensors header. Unsharded weights have their global names, for other programs."""
     name = key.removeprefix("model.")
     if tuple(box.data.shape) == tensor.shape:
         return name
@@ -260,14 +259,14 @@ class CheckpointReader:
     """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint.
 
     Args:
-        manifest: of the folder; None reads it, which also raises NewerFormat.
+        manifest: manifest of the folder; None reads it from the folder, which may also raise NewerFormat.
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.manifest = manifest or read_manifest(folder)
         self._folder = folder
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        """Reused, since reading into memory that was touched before is several times as fast."""
+        """Scratch buffer; reused, because reading into memory that was touched before is several times faster."""
 
     def check_sizes(self) -> None:
         """Raises CorruptCheckpoint if a file is missing or its size differs from the manifest's."""

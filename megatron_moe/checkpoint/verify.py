@@ -31,7 +31,7 @@ class VerificationReport:
 
     path: Path
     manifest: Manifest | None
-    """None if it cannot be read; nothing else was verified then."""
+    """None if the manifest cannot be read; then nothing else was verified."""
     problems: tuple[str, ...]
     """Errors, each of which makes the checkpoint unusable."""
     remarks: tuple[str, ...]
@@ -82,7 +82,7 @@ def open_verified(path: Path) -> CheckpointReader:
 
 
 def _verify_files(reader: CheckpointReader, problems: list[str], check_state: CheckState | None) -> int:
-    """Verifies safetensors headers and text files. Returns the number of bytes."""
+    """Verifies safetensors headers and text files. Returns the number of verified bytes."""
     manifest, extents = reader.manifest, extents_by_file(reader.manifest)
     for name in manifest.files:
         with _collecting(problems):
@@ -116,7 +116,7 @@ def _verify_pieces(reader: CheckpointReader, problems: list[str], check_finite: 
 
 @contextmanager
 def _collecting(problems: list[str]) -> Iterator[None]:
-    """Appends a CorruptCheckpoint error of the block to `problems`."""
+    """Context manager that appends a CorruptCheckpoint error of its body to `problems`."""
     try:
         yield
     except CorruptCheckpoint as problem:
@@ -124,7 +124,7 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 
 def sizes_by_kind(manifest: Manifest) -> Mapping[str, int]:
-    """Bytes by kind of tensor ("model", "master", "exp_avg", ...)."""
+    """Total bytes per kind of tensor ("model", "master", "exp_avg", ...)."""
     sizes: dict[str, int] = {}
     for key, entry in manifest.tensors.items():
         kind = key.partition(".")[0]

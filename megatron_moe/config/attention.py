@@ -69,8 +69,8 @@ class CoreAttentionConfig:
     softmax_scale: float
     causal: bool = True
     window: tuple[int, int] | None = None
-    """Number of tokens that a query sees to the (left, right) of its own position: (127, 0) is a causal window of 128
-    tokens; -1 is unlimited. None: no sliding window."""
+    """Sliding window: number of keys to the (left, right) of the query's position that it attends to, -1 without limit;
+    (127, 0) is a causal window of 128 tokens. None: no window."""
     sinks: bool = False
     """Adds one learned logit per head to the softmax denominator (`--softmax-type learnable`)."""
     off_by_one: bool = False

@@ -29,7 +29,7 @@ _SELECTIONS = frozenset(("sinkhorn", "quantile_balancing", "expert_choice"))
 
 
 class ModelDifference(NamedTuple):
-    """One field that differs."""
+    """A config field whose values differ between two models."""
 
     line: str
     """Message with the layers, the field and both values."""

@@ -59,13 +59,13 @@ class ActivationSizes:
     """Tokens of one microbatch on a rank, and bytes per element."""
 
     residual: int
-    """Tokens of the residual stream, T."""
+    """Number of tokens in this rank's shard of the residual stream (dimension T)."""
     inner: int
-    """Tokens inside attention and MLP, U."""
+    """Number of tokens inside attention and MLP, after the all-gather of sequence parallelism (dimension U)."""
     activation: int
     """Bytes per activation element."""
     internal: int
-    """Bytes per element of promote(fp32, activation)."""
+    """Bytes per element of the internal format, promote(fp32, activation format)."""
     length: int
     """Sequence length over all ranks, S."""
     imbalance: float = 1.0
@@ -73,7 +73,7 @@ class ActivationSizes:
 
     @classmethod
     def of(cls, plan: RunPlan, imbalance: float = 1.0) -> "ActivationSizes":
-        """Sizes for one microbatch of a plan."""
+        """Token counts and element sizes for one microbatch of the plan."""
         parallel, activation = plan.parallel, num_bytes(plan.precision.params)
         inner = plan.data.seq_length // parallel.cp * plan.batch.micro_batch_size
         return cls(
@@ -103,7 +103,7 @@ def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, im
 
 
 def layer_tensors(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> list[SavedActivation]:
-    """Saved tensors of one layer."""
+    """Tensors that one layer saves for backward."""
     shard = layer.shard(parallel)
     mixer, feed_forward, hidden = shard.mixer, shard.feed_forward, shard.mixer.hidden_size
     saved = list(_norm("input_norm", layer.norm, hidden, sizes, low=True, input_by="attn_norm", output_by="qkv_linear"))
@@ -142,7 +142,7 @@ def stage_tensors(
 
 
 def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """cos and sin, shared by all layers of a stage with the same RoPE configuration."""
+    """RoPE tables cos and sin that a stage saves, once per distinct RoPE configuration of its layers."""
     layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
     for rope in dict.fromkeys(layer.mixer.rope for layer in layers):
         if rope is not None:
@@ -164,7 +164,7 @@ def _norm(
     input_by: str = "",
     output_by: str = "",
 ) -> Iterator[SavedActivation]:
-    """Input, statistics and output of a norm of the residual stream; the output is the next module's input."""
+    """Tensors saved for a norm of the residual stream: input, statistics, and output (the next module's input)."""
     count, size = sizes.residual * width, sizes.activation
     numbers = 2 if config.kind == "LayerNorm" else 1
     yield _tensor(module, "input", "T H", count, size, offloaded_by=input_by)
@@ -174,8 +174,8 @@ def _norm(
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """v is a view of the qkv product, so the product is saved; so is k, without norm and RoPE. q is copied out of the
-    query groups unless there is only one."""
+    """Tensors that attention saves. The QKV projection's output is saved because v is a view of it, as is k without
+    norm and RoPE. q is a copy unless there is only one query group."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
     # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
@@ -205,7 +205,7 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
 
 
 def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """The output, which is also the input of the output projection, and the log-sum-exp."""
+    """Tensors that fused attention saves: its output (input of the output projection) and log-sum-exp."""
     rows = sizes.inner * config.num_heads
     count = sizes.inner * config.out_width
     yield _tensor("attention", "output", "U N E", count, sizes.activation, offloaded_by="attn_proj")
@@ -213,13 +213,13 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves values per query-key pair. It does with dropout, unless context parallelism computes it
-    in blocks over the keys of other ranks: these blocks are recomputed in backward."""
+    """Whether attention saves tensors with one element per query-key pair. True with dropout, unless context
+    parallelism computes attention block by block over the keys of other ranks and recomputes the blocks in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
 def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Softmax, dropout mask and their product [U, N, S]; q, k and v per head in the internal format."""
+    """Tensors that unfused attention saves: softmax, dropout mask, their product [U, N, S]; q, k, v of all heads."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
     yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)
@@ -228,7 +228,7 @@ def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Latents are saved for the rank's tokens and gathered again for the up-projection."""
+    """Tensors that MLA saves. Latents are saved for this rank's T tokens; backward gathers those of all U tokens."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
     if config.q_lora_rank is not None:
@@ -259,7 +259,7 @@ def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) ->
 
 
 def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Logits or scores, for the selection and again for the balancing losses. The input is the norm's output."""
+    """Tensors that the router saves in addition to its input (the norm's output), which is counted with the norm."""
     router, tokens = config.router, sizes.residual
     losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
     number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
@@ -271,7 +271,7 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivati
 
 
 def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """The input rows of fc1 are copies of tokens; the output of fc2 is saved only if it is multiplied by the probs."""
+    """Tensors that routed experts save. fc2's output is saved only if it is multiplied by the probs."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
@@ -308,14 +308,14 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """The input is the final norm's output. A chunked loss saves no logits."""
+    """Tensors that head and loss save, without the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)
 
 
 def _mtp_layer(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """One depth of multi-token prediction. Its input hidden state is already saved as the final norm's output."""
+    """Tensors that one MTP depth saves. Its input hidden state is already saved as the final norm's output."""
     hidden, tokens = model.hidden_size, sizes.residual
     yield _tensor("mtp", "embedding", "T H", tokens * hidden, sizes.activation)
     yield _tensor("mtp", "statistics", "T", 2 * tokens, sizes.internal)

@@ -34,7 +34,7 @@ class LoadChoice:
 
     @classmethod
     def of(cls, router: RouterConfig) -> "LoadChoice":
-        """Selection of a router with equally likely experts."""
+        """Random selection with the number of experts, the groups and the top-k of `router`."""
         if not router.num_groups or not router.group_topk:
             return cls(router.num_experts, router.topk)
         return cls(router.num_experts, router.topk, router.num_groups, router.group_topk)
@@ -70,7 +70,7 @@ class LoadChoice:
         return sum(weight * _none(self._candidates, held, self.topk) for held, weight in self._held(parts, num_parts))
 
     def _mean_square(self, num_parts: int) -> float:
-        """Mean square of the number of a token's experts on one part."""
+        """Mean of the square of the number of a token's experts on one part."""
         total, candidates = 0.0, self._candidates
         for held, weight in self._held([0], num_parts):
             mean = self.topk * held / candidates
@@ -80,11 +80,11 @@ class LoadChoice:
 
     @property
     def _candidates(self) -> int:
-        """Experts in the selected groups."""
+        """Number of experts in the selected groups."""
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """Distribution of the number of experts on these parts in selected groups, as (number, probability)."""
+        """Distribution of the number of experts on `parts` that are in a selected group: (number, probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
         by_group = Counter(expert // per_group for expert in experts)

@@ -18,9 +18,9 @@ class FlopCount(Amounts[int]):
     """FLOPs of forward and backward by kind, excluding recompute."""
 
     attention: int = 0
-    """Projections."""
+    """Projections of attention."""
     core_attention: int = 0
-    """q k^T and probs v."""
+    """GEMMs q k^T and probs v of attention."""
     dense_mlp: int = 0
     experts: int = 0
     """`topk` routed experts per token, and their latent projections."""
@@ -28,7 +28,7 @@ class FlopCount(Amounts[int]):
     mtp: int = 0
     """Layers and projections of multi-token prediction, without its logits."""
     head: int = 0
-    """Logits of the next token and of each depth of multi-token prediction."""
+    """Output projection to logits, for the next token and for each depth of multi-token prediction."""
 
 
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
@@ -77,8 +77,8 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
 
 
 def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
-    """Twice the query-key pairs of one sequence, as a continuous area: S^2 / 2 under the causal mask,
-    w S - w^2 / 2 with a window of w tokens."""
+    """Twice the number of query-key pairs of one sequence. Pairs are counted as a continuous area: S^2 / 2 under the
+    causal mask, w S - w^2 / 2 with a window of w tokens."""
     if not core.causal:
         return 2 * seq_length * seq_length
     left = core.window[0] if core.window else -1

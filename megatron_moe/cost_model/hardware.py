@@ -47,7 +47,7 @@ class GPU:
         return peak
 
     def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
-        """(dense FLOP/s, format) of matrix products in `dtype`, or in bf16 if no rate is published for it."""
+        """(dense FLOP/s, format) of GEMMs in `dtype`, or in bf16 if no rate is published for `dtype`."""
         peak = peak_flops(self.name, dtype)
         return (self.bf16, "bf16") if peak is None else (peak, dtype)
 

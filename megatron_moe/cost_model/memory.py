@@ -39,9 +39,9 @@ _LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1
 _FEW_GROUPS = 4
 """Number of microbatch groups after which a schedule is periodic."""
 LATE = "waiting for weight gradients"
-"""Module name of the expert rows and gradients that are kept after backward for delayed weight gradients."""
+"""Module name of expert rows and gradients that stay allocated after backward for delayed weight gradients."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Microbatches of each chunk: (number in flight, number past backward whose expert weight gradients are delayed)."""
+"""Microbatch counts by chunk: (in flight, waiting for expert weight gradients after the rest of backward)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class RankBytes:
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4.
 
-    With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, master weights and moments: 6 + 12 / d per parameter.
+    With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, masters and moments: 6 + 12 / d bytes per parameter.
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.use_distributed_optimizer
@@ -122,14 +122,14 @@ def _moments(precision: PrecisionConfig) -> int:
 
 
 class _ChunkActivations(NamedTuple):
-    """Saved bytes of one microbatch in one chunk, on the device by module and on the host."""
+    """Bytes that one chunk saves for one microbatch: on the device, by module, and on the host."""
 
     modules: dict[str, float]
     on_host: float
 
 
 class _Placed(NamedTuple):
-    """Bytes of a saved tensor on the device, on the host and recomputed in backward."""
+    """Division of a saved tensor's bytes: stored on the device, offloaded to the host, and recomputed in backward."""
 
     device: float
     host: float = 0.0
@@ -152,7 +152,7 @@ class RankMemory:
         return self.on_another_plan(replace(self.plan, memory=memory))
 
     def on_another_plan(self, plan: RunPlan) -> "RankMemory":
-        """Memory of a plan that differs in memory options and optimizer only, reusing cached results."""
+        """Memory of a plan that differs only in memory options and optimizer, reusing cached results."""
         other = RankMemory(plan, self.sizes.imbalance)
         other._layers, other._held, other._moments = self._layers, self._held, self._moments
         return other
@@ -197,8 +197,8 @@ class RankMemory:
         )
 
     def moments(self, rank: int) -> list[Moment]:
-        """Distinct numbers of microbatches that a pipeline rank stores after each computation, over a few groups of
-        microbatches: the rest of a long step is periodic."""
+        """Distinct values of `Moment` after the computations of a pipeline rank. Simulates only a few groups of
+        microbatches, because the rest of a long step is periodic."""
         interval = self.plan.memory.moe_expert_wgrad_interval
         schedule = self.plan.schedule(self.plan.num_microbatches)
         count = min(schedule.num_microbatches, groups_of_moments(interval) * schedule.group)
@@ -213,7 +213,7 @@ class RankMemory:
         return state_bytes(self.plan, *self._held_of(rank))
 
     def held(self, rank: int) -> HeldElements:
-        """Parameters of one pipeline rank."""
+        """Number of parameters of one pipeline rank."""
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
@@ -254,7 +254,7 @@ class RankMemory:
         for place, layer in enumerate(stage.layers):
             tensors = self.tensors(plan.model.layers[layer])
             if _recomputes_whole(recompute, place):
-                # only the input is saved: of every layer, or of the first one of each recomputed group
+                # only layer inputs are saved: of every layer, or of the first layer of each recomputed group
                 first = recompute.recompute_method == "block" or place % recompute.recompute_num_layers == 0
                 tensors = [each for each in tensors if first and (each.module, each.name) == ("input_norm", "input")]
             saved += tensors
@@ -279,7 +279,7 @@ class RankMemory:
             return _Placed(0.0, recomputed=tensor.bytes)
         size = tensor.elements * _LOW_ACTIVATION.get(low, 1.0) if tensor.low and low else float(tensor.bytes)
         if memory.paged_stash is not None and tensor.even_bytes:
-            # rows restored from the stash need no extra memory: a dispatch, which has ended by then, needs more
+            # rows restored from the stash do not raise the peak: the earlier dispatch needs more memory
             return _Placed(
                 size * memory.paged_stash.moe_paged_stash_buffer_size_factor_cuda * tensor.even_bytes / tensor.bytes
             )
@@ -291,7 +291,7 @@ class RankMemory:
         return _Placed(size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
-        """Bytes that a layer saves, before offload."""
+        """Bytes that a layer saves for one microbatch with recompute, before offload."""
         return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
     def _late(self, layer: LayerConfig) -> float:
@@ -324,7 +324,7 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Bytes of offloaded optimizer state on the device during the update: all of it, or two chunks."""
+        """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks of it."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
@@ -352,8 +352,8 @@ def groups_of_moments(interval: int) -> int:
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
-    """Distinct moments after the schedule's entries, in order. In an overlapped pair, one microbatch saves in each
-    layer as much as the other frees. Expert weight gradients: every `interval` microbatches and at the step's end."""
+    """Distinct moments after the schedule's entries, in order. Delayed expert weight gradients are computed every
+    `interval` microbatches and at the end of the step."""
     now, done = [0] * num_chunks, [0] * num_chunks
     found: dict[Moment, None] = {}
     for entry in entries:
@@ -369,7 +369,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most bytes. `chunks` and `late`: each chunk's bytes per microbatch in flight and delayed."""
+    """Moment with the most bytes. `chunks`, `late`: bytes of an in-flight and of a delayed microbatch, by chunk."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 

@@ -40,7 +40,7 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
 
 
 def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
-    """Report of a plan: sizes, model, memory, communication and time. With unknown layers, only the sizes."""
+    """Report of a plan: sizes, model, memory, communication and time. If the layers are unknown, only the sizes."""
     placements = Placements(gpu).of_all(plan.parallel)
     sizes: Facts = {
         "unknown_layers": list(plan.unknown_layers),

@@ -168,9 +168,9 @@ class Communication:
             yield self._sharded_linears("shared experts", hidden, hidden)
 
     def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0) -> Traffic:
-        """Traffic of the inputs of column-parallel linears and the outputs of row-parallel ones, in channels. `other`:
-        channels gathered for attention itself and not gathered again in backward: MLA's shared rotated k, or q, k and v
-        if ranks share query groups."""
+        """Traffic of column-parallel linears with `columns` input channels and row-parallel linears with `rows` output
+        channels. `other`: channels gathered for core attention and not gathered again in backward (MLA's shared rotated
+        k; or q, k and v if ranks share query groups)."""
         if self.plan.parallel.sequence_parallel:
             passes = 3 * columns + 2 * (rows + other)
         else:
@@ -227,7 +227,7 @@ class Communication:
         yield ring(ranks, 2 * elements * sizes.internal, placement, group="etp_ep", what="combine: sums of all ranks")
 
     def _ends(self, rank: int) -> Iterator[Traffic]:
-        """Tensor-parallel traffic of embedding and head."""
+        """Tensor-parallel traffic of the embedding and the head, on the first and last stage."""
         hidden = self.plan.model.hidden_size
         for stage in self.plan.layout.chunks(rank):
             for each, times in (

@@ -16,7 +16,7 @@ from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, sa
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
 _PAIR_GRADS = 2
-"""Values per query-key pair in the backward of attention dropout, in addition to the saved ones."""
+"""Values per query-key pair in the backward of attention dropout, in addition to the saved values."""
 _PAIRS_OF_A_BLOCK = 5
 """Values per query-key pair of one block of blockwise attention with dropout: probability, mask, three gradients."""
 
@@ -104,7 +104,7 @@ def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes
 
 
 def _stream(hidden: int, sizes: ActivationSizes) -> float:
-    """Bytes of the gradients of the residual stream and of one part's input, [T, H] each."""
+    """Bytes of two gradients [T, H]: of the residual stream, and of the input of attention or MLP."""
     return 2.0 * sizes.residual * hidden * sizes.activation
 
 
@@ -114,8 +114,8 @@ def _gathered(parallel: ParallelConfig, sizes: ActivationSizes) -> float:
 
 
 def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Largest sum of bytes of: gradients of fc1's output and of the activation; gathered output gradient and gradient
-    of the activation; gathered input, its gradient, and gradient of fc1's output."""
+    """Peak bytes in an MLP's backward: maximum of (gradients of activation and fc1's output), (gathered output
+    gradient, gradient of activation), (gathered input, input gradient, gradient of fc1's output)."""
     ffn, gathered = sizes.inner * config.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
     products = (1 + config.activation.fan) * ffn
     return max(
@@ -124,7 +124,7 @@ def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes)
 
 
 def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Gradient of fc1's output, and the larger of the gradients of the activation and of the input rows."""
+    """Peak workspace: gradient of fc1's output, plus that of the activation or of the input rows (the larger)."""
     experts = config.experts
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance) * sizes.activation
     ffn = experts.ffn_hidden_size
@@ -132,7 +132,7 @@ def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSi
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Buffers of rows as sent, as received, and as sorted by expert."""
+    """Workspace of the token dispatcher: buffers of sent rows, of received rows, and of rows sorted by expert."""
     if parallel.ep * parallel.etp == 1:
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual

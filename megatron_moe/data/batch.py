@@ -29,7 +29,7 @@ class TokenMeta:
     valid_BS: Tensor | None = None
     """bool; False for padding tokens, which routers and balancing losses ignore. None: all tokens are valid."""
     part: SequencePart | None = None
-    """Sequence positions of this context-parallel rank, to which these tensors are restricted. None: all."""
+    """Sequence positions of this context-parallel rank, to which these tensors are restricted. None: all positions."""
     whole_segments_BS: Tensor | None = None
     """`segments_BS` of the unsplit sequences, if context parallelism splits them."""
     cu_seqlens: Tensor | None = None
@@ -38,7 +38,7 @@ class TokenMeta:
     """Length of the longest document, on the host; None if attention is not limited to documents."""
 
     def take(self, x_BS: Tensor) -> Tensor:
-        """This rank's part of a tensor over the whole sequence."""
+        """Slices a [B, S] tensor of whole sequences to this context-parallel rank's positions."""
         return x_BS if self.part is None else self.part.take(x_BS)
 
 
@@ -86,7 +86,7 @@ class MicroBatch:
     tokens_BS: Tensor
     """int64"""
     labels_BS: Tensor
-    """int64; label of every token: the token after it"""
+    """int64; label of every position: the next token."""
     loss_mask_BS: Tensor
     """Loss weight of every token, in promote(fp32, params dtype)."""
     context: MicrobatchContext
@@ -112,7 +112,7 @@ class MaskConfig:
 
 
 class Samples(Protocol):
-    """`DocumentSamples` or `BlendedSamples`."""
+    """Training samples by index: `DocumentSamples` or `BlendedSamples`."""
 
     def __len__(self) -> int: ...
     @property
@@ -195,7 +195,7 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
     """Number of tokens that are not padding; a device tensor if there is padding.
 
     With `--calculate-per-token-loss`, balancing losses are multiplied by this number, as in Megatron-Core, and divided
-    by the number of tokens in the loss. They have a larger weight if `--eod-mask-loss` masks tokens.
+    by the number of tokens in the loss. Their weight is therefore larger if `--eod-mask-loss` masks tokens.
     """
     valid_BS = batch.context.tokens.valid_BS
     return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()

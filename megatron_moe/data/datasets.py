@@ -85,13 +85,13 @@ def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def split_range(share: tuple[float, float], num_documents: int) -> range:
-    """Documents of one share of the split."""
+    """Range of documents for one (begin, end) share of `parse_split`."""
     begin, end = (int(round(edge * float(num_documents))) for edge in share)
     return range(begin, end)
 
 
 def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """Number of samples of each data set in a blend of `size` samples, increased by `surplus`; `weights` sum to 1."""
+    """Samples of each data set in a blend of `size` samples, plus the fraction `surplus`; `weights` sum to 1."""
     return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 

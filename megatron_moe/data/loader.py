@@ -21,17 +21,17 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class BatchSchedule:
-    """Global batch size, in microbatches of all data-parallel ranks, by consumed samples (`BatchConfig.size_at`)."""
+    """Batch size and number of microbatches of a step as functions of the samples consumed before the step."""
 
     def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
         self.micro = batch.micro_batch_size
         self.data_parallel = data_parallel
         self.full = batch.global_batch_size
         self.global_batch = batch.size_at
-        """Sequences of the step that begins after a number of consumed samples."""
+        """Function: number of consumed samples -> global batch size (sequences) of the next step."""
 
     def num_microbatches(self, consumed: int) -> int:
-        """Microbatches of every rank in the step that begins after `consumed` samples."""
+        """Number of microbatches per data-parallel rank in the step that begins after `consumed` samples."""
         size, micro_step = self.global_batch(consumed), self.micro * self.data_parallel
         assert size and size % micro_step == 0, (
             f"{size} sequences are no multiple of {self.micro} x {self.data_parallel}"
@@ -51,7 +51,7 @@ class SampleOrder:
     num_samples: int
     seed: int
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cached permutation of the last pass; drawing that of a large data set takes longer than a step."""
+    """Cached permutation of the last pass; drawing the permutation of a large data set takes longer than a step."""
 
     @property
     def end(self) -> int | None:
@@ -84,9 +84,8 @@ class SampleOrder:
 
 
 def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
-    """Positions in the sample order of data-parallel rank `rank` in one step, int64 [microbatches, micro].
-
-    A microbatch takes the next micro * dp positions, of which rank r gets the r-th slice.
+    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [microbatches, micro]. Each
+    microbatch uses the next micro * dp positions, of which rank r gets the r-th slice.
     """
     shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
     positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)
@@ -220,7 +219,7 @@ class EvalLoader(_MicrobatchLoader):
     """Iterates over the batches of one validation or test set.
 
     Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, every
-    evaluation uses all full batches, and DataProblem is raised if there is no full batch.
+    evaluation uses all full batches, of which at least one must exist (else DataProblem).
     """
 
     def __init__(

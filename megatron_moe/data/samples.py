@@ -232,8 +232,8 @@ def blend_order(
 ) -> dict[str, np.ndarray]:
     """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
 
-    Greedy: draws from the data set with the largest deficit relative to its weight, the first one of equals. `limits`
-    are the numbers of samples of the data sets, none of which is exceeded.
+    Greedy: draws from the data set with the largest deficit relative to its weight, on a tie from the first one.
+    `limits`: maximum number of samples from each data set.
     """
     shares = np.asarray(weights, dtype=np.float64)
     used = np.zeros(len(shares), dtype=np.float64)

@@ -84,13 +84,13 @@ def _check_surrogates(text: str, key: str) -> None:
 
 
 def read_records(path: Path) -> Iterator[TextRecord]:
-    """Records of one file. Raises `DataProblem` if it cannot be read completely."""
+    """Yields the records of one file. Raises `DataProblem` if it cannot be read completely."""
     for chunk in read_chunks(path):
         yield from chunk.records
 
 
 def read_chunks(path: Path) -> Iterator[TextChunk]:
-    """Records of one file in chunks of about 1 MiB. Raises `DataProblem` if it cannot be read completely."""
+    """Yields the records of one file in chunks of about 1 MiB. Raises `DataProblem` if it cannot be read completely."""
     with _opened(path) as (stream, file):
         records: list[TextRecord] = []
         size = before = 0

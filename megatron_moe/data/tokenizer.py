@@ -20,7 +20,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
-"""Id that stands for a missing token, e.g. of a tokenizer without padding token."""
+"""Id used for a missing token, e.g. the padding token of a tokenizer without padding."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -80,7 +80,7 @@ def local_copy(model: Path) -> Path:
     """Returns `model` if the path exists, else the copy of the Hugging Face repository `model` in the local cache.
 
     The cache has one folder `snapshots/<revision>` per downloaded revision; `refs/main` names the current revision.
-    Never uses the network. Raises `DataProblem` if there is no copy.
+    Never uses the network. Raises `DataProblem` if the cache has no copy.
     """
     if model.exists():
         return model
@@ -119,7 +119,7 @@ def vocab_size_of(config: TokenizerConfig) -> int:
 
 
 def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
-    """Ids separated by spaces; `eod` defaults to the last id of the vocabulary."""
+    """Tokenizer for texts of ids separated by spaces; `eod` defaults to the last id of the vocabulary."""
     end = vocab_size - 1 if eod is None else eod
     for name, token in (("--null-tokenizer-eod-id", end), ("--null-tokenizer-pad-id", max(pad, 0))):
         if token >= vocab_size:
@@ -146,7 +146,7 @@ def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    """UTF-8 bytes as ids 0 to 255; 256 is end-of-document."""
+    """Tokenizer with UTF-8 bytes as ids 0 to 255; 256 is end-of-document."""
     return Tokenizer(
         encode=lambda text: list(text.encode()),
         decode=lambda ids: bytes(number for number in ids if number < 256).decode(errors="replace"),
@@ -157,7 +157,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
-    """SentencePiece model; its end-of-sentence piece is end-of-document."""
+    """Loads a SentencePiece model; its end-of-sentence piece is end-of-document."""
     content = _read(path)
     processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor()
     try:
@@ -178,7 +178,7 @@ def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
 
 
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
-    """`tokenizer.json`, or a folder with one; `tokenizer_config.json` in that folder names the special tokens.
+    """Loads `tokenizer.json` or its folder, in which `tokenizer_config.json` names the special tokens.
 
     Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
     """
@@ -221,7 +221,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 
 def _gpt2_bpe_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Byte-level BPE of GPT-2 from vocab.json and merges.txt; <|endoftext|> is end-of-document."""
+    """Loads the byte-level BPE of GPT-2 from vocab.json and merges.txt; <|endoftext|> is end-of-document."""
     package = optional_package("tokenizers", "this tokenizer")
     if config.vocab_file is None or config.merge_file is None:
         raise DataProblem("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
@@ -237,7 +237,7 @@ def _gpt2_bpe_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _of_package(tokenizer: Any, *, vocab: Mapping[str, int], **fields: Any) -> Tokenizer:
-    """Tokenizer of the package `tokenizers`."""
+    """Wraps a tokenizer of the package `tokenizers`."""
     return Tokenizer(
         encode=lambda text: tokenizer.encode(text).ids,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
@@ -247,7 +247,7 @@ def _of_package(tokenizer: Any, *, vocab: Mapping[str, int], **fields: Any) -> T
 
 
 def _tik_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
+    """Loads a JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
 
     The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers), followed by the tokens in
     rank order. `config.vocab_size` limits the number of ids; default, as in Megatron: 131,072 ids in total.

@@ -1,8 +1,8 @@
 """Attention mask between two parts of a sequence, as rectangles of query rows and keys with one diagonal band each.
 
 A part consists of chunks of consecutive positions. The mask between a query chunk and a key chunk is a band around the
-diagonal, given by two numbers. Fully masked rectangles are omitted and unmasked ones need no mask; the host knows both
-cases without a synchronisation. Document boundaries are on the device and are applied by the kernels.
+diagonal, given by two numbers. Fully masked rectangles are omitted and unmasked ones need no mask; the host detects
+both cases without a device synchronisation. Document boundaries are on the device and are applied by the kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ Chunks = tuple[range, ...]
 
 @dataclass(frozen=True)
 class MaskBlock:
-    """Rectangle of query rows and keys with a diagonal mask band. Row i and key j are counted within the rectangle."""
+    """Rectangle of query rows and keys with a diagonal mask band. Row i and key j are relative to the rectangle."""
 
     rows: slice
     keys: slice

@@ -15,7 +15,7 @@ class ShardedInput(NamedTuple):
     """Sequence-parallel input of `linear`. Only the shard is saved; backward gathers it again."""
 
     shard: Tensor
-    """Positions of this tensor-parallel rank, [S / tp, B, I]."""
+    """This tensor-parallel rank's shard of the input, [S / tp, B, I]."""
     gather: Callable[[Tensor], Tensor]
     """All-gathers the shard to [S, B, I]; not recorded by autograd."""
 
@@ -46,7 +46,7 @@ def grouped_linear(
 
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows `ids` (int64 [...]) of weight [V, H] -> [..., H]. The weight's gradient goes to its sink, as in `linear`."""
+    """Looks up rows `ids` (int64 [...]) of weight [V, H] -> [..., H]. Handles the weight gradient as `linear` does."""
     out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
     return out
 
@@ -132,7 +132,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
-    """Adds the computation of a weight gradient to the weight's sink; without a sink, computes and returns it."""
+    """Passes `compute` to the weight's sink, which adds the gradient; without a sink, returns the gradient."""
     sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:
         sink.add(compute)

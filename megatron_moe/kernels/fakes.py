@@ -48,7 +48,7 @@ class _Triton:
 
 
 class _BackendLoader:
-    """Executes modules of the backends, which import each other and the stand-in."""
+    """Loads backend modules whose imports resolve to each other and to the fake Triton module."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -104,7 +104,7 @@ def _serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> 
 
 
 def _attend(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float) -> Sequence[Tensor]:
-    """Returns output, log-sum-exp [B, N, S, 1], dropout seed and dropout offset."""
+    """Fake attention forward: returns output, log-sum-exp [B, N, S, 1], dropout seed and dropout offset."""
     batch, heads, seq, _ = q_BNSD.shape
     out_SBNE = q_BNSD.new_empty(seq, batch, heads, v_BGSE.shape[-1])
     lse_BNS1 = q_BNSD.new_empty(batch, heads, seq, 1, dtype=torch.float32)
@@ -115,8 +115,8 @@ def _attend(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **
 def _differentiate(
     grad_BNSE: Tensor, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float
 ) -> Sequence[Tensor]:
-    """Returns the gradients of q, k and v. Workspace: the gradient of q in fp32; if several query heads share keys and
-    values, also the gradients of k and v per query head."""
+    """Fake attention backward: returns the gradients of q, k and v. Allocates as workspace the gradient of q in fp32
+    and, if query heads share keys and values, the gradients of k and v per query head."""
     batch, heads, seq, _ = q_BNSD.shape
     grads = [x.new_empty([x.shape[i] for i in (2, 0, 1, 3)]).permute(1, 2, 0, 3) for x in (q_BNSD, k_BGSD, v_BGSE)]
     wide_q = q_BNSD.new_empty(q_BNSD.shape, dtype=torch.float32)

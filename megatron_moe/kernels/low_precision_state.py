@@ -119,7 +119,7 @@ def pack(
 
 
 def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds weights to `dtype`: fp32 to bf16 to nearest, ties away from zero; otherwise as torch rounds."""
+    """Rounds weights to `dtype`. From fp32 to bf16, ties round away from zero; otherwise torch's rounding is used."""
     if (numbers.dtype, dtype) != (torch.float32, torch.bfloat16):
         return numbers.to(dtype)
     away = ((numbers.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

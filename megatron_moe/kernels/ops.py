@@ -58,7 +58,7 @@ class GroupedPart(NamedTuple, Generic[Matrix]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:
-    """Source token of every row in expert-sorted order, on the device. The host knows all sizes."""
+    """Source token of every row in expert-sorted order, on the device. All sizes are known on the host."""
 
     token_R: Tensor
     """int64 token of each row; -1 for padding rows."""
@@ -111,7 +111,7 @@ class AttentionInputs(NamedTuple):
     segments_BS: Tensor | None = None
     """int64 document id of each position; attention does not cross documents. None: one document."""
     dropout_key: DropoutKey | None = None
-    """None: no dropout."""
+    """Key of the random numbers of the dropout mask; None: no dropout."""
     head_part: Part = (0, 1)
     """(index, count) of this rank's part of all heads; the dropout mask is that part of the mask for all heads."""
 
@@ -145,7 +145,7 @@ class AttentionResult(NamedTuple):
 
     grad_SBNE: Tensor
     out_SBNE: Tensor
-    """In the dtype of q."""
+    """Attention output, in the dtype of q."""
     lse_SBN: Tensor
     """Log-sum-exp of the logits, in the internal dtype."""
     delta_SBN: Tensor
@@ -239,7 +239,7 @@ class Kernels(Protocol):
         ...
 
     def grouped_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
-        """Input gradient of the grouped GEMM: grad [R, O], weight [e, O, I] -> [R, I]; same undefined rows."""
+        """Input gradient of the grouped GEMM: grad [R, O], weight [e, O, I] -> [R, I]; padding rows are undefined."""
         ...
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
@@ -308,9 +308,9 @@ class Kernels(Protocol):
 
     # elementwise and loss: differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-        """x [..., F], or [..., 2F] with the gate first if gated, times probs [...] if not None -> [..., F]. Padding
-        rows have probability 0 and may contain any values, nan included: their results and gradients of x are 0, and so
-        are their gradients of probs for any finite incoming gradient."""
+        """Applies the activation to x [..., F] (gated: [..., 2F], gate first); multiplies by probs [...] if not None ->
+        [..., F]. Padding rows have probability 0 and may contain any values, nan included: their results and gradients
+        of x are 0, and so are their gradients of probs for any finite incoming gradient."""
         ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -351,9 +351,9 @@ class Kernels(Protocol):
 
     # rows
     def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
-        """Sorts choices by expert, stably by token. Each expert's rows are padded to a multiple of `align`. Without a
-        capacity, R = `most_rows(T * K, E, align)`. `capacity` is rounded up to a multiple of `align`; then R = E *
-        capacity, and expert e has rows [e * capacity, (e + 1) * capacity)."""
+        """Sorts choices by expert; choices of one expert keep token order. Each expert's rows are padded to a multiple
+        of `align`. Without a capacity, the number of rows R is `most_rows(T * K, E, align)`. `capacity` is rounded up
+        to a multiple of `align`; then R = E * capacity, and expert e has rows [e * capacity, (e + 1) * capacity)."""
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
@@ -448,7 +448,7 @@ class Kernels(Protocol):
 
 
 def most_rows(num_choices: int, num_experts: int, align: int) -> int:
-    """Maximum number of rows of any routing: each expert with a choice has at most `align - 1` padding rows."""
+    """Maximum number of rows for any routing: each expert with a choice has at most `align - 1` padding rows."""
     return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
 
 

@@ -123,7 +123,7 @@ def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """Zhang and Sennrich, arXiv 1910.07467."""
+    """RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
     wide = x.to(internal_dtype(x.dtype))
     scale = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -136,7 +136,7 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_c
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """Ba, Kiros and Hinton, arXiv 1607.06450."""
+    """LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450)."""
     wide = x.to(internal_dtype(x.dtype))
     scale = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
     centred = wide - wide.mean(-1, keepdim=True)
@@ -145,7 +145,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 
 
 def rope(x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
-    """Su et al., arXiv 2104.09864 section 3.4.2."""
+    """Rotary position embedding (Su et al., arXiv 2104.09864 section 3.4.2)."""
     width = cos_SBD.shape[-1]
     before, rotated, rest = x_SBND.split((start, width, x_SBND.shape[-1] - start - width), dim=-1)
     rotated = rotated.to(internal_dtype(x_SBND.dtype))
@@ -185,7 +185,7 @@ def split_heads(
 
 
 def latent_key_value(kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V2, arXiv 2405.04434 section 2.1.2."""
+    """Keys and values of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1.2)."""
     key_SBND, value_SBNE = kv_SBNC.split((key_width, kv_SBNC.shape[-1] - key_width), dim=-1)
     shared_SBNR = shared_SBR[:, :, None].expand(-1, -1, kv_SBNC.shape[2], -1)
     return torch.cat([key_SBND, shared_SBNR], dim=-1), value_SBNE
@@ -226,7 +226,7 @@ def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: b
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    """Gated forms: Shazeer, arXiv 2002.05202."""
+    """Activation of an MLP, times probs; gated forms as in Shazeer, arXiv 2002.05202."""
     wide = x_RF.to(internal_dtype(x_RF.dtype))
     if probs_R is not None:
         probs = probs_R.to(wide.dtype)[..., None]
@@ -276,7 +276,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
-    """Loshchilov and Hutter, arXiv 1711.05101, as `torch.optim.AdamW` computes it."""
+    """AdamW step (Loshchilov and Hutter, arXiv 1711.05101), with the arithmetic of `torch.optim.AdamW`."""
     wide = internal_dtype(master.dtype)
     beta1, beta2 = move.beta1, move.beta2
     grad = grad.to(wide) * move.grad_scale.to(wide)

@@ -22,7 +22,7 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
 
 
 class _ReferenceGateProduct(torch.autograd.Function):
-    """Written out, so that the wide copies of hidden states and weight do not live until the backward."""
+    """Router GEMM with an explicit backward, so that copies of the inputs in a wider dtype are not saved."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,7 +140,7 @@ def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Sets experts outside the best `group_topk` groups to -inf; group score: sum of its topk // group_topk best."""
+    """Sets experts outside the best `group_topk` groups to -inf; groups are ranked by their topk // group_topk best."""
     if config.group_topk is None:
         return ranking_TE
     assert config.num_groups is not None and config.group_topk <= config.topk, (
@@ -159,7 +159,7 @@ def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
 
 
 def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
-    """Weight of every choice, 0 where the id is -1."""
+    """Probability of every choice; 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
     if selects_on_logits(config):
@@ -221,7 +221,7 @@ def place(
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    wide = tokens_TH.to(internal_dtype(tokens_TH.dtype))  # so that backward sums in the internal dtype
+    wide = tokens_TH.to(internal_dtype(tokens_TH.dtype))  # widened first, so that backward sums in the internal dtype
     return or_nothing(wide)[index.token_R].to(tokens_TH.dtype)
 
 

@@ -113,7 +113,7 @@ def select_requested(
         return Selection(op, request, reference.REASON)
     backend = backends[request]
     if not required and op not in backend.provides:
-        return Selection(op, reference.NAME, f"{reference.REASON}; {request} has no {op}")
+        return Selection(op, reference.NAME, f"{reference.REASON}; {request} does not provide {op}")
     support = support_of(op, backend, device, dtype)
     if support.fit is Priority.NO:
         able = [name for name, b in backends.items() if support_of(op, b, device, dtype).fit is not Priority.NO]
@@ -131,7 +131,7 @@ def support_of(op: str, backend: Backend, device: torch.device, dtype: torch.dty
         return Support(Priority.NO, f"it does not provide {op}")
     missing = backend.missing()
     if missing:
-        return Support(Priority.NO, f"it needs {', '.join(missing)}, not installed here")
+        return Support(Priority.NO, f"it requires {', '.join(missing)} (not installed)")
     support: Support = backend.load().support(op, device, dtype)
     return support
 

@@ -78,8 +78,8 @@ def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
 
 
 def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], iteration: int) -> None:
-    """Counts the choices of all microbatches of a step into `Router.counts_ahead`. The forward of the step reads the
-    counts of the global balancing loss from there, as a recomputed forward does."""
+    """Runs an additional forward over all microbatches of a step and stores the choices per expert in
+    `Router.counts_ahead`, from which the step's forward reads the counts of the global balancing loss."""
     with torch.no_grad():
         for batch in trainer.prepare(batches, iteration):
             trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))

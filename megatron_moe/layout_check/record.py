@@ -50,7 +50,7 @@ class RankRecord:
 
     rank: int
     place: dict[str, int]
-    """Rank coordinates on the attention grid and the expert grid, by axis name."""
+    """Coordinates of the rank on the attention grid and the expert grid, by axis name."""
     losses: list[float] = field(default_factory=list)
     """Reported loss per step."""
     norms: list[dict[str, float]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class RankRecord:
     biases: dict[int, Tensor] = field(default_factory=dict)
     """Expert biases after the last step, by layer index."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Choices per expert on this rank, summed over all steps, int64 [E] by layer index."""
+    """Layer index -> number of this rank's (token, expert) choices of each expert, summed over all steps; int64 [E]."""
 
 
 def record_run(
@@ -119,7 +119,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
 
 
 def place_of(context: ParallelContext) -> dict[str, int]:
-    """Rank coordinates by axis: pp, dp, cp, tp and edp, ep, etp."""
+    """Coordinates of this rank by axis name: pp, dp, cp, tp and edp, ep, etp."""
     attention = attention_grid(context.config).coordinates(context.rank)
     expert = expert_grid(context.config).coordinates(context.rank)
     place = {axis: attention[axis] for axis in ("pp", "dp", "cp", "tp")}
@@ -140,7 +140,7 @@ def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[Metri
 
 
 def _count_tokens(trainer: Trainer, record: RankRecord) -> None:
-    """Registers router hooks that accumulate the choices per expert in `record`."""
+    """Registers router hooks that add the number of choices of each expert to `record.tokens`."""
 
     def count(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         assert isinstance(router, Router)

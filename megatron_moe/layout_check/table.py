@@ -18,12 +18,12 @@ from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12
-"""Measured in double precision: a different summation order costs 4e-16; typical faults exceed 1e-3."""
+"""Maximum relative error in double precision. Another summation order causes 4e-16; typical faults cause over 1e-3."""
 ABSOLUTE_TOLERANCE = 1e-14
 COPY_TOLERANCE = 1e-12
-"""Allowed relative difference between two copies of one tensor."""
+"""Maximum relative difference between two copies of one tensor."""
 CONSTANT = 1e-6
-"""Maximum residual of a constant ratio, relative to the largest element of the tensor."""
+"""Maximum deviation from a constant ratio of two tensors, relative to the largest element."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float
 
 
 def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
-    """Losses, gradient norms and metrics by (name with step, layer)."""
+    """Kind of quantity (loss, norm, metric) -> (name with step number, layer index) -> value."""
     norms, metrics = enumerate(record.norms, 1), enumerate(record.metrics, 1)
     return {
         "loss": {(f"step {step}", None): loss for step, loss in enumerate(record.losses, 1)},
@@ -108,13 +108,13 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
 def _figure_rows(
     what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
-    """Compares scalars: each one of the oracle must be on some rank, and equal on all ranks that have it."""
+    """Compares scalars: each scalar of the oracle must be recorded by a rank, and all recorded values must agree."""
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
         known = [(rank, torch.tensor(each[key], dtype=torch.float64)) for rank, each in enumerate(ranks) if key in each]
         if not known:
-            yield ComparisonRow(what, name, "", float("inf"), None, "no rank has it", bad=True)
+            yield ComparisonRow(what, name, "", float("inf"), None, "no rank recorded this value", bad=True)
             continue
         worst = max(known, key=lambda pair: _error(pair[1], wanted))[1]
         remark = ""
@@ -133,13 +133,13 @@ def _tensor_rows(
     for name, held in oracle.items():
         parts = [(rank, each[name]) for rank, each in enumerate(ranks) if name in each]
         if not parts:
-            yield ComparisonRow(what, name, held.meta.grid, float("inf"), None, "no rank holds it", bad=True)
+            yield ComparisonRow(what, name, held.meta.grid, float("inf"), None, "no rank has this tensor", bad=True)
             continue
         whole, remark = assemble(parts, held.value)
         yield _row(what, name, held.meta.grid, whole, held.value, rtol, remark, axes)
     unknown = sorted({name for each in ranks for name in each} - set(oracle))
     for name in unknown:
-        yield ComparisonRow(what, name, "", float("inf"), None, "one rank has no such parameter", bad=True)
+        yield ComparisonRow(what, name, "", float("inf"), None, "the single-rank run has no such parameter", bad=True)
 
 
 def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
@@ -274,7 +274,7 @@ def summary(comparison: Comparison) -> str:
 
 
 def _diagnosis(comparison: Comparison) -> Iterator[str]:
-    """Yields lines on wrong gradients of the first step: all later differences follow from these."""
+    """Yields lines about wrong gradients of the first step, which cause all later differences."""
     wrong = [row for row in comparison.bad if row.what == "gradient"]
     if not wrong:
         return

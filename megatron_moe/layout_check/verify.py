@@ -34,9 +34,9 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: 
     """Trains `num_steps` steps on all ranks of the plan and on one rank, and compares their records.
 
     Args:
-        plan: in double precision, with the launch of any of its ranks.
-        timeout: seconds that the ranks may take.
-        fault_seed: fault injected for the ranks.
+        plan: double-precision plan, as launched on any of its ranks.
+        timeout: maximum run time of the ranks in seconds.
+        fault_seed: fault to inject into the ranks, but not into the single-rank run.
 
     Raises:
         RankFailure: a rank failed or timed out.
@@ -113,7 +113,7 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
 
 
 def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
-    """Process main of one rank: sends its record. Errors are printed to the shared stderr."""
+    """Runs one rank in its process and sends its record through `pipe`. Errors are printed to the shared stderr."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)

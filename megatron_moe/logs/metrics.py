@@ -45,7 +45,7 @@ class _MetricEntry:
 
 @dataclass
 class _PendingRows:
-    """Rows whose metrics are not computed yet."""
+    """Rows passed to `MetricAccumulator.collect` for one name whose metrics have not been computed yet."""
 
     fold: Fold
     of_layers: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Metric:
     """One reduced metric."""
 
     value: MetricValue
-    """Mean over the layers that recorded it, or their maximum if the reduction is "max"."""
+    """Mean over the layers that recorded the metric, or the maximum over them if the reduction is "max"."""
     layers: dict[int, MetricValue] = field(default_factory=dict)
     """Values by global layer index; empty for a metric recorded without a layer."""
 
@@ -107,8 +107,8 @@ class MetricAccumulator:
             entry.counted = counted.clone() if entry.counted is None else entry.counted.add_(counted)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """Batches rows for `fold`, which records their metrics 128 rows at a time instead of launching a dozen small
-        kernels per layer and microbatch. The caller must not modify `row` afterwards."""
+        """Stores `row` until 128 rows are available, then calls `fold`, which records the metrics of all rows at once;
+        this avoids a dozen small kernels per layer and microbatch. The caller must not modify `row` afterwards."""
         pending = self._pending.setdefault(name, _PendingRows(fold))
         pending.of_layers.setdefault(layer, []).append(row.detach())
         pending.number += 1

@@ -132,7 +132,7 @@ def truncate_metrics(path: Path, iteration: int) -> None:
 
 
 def _parse(line: bytes) -> Record | None:
-    """JSON object of a line, or None."""
+    """Parses a line; None if it is not a JSON object."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -141,7 +141,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to JSON: six digits for vectors (layers x experts numbers per record), null if non-finite."""
+    """Converts a value for JSON: non-finite to null; vectors, which may be long, rounded to six digits."""
     if isinstance(value, list):
         return [_plain(float(f"{element:.6g}")) for element in value]
     if isinstance(value, float):

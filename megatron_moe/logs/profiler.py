@@ -19,10 +19,9 @@ _MOST_ALLOCATIONS = 1_000_000
 
 
 class StepProfile:
-    """Profiles the configured steps; `enter` observes `train.events.RunEvents`.
-
-    Files go to `profile/` in the run folder: traces `rank-N.json.gz` for chrome://tracing or Perfetto, and memory
-    snapshots for https://pytorch.org/memory_viz.
+    """Profiles the configured steps; register `enter` as observer of `train.events.RunEvents`. Files go to `profile/`
+    in the run folder: traces `rank-N.json.gz` for chrome://tracing or Perfetto, and memory snapshots for
+    https://pytorch.org/memory_viz.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Starts or stops profiling at the begin of a phase. In phase "step", `iteration` begins; else it has ended."""
+        """Starts or stops profiling at the start of a phase. `iteration` has ended, except in phase "step", which
+        begins it."""
         done = iteration - 1 if phase == "step" else iteration
         if self._running and (phase != "step" or done >= self._config.profile_step_end):
             self._stop()

@@ -138,7 +138,7 @@ class Reporter:
             self.note(self._lock.warning)
 
     def due(self, iteration: int) -> bool:
-        """True if a report follows this iteration: every `--log-interval`, and after the first and last iteration."""
+        """True if a report follows this iteration: every `--log-interval` iterations, and the first and last one."""
         return iteration % self.config.log_interval == 0 or iteration in (1, self._last_iteration)
 
     def observe(self, result: StepResult) -> None:

@@ -67,7 +67,7 @@ def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: 
 
 
 def environment_text(device: torch.device) -> str:
-    """Versions, machine, source and the variables that affect speed or numerics, one `name: value` per line."""
+    """Versions, machine, source and environment variables that affect speed or numerics, as lines `name: value`."""
     rows = {
         "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         "host": socket.gethostname(),

@@ -16,7 +16,7 @@ RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run f
 """Keyword arguments of `RunLock` and `refuse_held` for run folders."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
-"""Time between two attempts; `held_by` in another process acquires the lock for a moment."""
+"""Time between two attempts to acquire the lock, which `held_by` in another process may hold for a moment."""
 
 
 class RunLock:
@@ -49,7 +49,7 @@ class RunLock:
 
     @property
     def warning(self) -> str | None:
-        """Log line for a lock that has no effect, or None."""
+        """Warning if the folder's file system has no locks, else None."""
         if self._works:
             return None
         return f"{self._folder} is on a file system without locks: a second job would not be noticed"
@@ -80,14 +80,14 @@ class RunLock:
 
 
 def refuse_held(folder: Path, *, does: str, option: str) -> None:
-    """Raises EnvironmentProblem if another job has locked the folder; for ranks that write before it is locked."""
+    """Raises EnvironmentProblem if another job has locked the folder. For ranks that do not lock it."""
     holder = held_by(folder)
     if holder is not None:
         raise _refusal(folder, does, option, holder)
 
 
 def held_by(folder: Path) -> str | None:
-    """Description of the job that has locked the folder; None if no job has, or if locks are unavailable."""
+    """Description of the job that has locked the folder; None if it is not locked or locks are unavailable."""
     try:
         with open(folder / LOCK) as file:
             try:

@@ -34,7 +34,7 @@ class Moment:
         return self._event is None or self._event.query()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Seconds between two moments; the GPU must have reached both."""
+        """Seconds from `earlier` to this moment; the GPU must have reached both events."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time

@@ -44,7 +44,7 @@ class Sink(Protocol):
 
     name: str
     rest_seconds: float
-    """Time until the next attempt after a failure; 0 if an attempt is cheap."""
+    """Seconds without attempts after a failure; 0 if an attempt is cheap."""
 
     def log(self, entry: LogEntry) -> None: ...
     def close(self) -> None: ...

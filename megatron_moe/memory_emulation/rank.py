@@ -74,7 +74,7 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs a warm-up step and a tracked step. `load`: assumed expert load; None: the other ranks take part."""
+    """Runs a warm-up step and a tracked step. `load`: assumed expert load; None if all ranks run."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:
@@ -182,7 +182,7 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
 
 
 def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
-    """Expert load that is assumed for all ranks; `imbalance`: see `RoutedLoad`."""
+    """Expert load that the emulation assumes for all ranks; `imbalance`: see `RoutedLoad`."""
     ep = context.group("ep")
     return RoutedLoad(ep.size, ep.rank, imbalance)
 

@@ -17,7 +17,7 @@ from megatron_moe.parallel.grid import all_groups
 
 Facts = dict[str, Any]
 _LEAST_SHARE = 0.0005
-"""Items below this fraction of the total are omitted from the table."""
+"""Table rows below this fraction of the total are omitted."""
 _POINTS = 1500
 """Number of points in the timeline plot."""
 

@@ -162,7 +162,8 @@ class _Gradients:
         self.grad_bias_V: Tensor | None = None
 
     def run(self, out: Tensor | None, accumulate: bool) -> None:
-        """Writes or adds the weight gradient to `out` unless None; the first call also computes the other gradients."""
+        """Writes the weight gradient to `out`, or adds it if `accumulate`; None: skips it. The first call also computes
+        the other gradients."""
         # chunks are accumulated in promote(fp32, dtype)
         wide = out
         if out is not None and out.dtype is not internal_dtype(out.dtype):

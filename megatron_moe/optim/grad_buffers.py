@@ -305,7 +305,7 @@ class GradBuffers:
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
         """Begins a step: the next gradient of every parameter overwrites that of the last step.
 
-        `num_microbatches` None: unknown. `early`: if it is known, reductions may start before `finish_grads`.
+        `num_microbatches`: None if unknown. `early`: if the number is known, starts reductions before `finish_grads`.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:

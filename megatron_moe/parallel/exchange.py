@@ -22,7 +22,7 @@ Wait = Callable[[], Tensor]
 
 
 def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for a transfer and returns its tensor, which stays alive until then."""
+    """Waits for `work` and returns `tensor`; the argument keeps it alive until the transfer has completed."""
     work.wait()
     return tensor
 

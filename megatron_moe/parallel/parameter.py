@@ -32,7 +32,7 @@ class BatchedWeightGrad:
     product: Callable[[Sequence[Any], Tensor, bool], None]
     """`product(parts, out, accumulate)` writes or adds the sum of the gradients of all parts to `out`."""
     parts: tuple[Any, ...]
-    """Operands of the merged gradients; they must not be modified until `product` has run."""
+    """Operands of the weight-gradient GEMMs that `product` merges; they must not be modified until it has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)

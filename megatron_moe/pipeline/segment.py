@@ -97,7 +97,7 @@ class SegmentedMicrobatch:
         return gradient
 
     def _places(self, slot: Slot) -> list[int]:
-        """Indices of the steps of a slot: two for an exchange, none if the layer has no such node."""
+        """Indices of the steps of a slot: two for an exchange, none if the layer has no node for the slot."""
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
 
     def _forward(self, step: Step) -> None:
@@ -127,7 +127,7 @@ class SegmentedMicrobatch:
 
 
 class _GraphCut:
-    """Cuts the graph before and after one step: `enter` converts the state for the step, `leave` its result."""
+    """Cuts the autograd graph before and after a step: `enter` converts the state for it, `leave` its result."""
 
     def __init__(self, record_use: Callable[[Tensor], None]) -> None:
         """`record_use`: called with every tensor that enters (`Streams.record_use`)."""

@@ -83,7 +83,7 @@ class Estimator:
         """Mean number of layers per pipeline rank, divided by the number of layers of `rank`."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
-        """Estimate of the whole step. If `bubble` is False: a lower bound for every schedule."""
+        """Estimate of the whole step. `bubble` False: without pipeline bubble, a lower bound for every schedule."""
         plan = self.plan
         idle = 0.0
         if bubble:
@@ -121,7 +121,7 @@ class Estimator:
         return sum(each.seconds(self.gpu) for each in self._of(*groups))
 
     def _in_layers(self, *groups: str) -> float:
-        """Seconds of the groups' traffic, as a mean over pipeline ranks."""
+        """Communication time of layers in these groups, in seconds, without overlap; mean over pipeline ranks."""
         return self._seconds(*groups) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
@@ -131,18 +131,18 @@ class Estimator:
         return max((1 - HIDDEN_AT_BEST) * found, found - work.total)
 
     def _context(self, work: Work) -> float:
-        """Exposed seconds. Only a ring exchange overlaps: with attention to the blocks already received."""
+        """Exposed context-parallel seconds. Only a ring exchange overlaps, with attention to received blocks."""
         core = self.plan.model.layers[0].mixer.core
         found = self._in_layers("cp")
         return max(0.0, found - work.core_attention) if core.context_exchange == "p2p" else found
 
     def _pipeline(self) -> float:
-        """Exposed seconds: one hidden state passes through all stages at the start and at the end of a step."""
+        """Exposed pipeline seconds: a hidden state passes through all stages at the start and at the end of a step."""
         pp, vpp = self.plan.layout.pp, self.plan.layout.vpp
         return self._seconds("pp") * (pp - 1) / (self.plan.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
-        """Exposed seconds. The last backward of a step can hide the reduction, the first forward the gathering."""
+        """Exposed data-parallel seconds. The last backward can hide the reduction, the first forward the gathering."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
@@ -151,7 +151,7 @@ class Estimator:
         return exposed
 
     def _offload(self, work: Work) -> float:
-        """Exposed seconds. The forward (1/3 of the work) hides copies to the host, the backward hides copies back."""
+        """Exposed offload seconds. The forward (1/3 of the work) hides copies to the host, the backward copies back."""
         if not self.plan.memory.offload.offload_modules:
             return 0.0
         num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
@@ -159,7 +159,7 @@ class Estimator:
         return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 
     def _optimizer(self) -> float:
-        """Seconds to read and write state once and access gradients twice; offloaded state at host memory bandwidth."""
+        """Seconds of the optimizer step: one read and one write of state, two accesses of gradients, offload copies."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)

@@ -68,7 +68,7 @@ class Layouts:
                     yield overlapped(plan)
 
     def of(self, grid: LayoutGrid, vpp: int = 1) -> RunPlan | None:
-        """Plan with these sizes and `vpp` chunks per pipeline rank; None if they do not divide layers or batch."""
+        """Plan with these sizes and `vpp` chunks per pipeline rank; None if the sizes do not divide layers or batch."""
         parallel, plan = replace(grid.parallel, virtual_stages=vpp), self.plan
         stages = self._layout(parallel.pp, vpp)
         size, unit = plan.batch.global_batch_size, grid.micro * parallel.dp
@@ -115,7 +115,7 @@ def overlapped(plan: RunPlan) -> RunPlan:
 
 
 def _may_overlap(plan: RunPlan) -> bool:
-    """Whether the rules of `--overlap-moe-expert-parallel-comm` allow it for this plan."""
+    """Whether this plan satisfies the rules of `--overlap-moe-expert-parallel-comm`."""
     moe = plan.model.moe_configs
     if plan.parallel.ep == 1 or not moe or any(each.dispatcher == "allgather" or each.shared_overlap for each in moe):
         return False

@@ -91,7 +91,7 @@ class Planner:
         return found
 
     def _lower_bound(self, plan: RunPlan) -> float:
-        """Step time in seconds without bubble."""
+        """Lower bound on the step time in seconds: the estimate without pipeline bubble."""
         return self.estimator(plan).step(bubble=False).total
 
     def estimator(self, plan: RunPlan) -> Estimator:
@@ -99,7 +99,7 @@ class Planner:
         return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel), self._destinations)
 
     def evaluate(self, plan: RunPlan) -> PlannedLayout:
-        """Estimates a plan with its own memory options, whether or not it fits."""
+        """Estimates step time and memory of a plan as given, whether or not it fits into device memory."""
         plain = self.heaviest(without_options(plan))
         return PlannedLayout(
             plan=plan, step=self.estimator(plan).step(), memory=self.heaviest(plan), plain_bytes=plain.total
@@ -124,8 +124,8 @@ class Planner:
         return next((found for found in options if found is not None), None)
 
     def fit(self, plan: RunPlan) -> PlannedLayout | None:
-        """The plan with the cheapest activation recompute and offload with which it fits, replacing its own; None if it
-        does not fit with any."""
+        """Replaces the plan's activation recompute and offload by the cheapest options with which it fits into device
+        memory; None if no options suffice."""
         plain = without_options(plan)
         memory = RankMemory(plain, self.imbalance)
         # the heaviest rank is one of the first two (most microbatches in flight) or the last (loss)
@@ -172,7 +172,7 @@ class Planner:
 
 
 def _key(plan: RunPlan) -> object:
-    """Memory option of a plan that has exactly one."""
+    """The only memory option of a plan: its offloaded modules or its recomputed module."""
     return plan.memory.offload.offload_modules or plan.memory.recompute.recompute_modules[0]
 
 
@@ -181,7 +181,7 @@ def _is_full(plan: RunPlan) -> bool:
 
 
 def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
-    """Sum over the plan's selectively recomputed modules and its offload."""
+    """Sum of `of_options` over the plan's selectively recomputed modules and its offloaded modules."""
     return (
         sum(of_options[name] for name in plan.memory.recompute.recompute_modules)
         + of_options[plan.memory.offload.offload_modules]

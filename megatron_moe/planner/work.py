@@ -59,7 +59,7 @@ class Rates:
     core_attention: float
     memory: float
     host_link: float
-    """Copies between device and host memory, per direction."""
+    """Bytes per second of copies between device and host memory, per direction."""
 
 
 def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
@@ -164,7 +164,7 @@ class LayerWork:
         return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
     def _head(self) -> Work:
-        """Logits and loss of the next token and of each MTP depth, in the parameters' format."""
+        """Work of logits and loss for the next token and each MTP depth, with GEMMs in the parameters' format."""
         plan, model = self.plan, self.plan.model
         num_logits = self.sizes.inner * (model.vocab_size // plan.parallel.tp) * (1 + model.num_mtp)
         return Work(

@@ -29,8 +29,8 @@ class InjectedFault(RuntimeError):
 
 
 class FaultInjector:
-    """Triggers this rank's faults, selected from the `faults` of all ranks, in their phase and iteration; `enter`
-    observes `train.events.RunEvents`."""
+    """Triggers this rank's entries of `faults` in their phase and iteration; register `enter` as observer of
+    `train.events.RunEvents`."""
 
     def __init__(self, faults: Sequence[FaultConfig], rank: int, model: nn.Module) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]

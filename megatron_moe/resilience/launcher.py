@@ -94,7 +94,7 @@ def supervise(
 
 
 def _request_parent_death_signal(number: int) -> bool:
-    """Requests signal `number` for the parent's death; 0 cancels the request. Returns False if unsupported."""
+    """Makes the kernel send signal `number` when the parent dies; 0 cancels this. Returns False if unsupported."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

@@ -112,7 +112,7 @@ class InstalledPackage:
     tested: str | None
     """Tested version; None if no version was tested."""
     trouble: str = ""
-    """Reason why the installed package is the wrong package or version."""
+    """Reason why the installed package is the wrong package or version; else empty."""
 
     @property
     def verdict(self) -> Verdict:

@@ -35,7 +35,7 @@ def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -
 
 
 def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> list[str]:
-    """One line per parameter whose replicas differ: lists ranks that differ from the majority, or all if there is none.
+    """One line per parameter whose replicas differ: the ranks that differ from the majority, or all without a majority.
 
     `checksums`: checksums by parameter name, one mapping per rank of the group.
     """

@@ -34,7 +34,7 @@ RESTARTED: Mapping[int, str] = MappingProxyType(
         ExitCode.PREEMPTED_UNSAVED: "it was preempted before it could save",
     }
 )
-"""Exit codes after which another start may succeed, with the reason. All others need intervention."""
+"""Exit codes after which another start may succeed, with the reason. All other codes need manual intervention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Decision:
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Decides to restart after the exit codes in `RESTARTED`, unless `patience` starts in a row saved no checkpoint.
+    """Decides to restart after the exit codes in `RESTARTED`, unless the last `patience` starts saved no checkpoint.
 
     Args:
         report: status.json of this start; None if it was not written.
-        exit_code: exit code of the launcher; used only if there is no report.
+        exit_code: exit code of the launcher; used only without a report.
         earlier: endings of earlier starts, oldest first.
     """
     decision = _decide_alone(report, exit_code)
@@ -133,10 +133,10 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
 
 
 def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
-    """Decides about the run of this folder and appends the end to its history.
+    """Decides whether to restart the run of this folder and appends this ending to the folder's history.
 
     If another job has locked the folder, this start was rejected: no restart, and the history stays unchanged. `since`
-    (begin of this start) and `now` are times of one clock; the host that wrote status.json may have another clock.
+    (time of this start) and `now` must use one clock, not necessarily that of the host that wrote status.json.
     """
     holder = held_by(run_dir)
     if holder is not None:

@@ -31,7 +31,7 @@ class RerunProblem(RunError):
 
 @dataclass(frozen=True)
 class RerunResult:
-    """Sums of one rank's losses in a step (`first`) and in the rerun of the step (`again`)."""
+    """Sums of one rank's losses in a step (`first`) and in the rerun of the step (`rerun`)."""
 
     rank: int
     host: str
@@ -51,7 +51,7 @@ class RerunVerdict:
     """Conclusion as the end of a message; starts with "; "."""
 
     def problem(self, sentence: str) -> RunError:
-        """Error that ends the run, with the given message."""
+        """Exception that ends the run, with message `sentence`; `kind` determines its type and exit code."""
         if self.kind == "transient":
             return RerunProblem(sentence, ExitCode.RERUN_DISAMBIGUATE)
         if self.kind == "confirmed":
@@ -100,7 +100,7 @@ class Repeatability:
         """Number of steps, number of steps that differ in any bit, largest relative difference."""
 
     def add(self, first: Tensor, rerun: Tensor) -> None:
-        """Adds the result vectors of a step and its repetition on this rank."""
+        """Adds this rank's result vectors of a step and of its rerun."""
         difference = ((first - rerun).abs() / first.abs().clamp(min=1e-30)).nan_to_num(posinf=1.0).max()
         steps, differing, largest = self._statistics
         self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])

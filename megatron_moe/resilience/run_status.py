@@ -23,7 +23,7 @@ STATUS = "status.json"
 STARTED = ".started"
 """File that every rank touches at its start; shows that an early end was a kill, not a rejected command line."""
 _START_SECONDS = 10.0
-"""Maximum time between the starts of ranks; a more recent failure may be from the same start."""
+"""Maximum time between the starts of two ranks; reports newer than that may be from the same start."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
 """Maximum time by which another rank may have failed before this rank started."""
@@ -66,7 +66,7 @@ class Failure:
 class RunStatus:
     """Writes status.json into the run folder; write errors never propagate.
 
-    The first rank writes it during normal operation, and every rank that fails. No-op if `run_dir` is None.
+    The first rank writes it during normal operation; any rank writes it on failure. No-op if `run_dir` is None.
 
     Args:
         say: called with one message if the file cannot be written.
@@ -128,7 +128,7 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def starting(self, *, say: Callable[[str], None]) -> None:
-        """Overwrites an earlier start's failure, after the rendezvous; `say` is called with later write errors."""
+        """Replaces an earlier start's failure report, after the rendezvous; `say` is called with later write errors."""
         self._say = say
         self.update(state="starting")
 
@@ -161,8 +161,8 @@ class RunStatus:
         self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
 
     def failures(self) -> list[Failure]:
-        """Readable reports in crash/ from this start. Empty unless this rank has failed, because the time of its own
-        report is needed to compute when the start began."""
+        """Readable reports in crash/ from this start. Empty unless this rank has failed, because the time of this
+        rank's report is needed to compute when the start began."""
         if self._failed is None:
             return []
         try:
@@ -173,7 +173,7 @@ class RunStatus:
         return [failure for failure in failures if failure is not None and failure.time >= begun]
 
     def _peer_failed(self) -> bool:
-        """Touches STARTED. True if another rank of this start has already failed, so that its report must be kept."""
+        """Touches STARTED. Returns True if another rank of this start has already failed; its report must be kept."""
         if self._run_dir is None:
             return False
         try:

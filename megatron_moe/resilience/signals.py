@@ -28,7 +28,7 @@ class Signals:
 
     def __init__(self, names: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: int | None = None
-        """Number of the first received signal; None before."""
+        """Number of the first received signal; None if no signal was received."""
         self._numbers = tuple(dict.fromkeys(signal.Signals[name] for name in names))
         self._clock = clock
         self._since = 0.0

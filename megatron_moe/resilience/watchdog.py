@@ -151,7 +151,7 @@ class Watchdog:
 
 def waiting_in(frame: FrameType) -> str:
     """Describes where a thread with this innermost frame waits: name, group and call site of the collective, or only
-    the call site if it is not in a collective. Starts with a comma."""
+    the call site if it is not in a collective. The text starts with a comma."""
     collective, group = "", ""
     each: FrameType | None = frame
     while each is not None:

@@ -80,7 +80,11 @@ HINT_CASES = (
     ("--rotary-scaling-factor 4", "", "--rotary-scaling-factor 4 without effect"),
     ("--position-embedding-type none --use-rope-scaling", "", "--use-rope-scaling without effect"),
     ("--moe-paged-stash", "", "saves no memory if all experts are on one rank"),
-    (f"{GRAPH_MODULES} moe_router moe_preprocess {EP2}", "", "moe_preprocess captures nothing: experts are on 2 ranks"),
+    (
+        f"{GRAPH_MODULES} moe_router moe_preprocess {EP2}",
+        "",
+        "moe_preprocess captures nothing: with experts on 2 ranks",
+    ),
     ("--recompute-num-layers 1", "", "--recompute-num-layers without effect: nothing is recomputed"),
     ("", "--run-dir", "no checkpoint is saved"),
     ("--mock-data", "--save-interval", "mock data: no checkpoint is saved without --save or --save-interval"),

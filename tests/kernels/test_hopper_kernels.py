@@ -95,4 +95,4 @@ def test_other_triton_versions_are_not_supported(version: str, fit: Priority, mo
     monkeypatch.setattr(hopper_kernels.triton, "__version__", version)
     for op in hopper_kernels.PROVIDES:
         support = hopper_kernels.support(op, torch.device("cuda"), torch.bfloat16)
-        assert support.fit is fit and (fit is Priority.TAILORED or "Triton 3.6, and here is 3.9.0" in support.reason)
+        assert support.fit is fit and (fit is Priority.TAILORED or "Triton 3.6; installed is 3.9.0" in support.reason)

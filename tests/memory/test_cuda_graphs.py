@@ -101,10 +101,10 @@ def test_replays_of_other_models_equal_eager_steps(model):
         EXACT.check_all(results(the_plan(model=model, cuda_graphs=config), steps=2), expected, str(config))
 
 
-def test_experts_are_reeager_alongside_captured_attention(eager):
+def test_experts_are_run_eagerly_alongside_captured_attention(eager):
     """Selective recompute applies to the eager modules of partly captured layers."""
     recomputed = MemoryConfig(recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",)))
-    plan = the_plan(graphs=parts_of("attn"), memory=recomputed)
+    plan = the_plan(cuda_graphs=parts_of("attn"), memory=recomputed)
     trainer, runs = make_trainer(plan), []
     trainer.model.decoder.layers["1"].mlp.experts.register_forward_hook(lambda *_: runs.append(1))
     EXACT.check_all(run_steps(plan, trainer, TrainState(), 3), eager, "experts again")
@@ -263,7 +263,7 @@ def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, mo
 
 
 def test_addresses_are_fixed_and_graphs_are_captured_once():
-    plan = the_plan(graphs=ALL)
+    plan = the_plan(cuda_graphs=ALL)
     trainer = make_trainer(plan)
     run_steps(plan, trainer, TrainState(), 2)
     (instance,) = trainer.pipeline.graph_instances

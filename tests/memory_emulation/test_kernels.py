@@ -258,7 +258,9 @@ def test_causal_block_takes_the_workspace_of_cudnn() -> None:
 
 
 def test_backends_of_unknown_memory_are_rejected() -> None:
-    with pytest.raises(EnvironmentProblem, match="memory of 'linear_forward' in kernel backend 'transformer_engine'"):
+    with pytest.raises(
+        EnvironmentProblem, match="does not support kernel backend 'transformer_engine' for 'linear_forward'"
+    ):
         emulated.emulated_kernels(KernelConfig(kernel_backend="transformer_engine"), BF16)
 
 

@@ -144,7 +144,7 @@ def test_batched_weight_gradients_equal_immediate_ones(case: str) -> None:
 @pytest.mark.parametrize("module", ["moe", "moe_preprocess"])
 def test_batched_weight_gradients_reject_captured_expert_modules(module: str) -> None:
     recorded = plan(cuda_graphs=CudaGraphConfig(cuda_graph_modules=(module,), cuda_graph_warmup_steps=1))  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="overwrite the rows of 2 microbatches"):
+    with pytest.raises(AssertionError, match="with --moe-expert-wgrad-interval 2"):
         trainer_of(every(2, recorded), ParallelContext.single(dtype=torch.float64))
 
 

@@ -126,7 +126,7 @@ def train_rank(context: ParallelContext, each: RunPlan) -> dict[str, torch.Tenso
 
     record = record_run(each, context, reference.bundle(), datasets, num_steps=2, prepare=capture)
     graph_instances = trainers[0].pipeline.graph_instances or ()
-    assert bool(each.cuda_graphs.cuda_graph_modules) == any(graph.num_recordings for graph in graph_instances)
+    assert bool(each.cuda_graphs.cuda_graph_modules) == any(graph.num_graphs for graph in graph_instances)
     found = {"losses": torch.tensor(record.losses, dtype=torch.float64)}
     for step, (norms, metrics) in enumerate(zip(record.norms, record.metrics, strict=True)):
         found |= {f"{name} norm {step}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}

@@ -87,7 +87,7 @@ def test_each_node_has_its_own_cache_folder(tmp_path, monkeypatch):
 def test_unwritable_cache_folder_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    with pytest.raises(EnvironmentProblem, match="--kernel-cache-dir names another folder"):
+    with pytest.raises(EnvironmentProblem, match="use --kernel-cache-dir with another folder"):
         cache_folder(tiny.plan())
 
 

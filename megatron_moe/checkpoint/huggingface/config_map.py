@@ -19,7 +19,7 @@ from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPC
 from megatron_moe.config.moe import ActivationConfig, MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
-"""A larger number is a damaged file, whose layer configs could exhaust memory."""
+"""Limit of num_hidden_layers; a larger value indicates a damaged file, and its layer configs could exhaust memory."""
 _LATENT_NORM_EPS = 1e-6
 """transformers uses the default epsilon for the q and kv latent norms and ignores rms_norm_eps there."""
 
@@ -63,7 +63,7 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """Copies the epsilon of the q and kv latent norms from `config` to `published` where it equals `rms_norm_eps`.
+    """Uses rms_norm_eps for the q and kv latent norms of `published` in the layers where `config` uses it.
 
     A config.json has one epsilon. transformers uses 1e-6 for the latent norms regardless; Megatron-LM, vLLM and SGLang
     use rms_norm_eps, so the same file also describes models trained with them.
@@ -78,7 +78,7 @@ def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelCo
 
 
 def mixtral(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Mixtral (arXiv 2401.04088): softmax over the top-k logits."""
+    """Layers of Mixtral (arXiv 2401.04088): softmax over the top-k logits."""
     norm = read_norm(config, 1e-5)
     mixer = _attention(config, norm, default_base=1e6, window=config.get("sliding_window", None))
     num_experts, ffn_hidden_size = config.integer("num_local_experts"), config.integer("intermediate_size")
@@ -86,7 +86,7 @@ def mixtral(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def qwen2_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Qwen2-MoE: biases on q, k and v, and a gated shared expert."""
+    """Layers of Qwen2-MoE: biases on q, k and v, and a gated shared expert."""
     config.refuse_if(config.get("use_sliding_window", False), "has sliding windows in some layers (use_sliding_window)")
     norm = read_norm(config, 1e-6)
     mixer = _attention(config, norm, qkv_bias=config.get("qkv_bias", True))
@@ -96,7 +96,7 @@ def qwen2_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def qwen3_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Qwen3-MoE (arXiv 2505.09388): norms of q and k per head, no shared expert."""
+    """Layers of Qwen3-MoE (arXiv 2505.09388): norms of q and k per head, no shared expert."""
     norm, bias = read_norm(config, 1e-6), config.get("attention_bias", False)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     mixer = _attention(config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, window=window)
@@ -104,7 +104,7 @@ def qwen3_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def olmoe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """OLMoE (arXiv 2409.02060): norms of q and k over all heads."""
+    """Layers of OLMoE (arXiv 2409.02060): norms of q and k over all heads."""
     config.refuse_if(config.get("clip_qkv", None) is not None, "clips q, k and v (clip_qkv)")
     norm, bias = read_norm(config, 1e-5), config.get("attention_bias", False)
     mixer = _attention(config, norm, qk_norm="full", qkv_bias=bias, out_bias=bias)
@@ -112,7 +112,7 @@ def olmoe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def gpt_oss(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """GPT-OSS (arXiv 2508.10925): attention sinks, alternating windows, biases everywhere, clamped GeGLU."""
+    """Layers of GPT-OSS (arXiv 2508.10925): attention sinks, alternating windows, biases everywhere, clamped GeGLU."""
     alpha, clamp = config.get("swiglu_alpha", 1.702), float(config.get("swiglu_limit", 7.0))
     config.refuse_if(alpha != 1.702, f"has a sigmoid gain of {alpha} in its activation")
     norm, bias = read_norm(config, 1e-5), config.get("attention_bias", True)
@@ -138,7 +138,7 @@ def gpt_oss(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """GLM-4.5 (arXiv 2508.06471): half of each head rotated, DeepSeek-V3's MoE layer, first layers dense."""
+    """Layers of GLM-4.5 (arXiv 2508.06471): half of each head rotated, DeepSeek-V3's MoE layer, first layers dense."""
     norm = read_norm(config, 1e-5)
     qk_norm: Literal["per_head", "none"] = "per_head" if config.get("use_qk_norm", False) else "none"
     bias, num_dense = config.get("attention_bias", False), config.integer("first_k_dense_replace")
@@ -147,7 +147,7 @@ def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def deepseek_v2(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """DeepSeek-V2 (arXiv 2405.04434): softmax over all experts, scaled but not renormalised."""
+    """Layers of DeepSeek-V2 (arXiv 2405.04434): softmax over all experts, scaled but not renormalised."""
     config.refuse_if(config.get("norm_topk_prob", False), "renormalises softmax probabilities (norm_topk_prob)")
     config.refuse_other("scoring_func", "softmax")
     config.refuse_other("topk_method", "greedy", "group_limited_greedy")
@@ -160,7 +160,7 @@ def deepseek_v2(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """DeepSeek-V3 (arXiv 2412.19437)."""
+    """Layers of DeepSeek-V3 (arXiv 2412.19437)."""
     config.refuse_other("scoring_func", "sigmoid")
     config.refuse_other("topk_method", "noaux_tc")
     return _deepseek_layers(config, _sigmoid_moe(config), interleaved=config.get("rope_interleave", True))
@@ -210,10 +210,10 @@ def _attention(
     rotary_factor: float = 1.0,
     **options: Any,
 ) -> AttentionConfig:
-    """Reads the attention; `options` are fields of AttentionConfig.
+    """Builds the attention config; `options` are further fields of AttentionConfig.
 
     Args:
-        window: sliding window including the token itself, which `CoreAttentionConfig.window` excludes.
+        window: sliding window size including the token itself, which `CoreAttentionConfig.window` excludes.
         rotary_factor: default of `partial_rotary_factor`.
     """
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -244,20 +244,20 @@ def _experts_key(config: HFConfig) -> str:
 def _softmax_moe(
     config: HFConfig, experts_key: str, ffn_key: str, shared: SharedExpertsConfig | None = None
 ) -> MoEConfig:
-    """Renormalising after top-k (norm_topk_prob) equals a softmax over the top-k logits."""
+    """Builds softmax routing; with norm_topk_prob (renormalised top-k) it equals a softmax over the top-k logits."""
     pre_softmax = not config.get("norm_topk_prob", False)
     num_experts, ffn_hidden_size = config.integer(experts_key), config.integer(ffn_key)
     return read_moe(config, num_experts, ffn_hidden_size, shared=shared, pre_softmax=pre_softmax)
 
 
 def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe: MoEConfig) -> tuple[LayerConfig, ...]:
-    """Every `decoder_sparse_step`-th layer is MoE unless `mlp_only_layers` lists it (Qwen)."""
+    """Builds Qwen layers: every `decoder_sparse_step`-th layer is MoE unless `mlp_only_layers` lists it."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or i in dense)
 
 
 def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
-    """Shared experts are one MLP of their total width."""
+    """Builds a DeepSeek MoE layer; its shared experts form one MLP of their total width."""
     ffn_hidden_size, num_shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts", 0)
     scaling_factor = float(config.get("routed_scaling_factor", 1.0))
     return read_moe(
@@ -274,7 +274,7 @@ def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
 
 
 def _deepseek_layers(config: HFConfig, moe: MoEConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
-    """After `first_k_dense_replace` dense layers, those whose index `moe_layer_freq` divides are MoE."""
+    """Layer i is MoE if i >= `first_k_dense_replace` and `moe_layer_freq` divides i; other layers are dense."""
     num_dense, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
     mixer = _mla(config, interleaved)
     return read_layers(config, read_norm(config, 1e-6), mixer, moe, lambda i: i < num_dense or i % step != 0)

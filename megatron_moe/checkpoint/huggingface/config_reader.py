@@ -20,7 +20,7 @@ from megatron_moe.config.moe import (
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Contents of a config.json. transformers omits some keys that hold the family's default: read these with `get`."""
+    """Contents of a config.json. transformers omits some keys with default values: read them with `get`."""
 
     values: Mapping[str, Any]
 
@@ -52,12 +52,12 @@ class HFConfig:
         return value
 
     def refuse_if(self, condition: bool, what: str) -> None:
-        """Raises CheckpointProblem if `condition`, a feature that our model does not implement."""
+        """Raises CheckpointProblem if `condition`; `what` describes a feature that our model does not implement."""
         if condition:
             raise CheckpointProblem(f"config.json of model type {self.model_type} {what}, which is not supported here.")
 
     def refuse_other(self, key: str, *known: str) -> None:
-        """Raises CheckpointProblem if the file has a value other than `known`."""
+        """Raises CheckpointProblem if the value of `key` is not in `known`; a missing key has the value `known[0]`."""
         value = self.get(key, known[0])
         self.refuse_if(value not in known, f"has {key} = {value!r}")
 
@@ -67,7 +67,7 @@ def read_norm(config: HFConfig, default_eps: float) -> NormConfig:
 
 
 def read_activation(config: HFConfig) -> ActivationConfig:
-    """Reads the gated SiLU that all families but GPT-OSS use."""
+    """Returns gated SiLU (all families except GPT-OSS). Raises CheckpointProblem for another activation."""
     name = config.get("hidden_act", "silu")
     config.refuse_if(name != "silu", f"has the activation {name}")
     return ActivationConfig(kind="silu", gated=True)
@@ -90,7 +90,7 @@ def read_moe(
     bias: bool = False,
     **router: Any,
 ) -> MoEConfig:
-    """Builds an MoE layer; `router` are fields of RouterConfig."""
+    """Builds an MoE config; `router` are further fields of RouterConfig."""
     hidden, topk = config.integer("hidden_size"), config.integer("num_experts_per_tok")
     return MoEConfig(
         router=RouterConfig(hidden_size=hidden, num_experts=num_experts, topk=topk, **router),
@@ -112,7 +112,7 @@ def read_layers(
     moe: MoEConfig,
     is_dense: Callable[[int], bool],
 ) -> tuple[LayerConfig, ...]:
-    """Builds the layers; `is_dense` selects by layer index those with an MLP of `intermediate_size`."""
+    """Builds the layer configs: layer i has an MLP of `intermediate_size` if `is_dense(i)`, else `moe`."""
     dense = [is_dense(index) for index in range(config.integer("num_hidden_layers"))]
     mlp = read_mlp(config, config.integer("intermediate_size")) if any(dense) else None
     return tuple(LayerConfig(mixer=mixer, feed_forward=mlp if mlp and d else moe, norm=norm) for d in dense)
@@ -121,7 +121,7 @@ def read_layers(
 def read_rope(
     config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_rotary_factor: float = 1.0
 ) -> RopeConfig:
-    """Reads RoPE on the first `partial_rotary_factor` of each head."""
+    """Reads the RoPE config. `partial_rotary_factor` is the rotated fraction of each head."""
     rope = _rope_parameters(config)
     per_kind = [key for key, value in rope.values.items() if isinstance(value, Mapping)]
     config.refuse_if(bool(per_kind), f"has separate RoPE parameters for {', '.join(per_kind)} (rope_parameters)")

@@ -182,7 +182,7 @@ def _pending_box(
 
 
 def _extent(part: weight_map.WeightMapping, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, shape) of the parameter, or of its expert's slice, in the stored tensor."""
+    """(offset, shape) of a parameter, or of one expert's slice of it, within the stored tensor."""
     if part.expert is None:
         return (0,) * len(shape), shape
     return (part.expert, *(0 for _ in shape[1:])), (1, *shape[1:])

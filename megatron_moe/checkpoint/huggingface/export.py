@@ -44,9 +44,9 @@ class HFTensor:
 
     name: str
     like: Tensor
-    """Meta tensor with its shape and dtype."""
+    """Meta tensor with the shape and dtype to write."""
     source: str
-    """Name of our parameter, with `[expert]` for a slice."""
+    """Name of our parameter; for the slice of an expert, followed by `[expert]`."""
 
 
 class Export:
@@ -54,7 +54,7 @@ class Export:
 
     Args:
         weights: every parameter and expert bias of the unsharded model by name; only shapes and dtypes are used.
-        config: of that model.
+        config: config of that model.
         hf_config: config.json that describes the model.
     Raises:
         CheckpointProblem: the model type has no tensor for a parameter, or the model differs from `hf_config`.
@@ -108,14 +108,14 @@ def write_folder(
     replace: bool = False,
     storage: Storage | None = None,
 ) -> None:
-    """Writes `folder` under a temporary name and renames it. With `replace` it may exist.
+    """Writes `folder` under a temporary name and renames it. `replace` allows an existing folder.
 
     Args:
-        values: of `export.tensors()`, in order.
+        values: values of `export.tensors()`, in order.
         template: folder whose tokenizer files and generation config are copied.
         shard_bytes: maximum size of one weight file.
     Raises:
-        OSError: the folder cannot be written; its files are removed.
+        OSError: the folder cannot be written; partially written files are removed.
     """
     storage = storage or Storage()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _write_json(path: Path, content: Mapping[str, Any], storage: Storage) -> Non
 def _copies(
     mappings: Sequence[weight_map.WeightMapping], config: ModelConfig, published: ModelConfig
 ) -> list[weight_map.WeightMapping]:
-    """Maps embedding and output head once more for every MTP layer, as published folders repeat them."""
+    """Mappings of the copies of embedding and output head that published folders contain for every MTP layer."""
     copies = {"embedding.word_embeddings.weight": weight_map.MTP_EMBEDDING}
     if not config.tied_embeddings:
         copies["output_layer.weight"] = weight_map.MTP_HEAD

@@ -36,7 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointProblem(
             f"{folder} holds weights quantised by {method}; convert them to bf16 first. "
-            f"Supported is only fp8 (e4m3) with a 2-d weight_block_size."
+            f"Only fp8 (e4m3) with a 2-d weight_block_size is supported."
         )
     return config
 
@@ -58,8 +58,8 @@ class HFFolder:
     """Tensors of a folder by name, read on demand.
 
     Args:
-        config: from `read_config`.
-        stack: closes the files.
+        config: result of `read_config`.
+        stack: exit stack that closes the files.
     Raises:
         CheckpointProblem: a file is missing or damaged, a tensor is in two files, or FP8 scales do not match.
     """
@@ -87,11 +87,11 @@ class HFFolder:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Safetensors dtype name of the result of `tensor`."""
+        """Safetensors dtype name of the tensor that `tensor(name)` returns."""
         return _DEQUANTISED if name in self._scaled else self._stored_dtype(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor into host memory, dequantised."""
+        """Reads a tensor into host memory; FP8 weights are dequantised to bf16."""
         weight = self._read(name)
         if name not in self._scaled:
             return weight
@@ -111,7 +111,7 @@ class HFFolder:
         return str(self._files[name].get_slice(name).get_dtype())
 
     def _scaled_names(self) -> frozenset[str]:
-        """Names of FP8 matrices. Raises CheckpointProblem if scales are missing or have another shape."""
+        """Names of FP8 matrices. Raises CheckpointProblem if scales are missing or have the wrong shape."""
         if self._block is None:
             return frozenset()
         quantised = [name for name in self._files if self._stored_dtype(name) == _FP8]
@@ -132,7 +132,7 @@ class HFFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file with a JSON object. Raises CheckpointProblem."""
+    """Reads a JSON object. Raises CheckpointProblem if the file is missing or invalid."""
     try:
         content = json.loads(read_bounded(path, MAX_HEADER_BYTES))
     except FileNotFoundError as error:
@@ -147,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
-    """Safetensors dtype name of the embedding. Raises CheckpointProblem."""
+    """Safetensors dtype name of the embedding weight. Raises CheckpointProblem if it is missing."""
     with ExitStack() as stack:
         source = HFFolder(folder, config, stack)
         if EMBEDDING not in source.names:

@@ -64,7 +64,7 @@ class MatchedWeights:
 def match_weights(
     folder: Path, model: nn.Module, config: ModelConfig, stack: ExitStack, stages: ProcessGroup | None = None
 ) -> MatchedWeights:
-    """Opens a folder, to be closed by `stack`, and maps every parameter of `model` to its tensors.
+    """Opens a folder, which `stack` closes, and maps every parameter of `model` to Hugging Face tensors.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected, misshapen or not floating point.
     """

@@ -49,7 +49,7 @@ Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
 
 
 def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
-    """q [N D, ...], k [G D, ...], v [G D, ...] <-> rows grouped by query group: its q heads, its k, its v."""
+    """q [N D, ...], k [G D, ...], v [G D, ...] <-> one tensor with the rows q heads, k, v of each query group."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
         parts = [part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors]
@@ -73,9 +73,8 @@ def padded_rows(num_rows: int, num_padded: int) -> Transform:
 
 @dataclass(frozen=True)
 class NameRule:
-    """Rule for one parameter, by the end of its name.
-
-    With the expert number `{e}` in `hf_names`, the rule maps each expert's slice of our stacked tensor.
+    """Rule for parameters whose name ends with `name`. If `hf_names` contain the placeholder `{e}` (expert index), it
+    maps each expert's slice of our stacked tensor.
     """
 
     name: str
@@ -190,11 +189,11 @@ _MTP = (
     NameRule("eh_proj.weight", ("eh_proj.weight",)),
     NameRule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
-"""Rules of an MTP depth outside its transformer layer (DeepSeek-V3, GLM-4.5), layer `num_layers + depth` there."""
+"""MTP parameters outside the transformer layer; Hugging Face layer `num_layers + depth` (DeepSeek-V3, GLM-4.5)."""
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
-"""Copies of the shared embedding and output head in published MTP layers."""
+"""Hugging Face names, within an MTP layer, of the copies of the shared embedding and output head."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")
@@ -235,7 +234,7 @@ def _by_name(rules: Iterable[NameRule]) -> dict[str, NameRule]:
 def _find(
     name: str, tables: Iterable[tuple[re.Pattern[str], dict[str, NameRule], int]]
 ) -> tuple[NameRule, int | None] | None:
-    """Rule of a name and its Hugging Face layer number, if any."""
+    """Returns the rule for a name and the Hugging Face layer number (None outside layers); None if no rule matches."""
     for pattern, rules, offset in tables:
         match = pattern.fullmatch(name)
         if match and match["rest"] in rules:

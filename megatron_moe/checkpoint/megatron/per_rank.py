@@ -55,7 +55,7 @@ class ShardedTensor:
         return (len(self.shards), *shape) if self.stacked else tuple(shape)
 
     def load(self, expert: int) -> Tensor:
-        """Loads the unsharded matrix of one expert, by global id; expert 0 for other tensors."""
+        """Loads the unsharded tensor of one expert (global id); for tensors without experts, `expert` is 0."""
         by_rank = self.shards[sorted(self.shards)[expert]]
         shards = [by_rank[rank].load() for rank in sorted(by_rank)]
         if self.dim is None or len(shards) == 1:
@@ -89,7 +89,7 @@ class PerRank:
         self._gated = bool(getattr(args, "swiglu", False) or getattr(args, "gated_linear_unit", False))
         self.tensors: dict[str, ShardedTensor] = {}
         num_tp = 1 + max(self._rank(name)[0] for name in names)
-        # Older versions have no such argument: experts use the same size.
+        # In older Megatron versions without this argument, experts use the same size.
         if int(getattr(args, "expert_tensor_parallel_size", None) or num_tp) != num_tp:
             raise CheckpointProblem(
                 f"{folder}: the tensor-parallel size of experts differs from that of other layers; convert it with "
@@ -109,7 +109,7 @@ class PerRank:
         return torch.stack([tensor.load(e)[box[1:]] for e in range(box[0].start, box[0].stop)])
 
     def _rank(self, name: str) -> tuple[int, int, int]:
-        """(tp, pp, ep) of a folder."""
+        """Parses a folder name to its ranks (tp, pp, ep)."""
         match = _FOLDER.fullmatch(name)
         assert match is not None, name
         rest = [int(part) for part in match["rest"].split("_")[1:]]
@@ -117,7 +117,7 @@ class PerRank:
         return int(match["tp"]), pp, rest[0] if rest else 0
 
     def _model(self, name: str, files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yields the tensors of a rank by name, with global layer numbers."""
+        """Yields (name, tensor) for all tensors of a rank; names contain global layer numbers."""
         tp, pp, ep = self._rank(name)
         for chunk in self._chunks(files[name]):
             first = 0

@@ -1,6 +1,6 @@
 """Safe reader for pickled parts of Megatron checkpoints.
 
-Unpickling normally calls any function that the pickle references. Here a short list of names maps to harmless
+Unpickling normally calls any function that the pickle references. This reader maps a short list of names to harmless
 substitutes; every other name becomes an inert class. Tensors are read lazily, within the bounds of their storage.
 """
 
@@ -81,7 +81,7 @@ class PickledObject(SimpleNamespace):
         if isinstance(state, dict):
             vars(self).update({str(key): value for key, value in state.items()})
 
-    def __hash__(self) -> int:  # type: ignore[override]  # records are keys of tables
+    def __hash__(self) -> int:  # type: ignore[override]  # pickles use such objects as dict keys
         return hash(tuple(sorted((key, str(value)) for key, value in vars(self).items())))
 
 
@@ -169,12 +169,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(data: bytes, what: str) -> Any:
-    """Loads a plain pickle, such as `.metadata`. Raises CheckpointProblem."""
+    """Loads a plain pickle, such as `.metadata`. Raises CheckpointProblem if it is invalid."""
     return _load(data, what, lambda key: lambda: b"")
 
 
 def load_archive(source: Path | bytes, what: str) -> Any:
-    """Loads a `torch.save` archive with tensors as `LazyTensor`. Raises CheckpointProblem."""
+    """Loads a `torch.save` archive with tensors as `LazyTensor`. Raises CheckpointProblem if it is invalid."""
 
     @contextmanager
     def open_it() -> Iterator[zipfile.ZipFile]:

@@ -46,7 +46,7 @@ _STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<name>
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
-"""Our kind of optimizer state by Megatron's."""
+"""Megatron's name of each kind of optimizer state -> our name."""
 
 _IGNORED = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_freq|.*local_tokens_per_expert")
 """Tensors that are not parameters: Transformer Engine and RNG state, RoPE tables, counters."""
@@ -78,7 +78,7 @@ def _candidate_locations(name: str) -> Iterator[Location]:
 
 @dataclass
 class ImportedModel:
-    """Tensors of a Megatron checkpoint as `PendingBox`es, and its position in training."""
+    """Tensors of a Megatron checkpoint as `PendingBox`es, its iteration and its number of consumed samples."""
 
     tensors: dict[str, TensorShard]
     notes: list[str]
@@ -87,7 +87,7 @@ class ImportedModel:
 
 
 def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool) -> ImportedModel:
-    """Maps a checkpoint to the parameters and buffers of `model`, by name, and with `optimizer` to their states.
+    """Maps a checkpoint to the parameters and buffers `model` and, with `optimizer`, to their optimizer state.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected or misshapen.
     """
@@ -134,7 +134,7 @@ def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool
 
 
 def open_megatron(folder: Path) -> Source:
-    """Opens a checkpoint in either format. Raises CheckpointProblem."""
+    """Opens a torch_dist or per-rank checkpoint. Raises CheckpointProblem if `folder` is neither."""
     try:
         if (folder / "metadata.json").is_file():
             return TorchDist(folder)

@@ -95,7 +95,7 @@ class TorchDist:
             return file.read(chunk.size)
 
     def _common(self, objects: Mapping[str, StoredChunk]) -> dict[str, Any]:
-        """Reads the common state: common.pt, or since Megatron-Core 0.17 an object among the stored ones."""
+        """Reads the common state from common.pt or, since Megatron-Core 0.17, from one of the stored objects."""
         stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
         if (self.folder / "common.pt").is_file() or stored is None:
             content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")
@@ -145,7 +145,7 @@ class TorchDist:
         return StoredTensor(dtype, shape, tuple(chunks))
 
     def _known_file(self, info: PickledObject, name: str) -> str:
-        """File name of a stored object, checked to be a file of the folder."""
+        """File name of a stored object. Raises CheckpointProblem if the folder has no such file."""
         if info.relative_path not in self._files:
             raise CheckpointProblem(f"{self.folder}: {name} is stored in {info.relative_path!r}, which is missing")
         return str(info.relative_path)

@@ -148,7 +148,7 @@ def _splits(offsets_e: Tensor) -> list[int]:
 
 
 def _held(rows: Tensor, splits: list[int]) -> Tensor:
-    """Rows up to the end of the last expert."""
+    """Drops the padding rows after the last expert's rows."""
     return rows[: sum(splits)].contiguous()
 
 
@@ -263,7 +263,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
-    """Every row times its probability; zero where that is 0, whatever the row holds."""
+    """Multiplies every row by its probability; rows of probability 0 become 0, even if they contain nan."""
     product_RF = (x_RF.float() * probs_R.float()[..., None]).to(x_RF.dtype)
     return product_RF.masked_fill_((probs_R == 0)[..., None], 0)
 

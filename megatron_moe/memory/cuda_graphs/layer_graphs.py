@@ -204,7 +204,7 @@ class _CapturedForward:
 
     @property
     def differentiable(self) -> list[bool]:
-        """Whether each output requires a gradient."""
+        """For each output, whether it requires a gradient."""
         return [output.requires_grad for output in self._outputs]
 
     def state_with(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:

@@ -56,9 +56,9 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Dispatches with one host read: buffers have exactly as many rows as are received, so the host needs the counts.
-    If experts are padded to their capacity there is no host read, but all ranks must have the same number of tokens.
-    Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
+    """All-to-all whose split sizes the host reads once per dispatch, because buffers have exactly the received rows.
+    If experts are padded to their capacity the sizes are known without a read, but all ranks must have the same number
+    of tokens. Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
 
     host_reads = 1
     can_overflow = False

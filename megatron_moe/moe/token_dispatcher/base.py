@@ -183,6 +183,6 @@ def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
 
 
 def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:
-    """int64 [R]: local expert of each row; the number of local experts for padding rows."""
+    """int64 [R]: index of the local expert of each row; padding rows have the index e, one past the last."""
     rows = torch.arange(num_rows, device=offsets_e.device, dtype=offsets_e.dtype)
     return torch.searchsorted(offsets_e, rows, right=True)

@@ -40,8 +40,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. Uses the Triton kernel for bf16 gradient buffers: this kernel adds to the
-    buffer in memory, which would round once per launch."""
+    """See `Kernels.grouped_weight_grad`. Uses the Triton kernel for bf16 gradient buffers, because this kernel adds to
+    the buffer in memory and would round once per launch."""
     if out.dtype is torch.float32:
         weight_grad.grouped_weight_grad(parts, out, accumulate)
     else:

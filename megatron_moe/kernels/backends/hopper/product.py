@@ -20,8 +20,8 @@ from megatron_moe.kernels.backends.hopper.tiles import (
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 
 ROWS_OF_HALF = gl.constexpr(64)
-"""Rows of a tile per warpgroup. If an expert's last tile has no rows for the second warpgroup, that one skips its MMA,
-so at most half a tile is computed for padding."""
+"""Rows of a tile per warpgroup. If an expert's last tile has no rows for the second warpgroup, that warpgroup skips its
+MMA, so at most half a tile is computed for padding."""
 DEPTH = 64
 """Elements of the reduction dimension per pipeline stage."""
 
@@ -78,7 +78,7 @@ def _grouped_product(
 
 @gluon.jit
 def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
-    """(first row of an expert, end of its rows, number of its tiles along the rows, number of all its tiles)."""
+    """Returns (first row of an expert, end of its rows, number of its row tiles, total number of its tiles)."""
     start, end = extent(offsets_ptr, expert)
     num_down = gl.cdiv(end - start, 2 * ROWS_OF_HALF)
     return start, end, num_down, num_down * gl.cdiv(columns, TILE_COLUMNS)

@@ -108,7 +108,7 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_product(total, a, b, step, first, full, empty):
-    """Starts the MMA of stage `step`, waits for the previous MMA and frees that one's stage.
+    """Starts the MMA of stage `step`, waits for the MMA of the previous stage and frees that stage.
 
     first: True for a tile's first stage; `finish` has then already freed the previous stage.
     """

@@ -68,7 +68,7 @@ class _Tiles:
     warpgroups."""
 
     grads: gl.shared_memory_descriptor
-    """Two blocks per stage, one per warpgroup."""
+    """Output gradients: two blocks per stage, one per warpgroup."""
     rows: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor

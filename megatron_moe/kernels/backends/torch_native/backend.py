@@ -185,8 +185,8 @@ def query_key_value(
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. cuDNN handles sinks if there is no window, document mask or dropout. Other sinks and
-    dropout run on the reference implementation, because SDPA supports neither sinks nor dropout keys."""
+    """See `Kernels.attention`. cuDNN handles sinks without window, document mask and dropout. With other sinks or with
+    dropout, the reference implementation is used: SDPA has no sinks and takes no dropout key."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
     by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
@@ -256,7 +256,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 class _NativeActivation(torch.autograd.Function):
-    """Keeps the input and computes the rest again in the backward."""
+    """Activation that saves only its input and recomputes all other tensors in backward."""
 
     @staticmethod
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
@@ -302,8 +302,8 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
 
 
 class _NativeGateProduct(torch.autograd.Function):
-    """fp32 products of bf16 factors by matrix units: a product of two bf16 numbers is exact in fp32, and so is an fp32
-    gradient as the sum of three bf16 numbers. Plain fp32 products would run without matrix units."""
+    """Router GEMM in fp32 on bf16 tensor cores: a product of two bf16 numbers is exact in fp32, and an fp32 gradient is
+    exactly the sum of three bf16 numbers. GEMMs with fp32 operands would not use tensor cores."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -320,13 +320,13 @@ class _NativeGateProduct(torch.autograd.Function):
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 product of bf16 matrices on a GPU."""
+    """Multiplies bf16 matrices on a GPU; the result is fp32."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def bf16_parts(x_TE: Tensor) -> Tensor:
-    """Splits an fp32 matrix [T, E] into three bf16 matrices whose sum it is, side by side [T, 3 * E]. The split is
-    exact except for underflow: 3 x 8 bits represent the 24 bits of the mantissa."""
+    """Splits an fp32 matrix [T, E] into three bf16 summands, concatenated to [T, 3 * E]. The split is exact except for
+    underflow: 3 x 8 bits represent the 24 bits of the mantissa."""
     parts_T3E = x_TE.new_empty(x_TE.shape[0], 3 * x_TE.shape[1], dtype=torch.bfloat16)
     high_TE, middle_TE, low_TE = parts_T3E.chunk(3, dim=1)
     high_TE.copy_(x_TE)
@@ -419,7 +419,7 @@ def adamw_(
         )
         if weights is not None:
             new = round_weights(new, weights.dtype)
-            weights[chunk].copy_(new)  # after a skipped step, the weights keep their bits
+            weights[chunk].copy_(new)  # a skipped step must leave the weights bitwise unchanged
         # a non-finite first moment makes the weight non-finite too, so it is not checked
         mark_nonfinite(move, exp_avg_sq[chunk], new)
 

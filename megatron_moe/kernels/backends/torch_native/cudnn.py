@@ -112,7 +112,7 @@ def attention_with_sinks(
     config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
-    """Causal or full attention over a whole sequence with sinks; None: all sink logits are 0 (`off_by_one`)."""
+    """Causal or full attention over a whole sequence with sinks; `sinks_N` None: sink logits 0 (`off_by_one`)."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
     out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)  # type: ignore[no-untyped-call]
@@ -120,7 +120,7 @@ def attention_with_sinks(
 
 
 def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
-    """Gradient of each head's sink logit: weight * -delta, as for a key whose value is 0."""
+    """Gradient of each head's sink logit: -weight * delta, as for a key whose value is 0."""
     shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp() * delta_BNS
     return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
 

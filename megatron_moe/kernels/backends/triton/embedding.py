@@ -74,7 +74,7 @@ def _sum_stretches(
 def _join_stretches(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The program of the stretch in which an id starts adds up all partial sums of this id."""
+    """Adds the partial sums of each id that spans several stretches; its first stretch's program does this."""
     stretch = tl.program_id(0).to(tl.int64)
     first, behind = stretch * ROWS, (stretch + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)

@@ -85,7 +85,7 @@ class _QueryKeyValue(torch.autograd.Function):
 
 
 def _tiles(groups: int, heads_per_group: int, width: int, rotary_dim: int) -> dict[str, Any]:
-    """Sizes of a tile: pairs of dims that turn together, the dims that do not turn, queries and keys."""
+    """Tile sizes, as powers of two: rotated dim pairs, dims without rotation, query heads, and key heads."""
     pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
     most = max(TILE // power_of_two(2 * pairs + (rest if rotary_dim < width else 0)), 1)
     heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)
@@ -102,7 +102,7 @@ def _factor(weight_ptr, dims, held, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(first and second dim of every pair, which pairs there are)"""
+    """Returns (first dim of every rotated pair, second dim, mask of valid pairs)."""
     pairs = tl.arange(0, PAIRS)
     half = rotary_dim // 2
     if INTERLEAVED:
@@ -113,7 +113,7 @@ def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _position(token, batch):
-    """(position in the sequence, index of the sequence). Divides in 32 bits, which is much faster than in 64."""
+    """Returns a token's (position, sequence index). Divides in 32 bits, which is much faster than in 64."""
     return (token // batch).to(tl.int64), (token % batch).to(tl.int64)
 
 
@@ -131,7 +131,7 @@ def _turn(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the heads at `from_ptr` [heads, 1], normed and rotated, to `to_ptr` [heads, 1]."""
+    """Applies norm and RoPE to the heads at `from_ptr` [heads, 1] and writes them to `to_ptr` [heads, 1]."""
     first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
     rest = rotary_dim + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
@@ -189,7 +189,7 @@ def _turn_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of heads at `x_ptr` [heads, 1] to `to_ptr` [heads, 1]; the weight's is added to the three shares."""
+    """Writes input gradients of heads `x_ptr` [heads, 1] to `to_ptr`; returns the weight's updated partial sums."""
     first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
     rest = rotary_dim + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
@@ -246,8 +246,8 @@ def _turn_tile_back(
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of the heads at `place` [HEADS, 1] of some tokens' rows, with gradients at `grad_ptr` [HEADS, 1]. The
-    values that follow the keys are copied."""
+    """Backward of the heads at offsets `place` [HEADS, 1] in the rows of some tokens, with output gradients at
+    `grad_ptr` [HEADS, 1]. With OF_KEYS, also copies the gradients of the values, which follow the keys."""
     paired, dims = tl.arange(0, PAIRS) < rotary_dim // 2, tl.arange(0, WIDTH)
     held = there & (dims < width)[None, :]
     # partial weight gradients are summed over heads once at the end, because a sum over a tile needs barriers

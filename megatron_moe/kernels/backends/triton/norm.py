@@ -89,7 +89,7 @@ def _norm(
 def _norm_backward(
     grad: Tensor, grad_total: Tensor | None, x_RH: Tensor, weight: Tensor, scale_R: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of x, plus `grad_total` if not None, and the gradient of the weight."""
+    """Returns (gradient of x, to which `grad_total` is added if not None; gradient of the weight)."""
     grad_RH = rows_of(grad)
     added_RH = grad_RH if grad_total is None else rows_of(grad_total)
     num_rows, width = x_RH.shape

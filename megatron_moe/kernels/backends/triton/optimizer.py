@@ -1,8 +1,8 @@
 """AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, for all state formats.
 
 The formats are those of `kernels/low_precision_state.py`. Every program processes whole blocks of 128 elements, so it
-computes their scales alone. Roundings to 16 and 8 bits are done in integer arithmetic or by conversions that agree with
-torch: the interpreter produces the same bits, except for bf16 moments, which it truncates.
+computes the scales without other programs. Roundings to 16 and 8 bits are done in integer arithmetic or by conversions
+that agree with torch: the interpreter produces the same bits, except for bf16 moments, which it truncates.
 """
 
 import math
@@ -58,7 +58,7 @@ _FORMATS = ("plain", "fp16", "fp8", "remainder")
 
 
 def _log2(beta: float) -> tuple[float, float]:
-    """Base-2 logarithm of beta as (high, low), whose sum it is: kernel arguments are fp32, which has too few digits."""
+    """Base-2 logarithm of beta as two summands (high, low), because fp32 kernel arguments have too few digits."""
     exact = math.log2(max(beta, 1e-300))
     high = struct.unpack("f", struct.pack("f", exact))[0]
     return high, exact - high
@@ -120,8 +120,8 @@ def _adamw(
 
 @triton.jit
 def _size_bits(wide, ptr, FORMAT: tl.constexpr):
-    """Bits of the absolute values in their stored precision; 0x7F800000 and above are not finite. Packed formats have
-    the range of fp32."""
+    """fp32 bit patterns of the absolute values as stored; patterns from 0x7F800000 are inf or nan. Values of packed
+    formats are not rounded first, because these formats have the range of fp32."""
     if FORMAT == PLAIN:
         wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -156,8 +156,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Stores state; see `low_precision_state.pack`. Returns the stored values, except for formats that store the square
-    root."""
+    """Stores state `wide`; see `low_precision_state.pack`. Returns `wide` for the plain format, the rounded values for
+    fp16. The result is used for master weights only, which are neither fp8 nor square roots."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:
@@ -217,7 +217,7 @@ def _to_e4m3(scaled, dither):
 
 @triton.jit
 def _dither(number, step, SALT: tl.constexpr):
-    """See `low_precision_state.dither`. Uses only the low 32 bits of its numbers, because 64-bit products are much
+    """See `low_precision_state.dither`. Computes with 32-bit instead of 64-bit integers, whose products are much
     slower."""
     mixed = number.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77 + (SALT * 0xC2B2AE3D) % 0x100000000
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D

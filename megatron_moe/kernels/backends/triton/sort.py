@@ -89,7 +89,7 @@ def _place_rows(
     num_stretches, blocks_each,
     BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Row of a choice: first row of its expert plus the number of the expert's earlier choices."""
+    """Assigns each choice a row: first row of its expert plus the number of the expert's earlier choices."""
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
     stretches = tl.arange(0, STRETCHES)

@@ -63,8 +63,8 @@ def deltas(grad: Tensor, out: Tensor) -> Tensor:
 
 
 def _tiles(width: int, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile sizes of the two kernels: the fastest measured (docs/experiments.md). For wide heads and for 4-byte dtypes,
-    the largest that fit."""
+    """Tile sizes and launch options of the two kernels: the fastest measured ones (docs/experiments.md), except for
+    wide heads and 4-byte dtypes: the largest that fit."""
     if width > 128:
         return _tile(32, 64, 4, 2), _tile(64, 32, 4, 2)
     if num_bytes > 2:
@@ -185,7 +185,7 @@ def _query_grads(
 
 @triton.jit
 def _accumulate(to_ptr, share, held, ADD: tl.constexpr):
-    """Writes a tile of gradients or adds it to what is there."""
+    """Stores a tile of gradients, added to the previously stored gradients if ADD."""
     if ADD:
         share += tl.load(to_ptr, mask=held, other=0.0)
     tl.store(to_ptr, share.to(to_ptr.dtype.element_ty), mask=held)

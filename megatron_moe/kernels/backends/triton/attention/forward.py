@@ -32,7 +32,7 @@ def attend(
     *,
     onward: bool = False,
 ) -> None:
-    """Writes contiguous `out` [rows, B, N, E] and the log-sum-exp. `onward`: merges with their previous values."""
+    """Writes contiguous `out` [rows, B, N, E] and the log-sum-exp. `onward`: merges into their old values."""
     rows, keys = (128, 64) if max(shape.width, shape.value_width) <= 128 else (64, 64)
     of_queries, of_keys = (q, q) if segments is None else segments
     _attend[(triton.cdiv(shape.rows, rows), shape.batch * shape.heads)](
@@ -107,7 +107,7 @@ def _attend(
 
 @triton.jit
 def _place(rows, b, n, num_rows, batch, num_heads, value_width, VALUE: tl.constexpr):
-    """Offsets of the given rows of a head in a contiguous [rows, B, N, E] output, and the mask of valid elements."""
+    """Returns (offsets of the given rows of a head in a contiguous output [rows, B, N, E], mask of valid elements)."""
     dims = tl.arange(0, VALUE)
     place = ((rows.to(tl.int64) * batch + b) * num_heads + n)[:, None] * value_width + dims[None, :]
     return place, (rows < num_rows)[:, None] & (dims < value_width)[None, :]

@@ -56,7 +56,7 @@ class Shape:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels support these inputs and are the better choice (not for fp32), apart from dropout."""
+    """Whether to use the kernels for these inputs, based on sizes and dtype. The caller has to check for dropout."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
     # offsets are 32-bit; the output and its gradient have the queries' shape with the values' width
     places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]

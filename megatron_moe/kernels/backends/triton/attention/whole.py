@@ -21,7 +21,7 @@ from megatron_moe.kernels.ops import AttentionInputs
 
 def attention(inputs: AttentionInputs) -> Tensor:
     """See `Kernels.attention`. The Triton kernels are used for windows, document masks and in deterministic mode, where
-    torch excludes cuDNN and the alternatives are slower; cuDNN is used for other sinks, torch for the rest."""
+    torch excludes cuDNN and the alternatives are slower; cuDNN is used for other inputs with sinks, torch otherwise."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
     if not (ours or inputs.has_sinks) or inputs.drops or not serves(q_SBND, k_SBGD, v_SBGE):

@@ -107,7 +107,7 @@ def route_forward(
 
 @triton.jit
 def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr):
-    """(scores that select and weight the experts, scores normalised to a sum of 1 per token)."""
+    """Returns (scores for selection and probabilities, scores normalised to a sum of 1 per token)."""
     if SCORE == "softmax":
         shares, _ = softmax(logits)
         scores = logits if ON_LOGITS else shares
@@ -153,7 +153,7 @@ def _choose(
     NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """(ids of the choices in descending order, their scores, mask of chosen columns)."""
+    """Returns (ids of the choices in descending order, scores of the choices, mask of chosen columns)."""
     keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
     if GROUP_TOPK > 0:
         keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
@@ -178,7 +178,7 @@ def _look_up(
     given_ptr, tokens, held, scores, experts, real, TOPK: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(given ids, their scores, mask of these experts' columns)."""
+    """Returns (given ids, scores of the given experts, mask of their columns), in place of a top-k."""
     choices = tl.arange(0, CHOICES)
     ids = tl.full((TOKENS, CHOICES), -1, dtype=tl.int32)
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
@@ -195,7 +195,7 @@ def _look_up(
 
 @triton.jit
 def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
-    """Weights of the choices, 0 where there is none."""
+    """Probabilities of the choices; 0 where a token has no choice."""
     if ON_LOGITS:
         weights, _ = softmax(tl.where(none, float("-inf"), chosen))
     else:

@@ -18,7 +18,7 @@ from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Tokens times columns per tile in fp32."""
 FORWARD_PROGRAMS = 4
-"""Forward programs per multiprocessor: few, because the last program adds the partial sums of all."""
+"""Forward programs per multiprocessor: few, because the last program adds the partial sums of all programs."""
 
 
 def route(
