@@ -23,7 +23,7 @@ from arguments.errors import FlagErrors, Problem
 from arguments.flags import Registry
 from arguments.huggingface import published_flags
 from arguments.read import read_plan
-from megatron_moe.build import build_train_state_config  # noqa: E402
+from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.directory import as_checkpoint, find_checkpoints
 from megatron_moe.checkpoint.huggingface.convert import ConversionReport, from_hf, to_hf
 from megatron_moe.checkpoint.huggingface.export import SHARD_BYTES

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from any folder
 
-from megatron_moe.build import build_train_state_config  # noqa: E402
+from megatron_moe.build import build_train_state_config
 from megatron_moe.checkpoint.directory import TRACKER, iteration_folder, list_checkpoints, read_tracker
 from megatron_moe.checkpoint.megatron.source import import_model, open_megatron
 from megatron_moe.checkpoint.save import CheckpointSaver

@@ -249,7 +249,7 @@ class IndexedWriter:
         self._aside = {suffix: Path(f"{prefix}{suffix}.writing-{os.getpid()}") for suffix in (".bin", ".idx")}
         try:
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._aside[".bin"], "wb")  # noqa: SIM115  closed by __exit__
+            self._bin = open(self._aside[".bin"], "wb")
         except OSError as error:
             raise DataProblem(
                 f"cannot write {prefix}.bin: {error.strerror}; choose an output prefix in a folder you may write to"

@@ -64,14 +64,14 @@ class KernelSet(Kernels):
         """Kernel set of `functions`, one per op of the interface. Ops in `choices` reject `QuantizedTensor`."""
         missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
-        bundle = cls()
+        kernels = cls()
         backends = {choice.op: choice.backend for choice in choices}
         for op, function in functions.items():
             if op in MATRIX_PRODUCTS:
                 function = _without_quantized_operands(op, backends.get(op, "unnamed"), function)
-            setattr(bundle, op, function)
-        bundle.choices = choices
-        return bundle
+            setattr(kernels, op, function)
+        kernels.choices = choices
+        return kernels
 
     def summary(self) -> str:
         """Number of ops per backend, as a line for the log."""

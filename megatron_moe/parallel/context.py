@@ -189,7 +189,7 @@ class ParallelContext:
         """
         assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
         # Registers collectives on meta tensors. Imported late, because it imports torch's compiler (a second or more).
-        import torch.distributed._tools.fake_collectives  # noqa: F401
+        import torch.distributed._tools.fake_collectives
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
         launch = Launch(rank=rank, world_size=config.world_size)

@@ -133,8 +133,8 @@ class _ScheduleRun:
 
     def finish(self) -> None:
         """Waits for all sends and asserts that no work is left."""
-        self._free_sent()
-        self._free_sent()
+        for _ in ("earlier sends", "newest sends"):
+            self._free_sent()
         assert not self._in_flight, f"forwards without a backward (microbatch, chunk): {sorted(self._in_flight)}"
         assert not self._deferred, f"weight gradients never computed (microbatch, chunk): {sorted(self._deferred)}"
         assert not self._receives, f"received and never used: {sorted(self._receives)}"
