@@ -23,7 +23,7 @@ class StepResult:
     """L2 norms of the gradient before clipping, by parameter group; "all" is the global norm."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Values that only some runs measure: "num_zeros" (number of gradient elements equal to 0) and "params_norm" (both
-    only when the log needs them), and "overflow" (1 if expert rows exceed their bound, else 0)."""
+    only when the log needs them), and "overflow" (expert rows beyond their bound, relative to it)."""
     proceed: bool
     """True if the update was applied."""
     sound: bool

@@ -48,13 +48,13 @@ class SpikeLimit:
         self._places = torch.arange(window, device=device)
         self._number = torch.zeros((), device=device, dtype=torch.int64)
 
-    def usual(self, value: Tensor) -> Tensor:
-        """Device bool that is False if the scalar `value` is a spike; adds finite values that are not spikes to the
-        window."""
+    def usual(self, value: Tensor, valid: Tensor) -> Tensor:
+        """Device bool that is False if the scalar `value` is a spike. If `valid` (a device bool), adds it to the window
+        unless it is a spike or not finite."""
         value = value.detach().double()
         window = len(self._seen)
         spike = (self._number >= window) & (value > _FACTOR * self._seen.nan_to_num(nan=0.0).max())
-        counts = torch.isfinite(value) & ~spike
+        counts = torch.isfinite(value) & ~spike & valid
         here = self._places == self._number % window
         self._seen = torch.where(here & counts, value, self._seen)
         self._number = self._number + counts

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -35,8 +36,9 @@ def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches
 
     model.eval()
     prepared = (replace(b, context=replace(b.context, rng=None, metrics=None, training=False)) for b in batches)
-    while step := list(islice(prepared, num_microbatches)):
-        pipeline.run(step, take_loss)
+    with nullcontext() if model.expert_comm is None else model.expert_comm.unbounded():
+        while step := list(islice(prepared, num_microbatches)):
+            pipeline.run(step, take_loss)
     model.train()
     # pp, dp_cp: 16 bytes
     all_reduce_(totals, context.group("pp"))

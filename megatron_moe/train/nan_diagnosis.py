@@ -55,7 +55,7 @@ def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repea
             and overwrites the gradient buffers.
     """
     kept = next(step for step in trainer.recent if step.iteration == result.iteration)
-    context, order = trainer.context, loader.samples_at(kept.consumed_samples)
+    context, order = trainer.context, loader.samples_at(kept.state.consumed_samples)
     stash = trainer.model.saved_tensors.stash
     no_room = stash is not None and stash.overflowed()
     report = RankReport(rank=context.rank, stage=context.group("pp").rank, samples=order, no_room=no_room)

@@ -75,6 +75,10 @@ class StepResultReader:
         end.wait()
         return outcome.result(scalars, end.seconds_since(begin))
 
+    def drop(self) -> None:
+        """Drops the pending step, whose results are void."""
+        self._pending = None
+
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's time."""
         self._last_end = Moment(self._device)

@@ -43,12 +43,16 @@ from megatron_moe.train.train_state import TrainState
 class RetainedStep:
     """Inputs and local results of a step, so that it can be repeated."""
 
-    iteration: int
-    consumed_samples: int
-    """Samples consumed before the step, over all ranks."""
+    state: TrainState
+    """State before the step."""
     batches: Sequence[MicroBatch]
     local: Tensor
     """fp64 [2]: sum of this rank's token losses, and number of these tokens."""
+
+    @property
+    def iteration(self) -> int:
+        """Iteration that the step completes."""
+        return self.state.iteration + 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Trainer:
         trial = self._trial(batches, iteration) if self.repeatability else None
         with self.timers.span("forward-backward", level=1):
             loss, num_tokens, local = self._forward_backward(batches, iteration)
-        self.recent.append(RetainedStep(iteration, state.consumed_samples, batches, local.clone()))
+        self.recent.append(RetainedStep(replace(state), batches, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
         with self.timers.span("optimizer", level=1):
@@ -157,6 +161,19 @@ class Trainer:
         loss, num_tokens, local = self._forward_backward(batches, iteration, losses)
         self.buffers.complete()
         return RepeatedStep(losses, local, loss, num_tokens)
+
+    def forget_from(self, iteration: int, overflow: float) -> list[RetainedStep]:
+        """Prepares the repetition of all steps from an iteration on, whose updates were not applied because expert rows
+        exceeded their bound: raises the bound and returns these steps, which must be taken again in order."""
+        assert self.model.expert_comm is not None
+        self.model.expert_comm.raise_bound(overflow)
+        if self.full_iteration is not None:
+            self.full_iteration.discard()
+        self._may_continue.fill_(True)
+        self.metrics.cut()
+        steps = [step for step in self.recent if step.iteration >= iteration]
+        self.recent = deque((step for step in self.recent if step.iteration < iteration), maxlen=2)
+        return steps
 
     def norm_of(self, repeated: RepeatedStep) -> Tensor:
         """Reduces the gradients of a repetition and returns their norm over all ranks."""
@@ -230,7 +247,7 @@ class Trainer:
         sound = norms.pop("nonfinite") == 0
         if self.logging.log_num_zeros_in_grad:
             figures["num_zeros"] = count_zeros(self.buffers)
-        overflow = None if self.model.expert_comm is None else self.model.expert_comm.any_overflow()
+        overflow = None if self.model.expert_comm is None else self.model.expert_comm.largest_overflow()
         if overflow is not None:
             figures["overflow"] = overflow
         proceed = self._accept(loss, norms["all"], overflow) & sound
@@ -253,13 +270,14 @@ class Trainer:
         failed a check that ends the run. Checks: non-finite values, spikes, overflow of expert rows."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
         if overflow is not None:
-            self._may_continue = self._may_continue & ~overflow
+            self._may_continue = self._may_continue & (overflow == 0)
+        valid = self._may_continue
         checks: list[tuple[Tensor, str]] = []
         if self.loop.check_for_nan_in_loss_and_grad:
             checks.append((torch.isfinite(loss) & torch.isfinite(norm), config.on_nonfinite))
         for value, limit in zip((loss, norm), self._limits, strict=True):
             if limit is not None:
-                checks.append((limit.usual(value), config.on_spike))
+                checks.append((limit.usual(value, valid), config.on_spike))
         for passed, reaction in checks:
             if reaction == "skip":
                 accepted = accepted & passed

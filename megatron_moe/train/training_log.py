@@ -54,9 +54,33 @@ class TrainingLog:
             self._new_timeout_s = None
         if self._stragglers and self._loader is not None:
             self._stragglers.data_took(self._loader.last_seconds)
-        self._handle(self._reader.push(outcome))
+        self._push(outcome)
+
+    def _push(self, outcome: StepOutcome) -> None:
+        """Reports the step before `outcome`, or repeats both if the former overflowed."""
+        previous = self._reader.push(outcome)
+        if previous is not None and previous.figures.get("overflow"):
+            return self._repeat_from(previous)
+        self._handle(previous)
         if self._reporter.due(outcome.iteration):
             self._recorded = self._trainer.metrics.cut()
+
+    def _repeat_from(self, result: StepResult) -> None:
+        """Repeats a step whose expert rows exceeded their bound, and the step after it, with a larger bound. The device
+        has applied neither update. Metrics of the log interval start again at the repeated step."""
+        self._reader.drop()
+        self._recorded = MetricAccumulator()
+        overflow = result.figures["overflow"]
+        steps = self._trainer.forget_from(result.iteration, overflow)
+        comm = self._trainer.model.expert_comm
+        assert comm is not None
+        self._reporter.note(
+            f"iteration {result.iteration}: a rank received {overflow:.1%} more expert rows than its bound, so the "
+            f"iteration is repeated with --moe-expert-rank-capacity-factor {comm.row_capacity_factor:.3g}; start the "
+            f"run with this value to avoid repetitions"
+        )
+        for step in steps:
+            self._push(self._trainer.step(step.batches, step.state))
 
     def pass_over(self, loader: TrainLoader, state: TrainState) -> None:
         """Skips the samples of an iteration, without a step, checkpoint or evaluation."""
@@ -71,7 +95,11 @@ class TrainingLog:
 
         Raises NumericsProblem if the step was rejected or its update stored a non-finite value.
         """
-        self._handle(self._reader.flush())
+        while (result := self._reader.flush()) is not None:
+            if result.figures.get("overflow"):
+                self._repeat_from(result)
+            else:
+                self._handle(result)
         if not self._trainer.is_sound():
             self._raise_bad_state()
 
@@ -110,12 +138,6 @@ class TrainingLog:
     def _handle_rejected(self, result: StepResult) -> None:
         """Reports why an update was rejected. Raises NumericsProblem unless the run continues without it."""
         assert self._loader is not None, "a step without data"
-        if result.figures.get("overflow"):
-            raise NumericsProblem(
-                f"iteration {result.iteration}: a rank received more expert rows than its buffers hold, so the update "
-                f"was not applied and the weights are those of iteration {result.iteration - 1}; raise "
-                f"--moe-expert-rank-capacity-factor"
-            )
         self._skipped += 1
         finite = math.isfinite(result.loss) and math.isfinite(result.norms["all"])
         stops = (self._config.on_spike if finite else self._config.on_nonfinite) == "stop"

@@ -20,7 +20,6 @@ from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.kernels import reference
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.train.train_state import TrainState
@@ -28,7 +27,6 @@ from megatron_moe.train.trainer import Trainer
 from megatron_moe.train.training_log import TrainingLog
 from tests.helpers import tiny
 from tests.helpers.ranks import on_threads
-from tests.helpers.token_major import TokenMajorDispatcher
 from tests.helpers.tolerances import EXACT
 
 EXPERTS = "decoder.layers.2.mlp.experts.linear_fc1.weight"
@@ -278,15 +276,3 @@ def test_a_spike_is_reported_skipped_or_ends_the_run(policy: Literal["report", "
         assert len(skipped) == (2 if policy == "skip" else 0)
     kept = all(torch.equal(seen[4][name], seen[5][name]) for name in seen[4])
     assert kept == (policy != "report")
-
-
-def test_an_overflow_of_expert_rows_stops_the_run_with_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        build, "new_expert_comm", lambda _, ctx, kernels: ExpertComm(ctx, kernels, TokenMajorDispatcher)
-    )
-
-    def spoil(trainer: Trainer, iteration: int) -> None:
-        trainer.model.decoder.layers["2"].mlp.dispatcher.max_rows = 0 if iteration == 2 else 1 << 30
-
-    with pytest.raises(NumericsProblem, match="iteration 2: a rank received more expert rows .* those of iteration 1;"):
-        train(tiny.plan(), ParallelContext.single(dtype=torch.float64), spoil)

@@ -24,7 +24,7 @@ class TokenMajorDispatcher(AllGatherDispatcher):
             offsets_e=index.offsets_E,
             index=index,
             bound=len(probs_R),
-            overflow=index.offsets_E[-1] > self.max_rows,
+            overflow=(index.offsets_E[-1] - self.max_rows).clamp_min(0),
         )
         return rows, CombineHandle(index, len(tokens_TH))
 
@@ -32,5 +32,5 @@ class TokenMajorDispatcher(AllGatherDispatcher):
 def use_token_major(layer: MoELayer) -> None:
     """Replaces the dispatcher of a layer."""
     comm = layer.expert_comm
-    layer.expert_comm = ExpertComm(comm.ctx, comm.kernels, TokenMajorDispatcher)
+    layer.expert_comm = ExpertComm(comm.ctx, comm.kernels, TokenMajorDispatcher, row_capacity_factor=1.0)
     layer.dispatcher = layer.expert_comm.new_dispatcher(layer.router.config.num_experts)

@@ -55,6 +55,10 @@ class FullIterationGraph:
         step.metrics.replay(metrics, recorded)
         return sums.clone()
 
+    def discard(self) -> None:
+        """Drops all graphs, because shapes inside a step change; the next steps are captured again."""
+        self._captured.clear()
+
     def summary(self) -> str | None:
         """Number of graphs and their memory; None before the first capture."""
         if not self._captured:

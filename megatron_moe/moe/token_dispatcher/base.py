@@ -4,6 +4,8 @@ dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Ea
 that a schedule can launch other work in between.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -58,8 +60,8 @@ class DispatchedTokens:
     bound: int
     """Upper bound of the number of rows, known to the host."""
     overflow: Tensor | None = None
-    """bool scalar on the device: True if the routing needs more rows than `bound`; the step must then be skipped. None:
-    overflow is impossible."""
+    """int32 scalar on the device: number of rows that the routing needs beyond `bound`. If it is not 0, rows are missing
+    and the step must be repeated with a larger bound. None: overflow is impossible."""
 
     @classmethod
     def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
@@ -104,8 +106,8 @@ class ExpertComm:
     """Process groups, kernels and overflow flag that the token dispatchers of all layers share."""
 
     overflow: Tensor | None
-    """bool scalar on the device: True if a dispatch of this step on this rank exceeded its bound. None if the
-    dispatcher cannot overflow. Ranks without MoE layers have the flag too, because all ranks reduce it together."""
+    """fp32 scalar on the device: largest overflow of a dispatch of this step on this rank, relative to its bound. None
+    if rows have no bound. Ranks without MoE layers have it too, because all ranks reduce it together."""
 
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
@@ -134,7 +136,7 @@ class ExpertComm:
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
-            self.overflow = torch.zeros((), dtype=torch.bool, device=ctx.device)
+            self.overflow = torch.zeros((), device=ctx.device)
 
     def new_dispatcher(self, num_experts: int) -> Dispatcher[Any]:
         """Creates the dispatcher of one layer."""
@@ -146,21 +148,33 @@ class ExpertComm:
             self.overflow.zero_()
 
     def record(self, rows: DispatchedTokens) -> None:
-        """Sets `overflow` if the dispatch of `rows` exceeded its bound."""
+        """Updates `overflow` with the dispatch of `rows`."""
         if rows.overflow is not None:
             assert self.overflow is not None, f"{self.dispatcher.__name__} declares that it cannot overflow"
-            self.overflow.logical_or_(rows.overflow)
+            torch.maximum(self.overflow, rows.overflow / max(rows.bound, 1), out=self.overflow)
+
+    def raise_bound(self, overflow: float) -> None:
+        """Raises the row bound so that a step with this overflow fits, with 5 % to spare."""
+        assert self.row_capacity_factor is not None, "rows without a bound cannot overflow"
+        self.row_capacity_factor *= 1.05 * (1 + overflow)
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """Removes the row bound, for forward passes that keep no activations."""
+        factor, self.row_capacity_factor = self.row_capacity_factor, None
+        yield
+        self.row_capacity_factor = factor
 
     def missing_rank(self) -> int | None:
         """Global rank whose tokens did not arrive within the timeout of collectives; None: all arrived so far."""
         return None if self.transport is None else self.transport.missing_rank()
 
-    def any_overflow(self) -> Tensor | None:
-        """bool scalar on the device: True if any rank has `overflow` set. Collective; called once per step."""
+    def largest_overflow(self) -> Tensor | None:
+        """Maximum of `overflow` over all ranks; fp32 scalar on the device. Collective; called once per step."""
         if self.overflow is None:
             return None
         # world: 4 bytes
-        return all_reduce_(self.overflow.float(), self.ctx.group("world"), "max") > 0
+        return all_reduce_(self.overflow.clone(), self.ctx.group("world"), "max")
 
 
 def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:

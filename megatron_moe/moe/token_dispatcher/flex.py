@@ -139,7 +139,7 @@ class PendingCombine(_Pending):
 
 class FlexDispatcher:
     """Dispatches without host synchronisation. The number of rows of a rank is bounded by
-    `ExpertComm.row_capacity_factor` times T * K, and by what no routing exceeds; more rows set the overflow flag. All
+    `ExpertComm.row_capacity_factor` times T * K, and by what no routing exceeds; more rows are counted as overflow. All
     ranks must have equally many tokens. Rows are sorted by expert, then by source in the order of the etp x ep group,
     then by token."""
 
@@ -165,7 +165,7 @@ class FlexDispatcher:
             probs_R=self.kernels.gather_probs(probs_GK, index),
             offsets_e=index.offsets_E,
             bound=len(index.token_R),
-            overflow=None if needed is None else needed > len(index.token_R),
+            overflow=None if needed is None else (needed - len(index.token_R)).clamp_min(0),
         )
         return rows, pending.handle
 

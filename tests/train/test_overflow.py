@@ -1,0 +1,105 @@
+"""Steps whose expert rows exceed `--moe-expert-rank-capacity-factor` are repeated with a larger bound."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe import build
+from megatron_moe.config.parallel import ParallelConfig
+from megatron_moe.config.resilience import ResilienceConfig
+from megatron_moe.config.run import RunPlan
+from megatron_moe.data.loader import TrainLoader
+from megatron_moe.kernels import reference
+from megatron_moe.logs.log_line import StepResult
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.train.evaluation import evaluate
+from megatron_moe.train.train_state import TrainState
+from megatron_moe.train.trainer import Trainer
+from megatron_moe.train.training_log import TrainingLog
+from tests.helpers import tiny
+from tests.helpers.ranks import on_threads
+from tests.helpers.tolerances import EXACT
+
+STEPS = 6
+EP2 = ParallelConfig(world_size=2, ep=2)
+BIASED = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.1)
+
+
+class Reports:
+    """Reporter that collects notes, step results and metrics."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.results: list[StepResult] = []
+        self.metrics: list[Any] = []
+        self.note, self.observe, self.step = self.notes.append, self.results.append, self.metrics.append
+
+    def due(self, iteration: int) -> bool:
+        return iteration % 2 == 0
+
+
+def plan(factor: float | None, **changes: Any) -> RunPlan:
+    moe = tiny.moe(BIASED, dispatcher="flex", expert_rank_capacity_factor=factor)
+    resilience = ResilienceConfig(check_for_spiky_loss=True, check_for_large_grads=True, on_spike="stop")
+    return tiny.plan(model=tiny.model(moe_config=moe), resilience=resilience, **changes)
+
+
+def setup(plan: RunPlan, context: ParallelContext) -> tuple[Trainer, TrainLoader]:
+    kernels = reference.bundle()
+    trainer = build.build_trainer(plan, context, build.build_model(plan, context, kernels), kernels)
+    return trainer, build.build_train_loader(plan, context, build.build_data(plan, context))
+
+
+def train(plan: RunPlan, context: ParallelContext, read_each: bool = False) -> tuple[Reports, dict[str, Tensor], float]:
+    """`read_each`: reads the result of every step at once, as before a save."""
+    trainer, loader = setup(plan, context)
+    reports, state, config = Reports(), TrainState(), build.build_train_state_config(plan)
+    log = TrainingLog(trainer, reports, loader)
+    for _ in range(STEPS):
+        outcome = trainer.step(log.next_step(loader), state)
+        state.advance(outcome.num_samples, config)
+        log.after(outcome)
+        if read_each:
+            log.catch_up()
+    log.catch_up()
+    values = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return reports, values, trainer.model.expert_comm.row_capacity_factor or 0
+
+
+@pytest.mark.parametrize("read_each", [False, True])
+@pytest.mark.parametrize("factor", [0.2, 0.9])
+def test_repeated_steps_equal_steps_without_a_bound(factor: float, read_each: bool) -> None:
+    free = on_threads(EP2, lambda context: train(plan(None), context))
+    bound = on_threads(EP2, lambda context: train(plan(factor), context, read_each))
+    for (reports, values, raised), (expected_reports, expected, _) in zip(bound, free, strict=True):
+        EXACT.check_all(values, expected, "weights and expert biases")
+        results, others = reports.results, expected_reports.results
+        assert [r.iteration for r in results] == [r.iteration for r in others] == list(range(1, STEPS + 1))
+        assert [(r.loss, r.norms, r.learning_rate) for r in results] == [
+            (r.loss, r.norms, r.learning_rate) for r in others
+        ]
+        assert all(r.proceed and r.figures["overflow"] == 0 for r in results)
+        assert raised > factor
+    notes = bound[0][0].notes
+    assert notes and all("more expert rows than its bound, so the iteration is repeated with" in note for note in notes)
+    assert notes == bound[1][0].notes
+
+
+def test_metrics_of_void_steps_are_dropped() -> None:
+    load = "moe/max_load"
+    free = on_threads(EP2, lambda context: train(plan(None), context))[0][0].metrics
+    found = on_threads(EP2, lambda context: train(plan(0.2), context))[0][0].metrics
+    assert len(found) == len(free) == STEPS // 2
+    # once the bound has reached its final value, intervals have the same metrics
+    assert {name: metric.value for name, metric in found[-1].items()} == {n: m.value for n, m in free[-1].items()}, load
+
+
+def test_evaluation_has_no_row_bound() -> None:
+    def loss(context: ParallelContext, factor: float | None) -> float:
+        trainer, loader = setup(plan(factor), context)
+        return evaluate(trainer.pipeline, loader.next_step(), 1)
+
+    assert on_threads(EP2, lambda c: loss(c, 0.1)) == on_threads(EP2, lambda c: loss(c, None))
