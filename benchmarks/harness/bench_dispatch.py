@@ -29,6 +29,7 @@ from megatron_moe.kernels.registry import select_kernels  # noqa: E402
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher  # noqa: E402
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing  # noqa: E402
+from megatron_moe.moe.token_dispatcher.deepep import DEFAULT_SMS, DeepEPDispatcher, has_deepep  # noqa: E402
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher  # noqa: E402
 from megatron_moe.parallel.context import ParallelContext  # noqa: E402
 
@@ -176,6 +177,8 @@ def measure(ctx: ParallelContext, programs: list[int], write: Callable[[str], No
         cases: list[tuple[str, Any, int | None]] = [("all-to-all (NCCL)", AllToAllDispatcher, None)]
         cases.append(("all-gather (NCCL)", AllGatherDispatcher, None))
         cases += [(f"symmetric, {n} programs", SymmetricDispatcher, n) for n in programs]
+        if has_deepep():
+            cases += [(f"DeepEP, {n} multiprocessors", DeepEPDispatcher, n) for n in (DEFAULT_SMS, 32)]
         for name, kind, sms in cases:
             timed = expected if kind is AllToAllDispatcher else run_dispatcher(kind, shape, ctx, sms)
             error = max(

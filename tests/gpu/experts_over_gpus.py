@@ -1,7 +1,8 @@
 """What every rank of the tests of experts over GPUs runs."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
+from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import free_port
 from tests.moe.parallel.folded import HIDDEN, Data, folds, make_mb, moe_config, on_this_rank
@@ -58,7 +62,8 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     ctx = context_of(fold, torch.bfloat16)
     kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
     done = []
-    for dispatcher, capacity in (("allgather", None), ("alltoall", CapacityConfig(factor=1.0, pad=True))):
+    padded = CapacityConfig(factor=1.0, pad=True)
+    for dispatcher, capacity in (("allgather", None), ("alltoall", padded), ("flex", None), ("flex", padded)):
         config = moe_config(
             dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True
         )
@@ -73,6 +78,138 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
             torch.cuda.set_sync_debug_mode("default")
         done.append((dispatcher, bool(leaf.grad.isfinite().all())))
     return done
+
+
+def flex_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Every fold with the flex dispatcher and Triton kernels, in fp32."""
+    results = []
+    for fold, config, data in flex_cases(num_ranks):
+        ctx = context_of(fold, torch.float32)
+        kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
+        results.append(on_this_rank(ctx, config, fold, data, kernels=kernels))
+    return results
+
+
+def flex_cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
+    """Every fold with the flex dispatcher; row bounds that no rank exceeds, in turn."""
+    found = []
+    for place, fold in enumerate(folds(num_ranks)):
+        config = moe_config(dispatcher="flex", router=BALANCED, bias=True, shared=True, overlap=place % 2 == 0)
+        found.append((fold, config, Data.random(fold.dp, padded=True)))
+    return found
+
+
+ROUTINGS: dict[str, Callable[[int, int], list[list[int]]]] = {
+    "spread": lambda rank, token: [(rank + 3 * token) % 16, (rank + 5 * token + 7) % 16],
+    "all to the last expert": lambda rank, token: [15, -1],
+    "first rank sends to the first expert": lambda rank, token: [0, -1] if rank == 0 else [-1, -1],
+    "no choice": lambda rank, token: [-1, -1],
+    "some choices dropped": lambda rank, token: [(2 * token) % 16 if token % 3 else -1, -1 if token % 2 else 9],
+}
+
+
+def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Dispatch, scaling by the expert's number and combine of several routings, repeated through the same channels.
+    Returns (name, output, gradients of tokens and probabilities) and the formula's values."""
+    return _exchanges(context_of, num_ranks, SymmetricDispatcher, (torch.float32, torch.bfloat16))
+
+
+def deepep_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """`flex_exchanges` through DeepEP."""
+    return _exchanges(context_of, num_ranks, DeepEPDispatcher, (torch.bfloat16,))
+
+
+def _exchanges(context_of: ContextOf, num_ranks: int, kind: type[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
+    results = []
+    for dtype in dtypes:
+        ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), dtype)
+        comm = ExpertComm(ctx, select_kernels(KernelConfig(), ctx.device, dtype), kind)
+        dispatcher, num_local = comm.new_dispatcher(16), 16 // num_ranks
+        for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 3):
+            draw = torch.Generator().manual_seed(100 * ctx.rank + repeat)
+            tokens, grad = (torch.randn(96, 64, generator=draw).to(ctx.device, dtype) for _ in range(2))
+            ids = torch.tensor([choose(ctx.rank, token) for token in range(96)], device=ctx.device)
+            probs = torch.rand(96, 2, generator=draw).to(ctx.device).masked_fill(ids < 0, 0)
+            tokens.requires_grad_(), probs.requires_grad_()
+            counts = torch.bincount(ids[ids >= 0], minlength=16)
+            routing = Routing(num_experts=16, ids_TK=ids, probs_TK=probs, counts_E=counts)
+            rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+            scale = 1 + ctx.rank * num_local + expert_of_rows(rows.offsets_e, len(rows.data))
+            scaled = (rows.data.float() * (rows.probs_R * scale)[:, None]).to(dtype)
+            out = dispatcher.finish_combine(dispatcher.start_combine(replace(rows, data=scaled), handle))
+            out.backward(grad)
+            weight = (probs * (1 + ids) * (ids >= 0)).double().detach()
+            x, g = tokens.detach().double(), grad.double()
+            expected = {
+                "out": x * weight.sum(1, keepdim=True),
+                "tokens": g * weight.sum(1, keepdim=True),
+                "probs": (x * g).sum(1, keepdim=True) * (1 + ids) * (ids >= 0),
+            }
+            actual = {"out": out.detach(), "tokens": tokens.grad, "probs": probs.grad}
+            on_host = [{key: value.cpu() for key, value in each.items()} for each in (actual, expected)]
+            results.append((f"{name}, {dtype}", *on_host))
+    return results
+
+
+def flex_bounds(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Overflow of routings that need exactly as many rows as the bound, and one more; all choices on the last rank."""
+    ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
+    kernels, found = select_kernels(KernelConfig(), ctx.device, ctx.dtype), []
+    for num_rows in (24, 25):
+        comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=24 / 48)
+        dispatcher = comm.new_dispatcher(16)
+        ids = torch.full((24, 2), -1, device=ctx.device)
+        if ctx.rank == 0:
+            ids.view(-1)[:num_rows] = 15 - torch.arange(num_rows, device=ctx.device) % 2
+        routing = Routing(
+            num_experts=16,
+            ids_TK=ids,
+            probs_TK=(ids >= 0).float(),
+            counts_E=torch.bincount(ids[ids >= 0], minlength=16),
+        )
+        comm.begin_step()
+        rows, _ = dispatcher.finish_dispatch(
+            dispatcher.start_dispatch(torch.ones(24, 64, device=ctx.device, dtype=ctx.dtype), routing)
+        )
+        comm.record(rows)
+        found.append(round(float(comm.largest_overflow()) * 24))
+    return found
+
+
+def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """Whether a captured layer, replayed with new inputs, gives the bits of eager execution."""
+    ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), torch.bfloat16)
+    layer = MoELayer(
+        moe_config(dispatcher="flex", router={"dtype": "fp32"}),
+        0,
+        ctx,
+        select_kernels(KernelConfig(), ctx.device, ctx.dtype),
+    )
+    init_parameters(layer, 5, InitConfig(method="unit_gain"))
+    static = torch.empty(64, 2, HIDDEN, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        out = layer(static, make_mb(static, None))
+        return out.detach(), torch.autograd.grad(out, static, torch.ones_like(out))[0]
+
+    def fill(number: int) -> None:
+        draw = torch.Generator(ctx.device).manual_seed(10 * number + ctx.rank)
+        static.data.copy_(torch.randn(static.shape, device=ctx.device, generator=draw))
+
+    eager = []
+    for number in range(20):
+        fill(number)
+        eager.append([each.clone() for each in step()])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    same = []
+    for number, expected in enumerate(eager):
+        fill(number)
+        graph.replay()
+        same.append(all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)))
+    return same
 
 
 def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:

@@ -4,8 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.experts_over_gpus import cases, every_case, on_gpus, without_waiting
-from tests.helpers.tolerances import FP64_LAYOUT
+from megatron_moe.moe.token_dispatcher.deepep import has_deepep
+from tests.gpu.experts_over_gpus import (
+    cases,
+    deepep_exchanges,
+    every_case,
+    flex_bounds,
+    flex_cases,
+    flex_exchanges,
+    flex_layers,
+    flex_replays,
+    on_gpus,
+    without_waiting,
+)
+from tests.helpers.tolerances import BF16_KERNEL, FP32_LAYOUT, FP32_REF, FP64_LAYOUT
 from tests.moe.parallel.folded import gathered, name_of, on_one_rank
 
 NUM_GPUS = pytest.mark.parametrize(
@@ -26,4 +38,37 @@ def test_every_fold_and_dispatcher_matches_one_rank(num_gpus: int, tmp_path: Pat
 @NUM_GPUS
 def test_dispatchers_without_a_host_read_run_without_host_sync(num_gpus: int, tmp_path: Path) -> None:
     for done in on_gpus(num_gpus, without_waiting, tmp_path):
-        assert done == [("allgather", True), ("alltoall", True)]
+        assert done == [("allgather", True), ("alltoall", True), ("flex", True), ("flex", True)]
+
+
+@NUM_GPUS
+def test_flex_layers_match_one_rank(num_gpus: int, tmp_path: Path) -> None:
+    by_rank = on_gpus(num_gpus, flex_layers, tmp_path)
+    for place, (fold, config, data) in enumerate(flex_cases(num_gpus)):
+        actual = gathered([results[place] for results in by_rank], fold)
+        FP32_LAYOUT.check_all(actual.tensors, on_one_rank(config, data).tensors, name_of(fold))
+
+
+@NUM_GPUS
+def test_flex_exchanges_match_the_formula(num_gpus: int, tmp_path: Path) -> None:
+    for results in on_gpus(num_gpus, flex_exchanges, tmp_path):
+        for name, actual, expected in results:
+            (FP32_REF if "float32" in name else BF16_KERNEL).check_all(actual, expected, name)
+
+
+@NUM_GPUS
+@pytest.mark.skipif(not has_deepep(), reason="deep_ep is not installed")
+def test_deepep_exchanges_match_the_formula(num_gpus: int, tmp_path: Path) -> None:
+    for results in on_gpus(num_gpus, deepep_exchanges, tmp_path):
+        for name, actual, expected in results:
+            BF16_KERNEL.check_all(actual, expected, name)
+
+
+@NUM_GPUS
+def test_flex_overflow_counts_the_rows_beyond_the_bound(num_gpus: int, tmp_path: Path) -> None:
+    assert on_gpus(num_gpus, flex_bounds, tmp_path) == [[0, 1]] * num_gpus
+
+
+@NUM_GPUS
+def test_replayed_flex_layers_equal_eager_ones(num_gpus: int, tmp_path: Path) -> None:
+    assert on_gpus(num_gpus, flex_replays, tmp_path) == [[True] * 20] * num_gpus

@@ -1,10 +1,8 @@
 """Steps whose expert rows exceed `--moe-expert-rank-capacity-factor` are repeated with a larger bound."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from megatron_moe import build

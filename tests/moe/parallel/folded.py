@@ -20,6 +20,7 @@ from megatron_moe.config.moe import (
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.ops import Kernels
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
@@ -131,8 +132,8 @@ def leave(layer: MoELayer) -> None:
     pass
 
 
-def make_layer(config: MoEConfig, ctx: ParallelContext, change: Change = leave) -> MoELayer:
-    layer = MoELayer(config, 3, ctx, KERNELS)
+def make_layer(config: MoEConfig, ctx: ParallelContext, change: Change = leave, kernels: Kernels = KERNELS) -> MoELayer:
+    layer = MoELayer(config, 3, ctx, kernels)
     init_parameters(layer, 5, InitConfig(method="unit_gain"))
     change(layer)
     return layer
@@ -169,10 +170,15 @@ def over_ranks(config: MoEConfig, parallel: ParallelConfig, data: Data, change: 
 
 
 def on_this_rank(
-    ctx: ParallelContext, config: MoEConfig, parallel: ParallelConfig, data: Data, change: Change = leave
+    ctx: ParallelContext,
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    data: Data,
+    change: Change = leave,
+    kernels: Kernels = KERNELS,
 ) -> tuple[Any, ...]:
     """Result of one rank, for `gathered`."""
-    layer, metrics = make_layer(config, ctx, change), MetricAccumulator()
+    layer, metrics = make_layer(config, ctx, change, kernels), MetricAccumulator()
     out, hidden, place = forward_backward(layer, ctx, parallel, data, metrics)
     parts = {name: (p.grad.cpu(), p.boxes, p.meta, p.global_shape) for name, p in named_parameters(layer)}
     metrics = {n: m.value for n, m in metrics.take(ctx).items()}
@@ -188,7 +194,8 @@ def forward_backward(
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Output and input of this rank's tokens, and its place in (dp, cp, tp)."""
     place = tuple(ctx.group(axis).rank for axis in ("dp", "cp", "tp"))
-    hidden, push, _ = (part if part is None else part.to(ctx.device) for part in data.piece(parallel, *place))
+    hidden, push, _ = data.piece(parallel, *place)
+    hidden, push = (part.to(ctx.device, ctx.dtype) for part in (hidden, push))
     hidden = hidden.clone().requires_grad_()
     out = layer(hidden, _mb_on_rank(hidden, ctx, data.valid[place[0]], metrics))
     (out * push).sum().mul(parallel.cp).backward()
