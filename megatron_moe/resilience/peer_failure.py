@@ -34,8 +34,8 @@ class PeerFailures:
     status: RunStatus
     """Status writer of this rank. It first writes this rank's own report, so that other ranks can read it."""
     watchdog: Watchdog
-    """Watchdog of this rank. Attribution is part of the phase "exit", because the phase in which the connection broke may
-    be near its time limit."""
+    """Watchdog of this rank. Attribution is part of the phase "exit", because the current phase may be near its time
+    limit."""
     rank: int
     world_size: int
     seconds: float = 2.0
