@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs one command line to its end and returns the exit code."""
+    """Runs the program for one command line and returns the exit code."""
     from arguments.errors import Finished  # imported late: see `command`
     from arguments.read import read_plan
     from megatron_moe.config.exit_codes import ExitCode, RunError
@@ -49,7 +49,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
-    """Builds and trains the run that the plan describes; `stack` closes its resources however the run ends."""
+    """Builds and trains the model of `plan`. Registers resources on `stack`, which closes them even after an error."""
     begun = time.monotonic()
     from megatron_moe.resilience.launcher import supervise
 
@@ -66,7 +66,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
     # process groups, reporting, kernels
     watchdog = stack.enter_context(build.build_watchdog(plan, status))
     compiled = warm_up_kernels(plan, watchdog)
-    peers = PeerFailures(run_dir, status, rank=launch.rank, world_size=launch.world_size)
+    peers = PeerFailures(run_dir, status, watchdog, rank=launch.rank, world_size=launch.world_size)
     with peers:
         context = build.build_context(plan)
         stack.callback(context.stop)
@@ -136,7 +136,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
 
 
 def tell(text: str, code: int = 0) -> int:
-    """Prints `text` and returns `code`; a closed pipe (`| head`) is not an error."""
+    """Prints `text` to stdout and returns `code`. A pipe closed by its reader, such as `| head`, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

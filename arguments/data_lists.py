@@ -12,7 +12,7 @@ _SPLITS = ("train", "valid", "test")
 
 
 def read_data_lists(settings: Settings) -> None:
-    """Sets the dataset flags from the files; errors are added to `settings.problems`."""
+    """Sets the dataset flags in `settings` from these files; adds errors to `settings.problems`."""
     for name, read in (("data_args_path", _words), ("per_split_data_args_path", _splits)):
         path = settings.setting(name).value
         if path is None:
@@ -33,7 +33,7 @@ def _words(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def _splits(text: str) -> dict[str, tuple[str, ...]]:
-    """Parses JSON that maps train, valid or test to a list or a text of words; returns flag name -> words."""
+    """Parses JSON that maps train, valid or test to weights and prefixes; returns {'train_data_path': words, ...}."""
     content = json.loads(text)
     if not isinstance(content, dict) or not content or set(content) - set(_SPLITS):
         raise BadValue(f"must map {', '.join(_SPLITS)} to lists")

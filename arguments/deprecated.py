@@ -9,7 +9,7 @@ from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
 ValueOf = Callable[[str], Any]
-"""Maps the name of a current flag to its value, as set by the flags that precede the deprecated flag."""
+"""Function that takes the name of a current flag and returns its value, as set by the flags parsed so far."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Translated:
     """Current flags that replace a deprecated one."""
 
     flags: tuple[tuple[str, Words], ...]
-    """(option, words) of each replacement; empty if the deprecated switch is off."""
+    """(option, values) of each replacement; empty if the deprecated flag requests the default."""
     note: str
     extends: bool = False
-    """Whether the words extend the current value of the flag, which is then not reported as given twice."""
+    """Whether the new value contains the current value of the flag, so that the flag is not reported as given twice."""
 
 
 def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translated | None:
@@ -42,7 +42,7 @@ def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translate
 
 
 def old_names() -> dict[str, str]:
-    """Maps each deprecated name to its replacement, for the documentation."""
+    """Maps each deprecated option to its replacement or the reason for its rejection, as text for the documentation."""
     switches = {old: _text(flags) for old, flags in _SWITCHES.items()}
     foreign = {old: f"rejected: {remedy}" for old, remedy in _FOREIGN.items()}
     translated = {old: " ".join((function.__doc__ or "").split()) for old, function in _TRANSLATED.items()}
@@ -67,7 +67,7 @@ def _no_weight_decay_cond_type(words: Sequence[str], _: ValueOf) -> Translated:
 
 
 def depends_on_other_flags(option: str, words: Sequence[str]) -> bool:
-    """Whether the translation of a deprecated flag reads other flags, which must therefore be set first."""
+    """Whether a deprecated flag must be translated after all other flags, because it uses or changes them."""
     if option == "--cuda-graph-scope":
         return "full_iteration" in words
     return option in ("--moe-layer-recompute", "--error-injection-rate")

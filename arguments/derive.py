@@ -1,4 +1,4 @@
-"""Derives values from other flags by Megatron's rules, for the checks and `resolve`."""
+"""Derives values from flags by Megatron's rules, such as defaults that depend on other flags."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ YARN_LENGTH: Final = 4096
 
 
 def ffn_hidden_size(flags: Flags) -> int:
-    """FFN width. Defaults to 4 * hidden size; with SwiGLU to 8 / 3 * hidden size, rounded down to a multiple of 64."""
+    """FFN width. The default is 4 * hidden size; with SwiGLU 8 / 3 * hidden size, rounded down to a multiple of 64."""
     if flags.ffn_hidden_size is not None:
         return flags.ffn_hidden_size
     return int(4 * flags.hidden_size * 2 / 3 / 64) * 64 if flags.swiglu else 4 * flags.hidden_size
@@ -28,7 +28,7 @@ def head_dim(flags: Flags) -> int:
 
 
 def capacity_factor(flags: Flags) -> float | None:
-    """Expert capacity as a multiple of an even share of the tokens; None if unlimited (flag not set, or negative)."""
+    """Expert capacity divided by an even share of the tokens; None if unlimited (flag not set or negative)."""
     factor = flags.moe_expert_capacity_factor
     return None if factor is None or factor < 0 else factor
 
@@ -48,20 +48,20 @@ def expert_tensor_parallel_size(flags: Flags) -> int:
 
 
 def expert_ranks(flags: Flags) -> int:
-    """Number of ranks that share the experts of a layer."""
+    """Number of ranks that together hold one copy of a layer's experts (expert-parallel x expert-tensor-parallel)."""
     return flags.expert_model_parallel_size * expert_tensor_parallel_size(flags)
 
 
 def experts_are_captured(flags: Flags) -> bool:
-    """Whether CUDA graphs include the experts if `--cuda-graph-modules` is not given. The sequential and the fp32
-    grouped GEMM read token counts on the host, which is not allowed during capture."""
+    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Token exchange, fp32 GEMMs and
+    GEMMs that are not grouped read token counts on the host, which is not allowed during capture."""
     return expert_ranks(flags) == 1 and flags.bf16 and flags.moe_grouped_gemm
 
 
 def windowed_layers(
     num_layers: int, window_size: tuple[int, int] | None, window_attn_skip_freq: LayerPattern | None
 ) -> tuple[bool, ...]:
-    """For each layer, whether attention has a window. An integer n exempts every n-th layer, starting with the n-th."""
+    """For each layer, whether attention has a window. An integer n exempts layers n, 2n, ... (counted from 1)."""
     if window_size is None:
         return (False,) * num_layers
     if window_attn_skip_freq is None:
@@ -106,14 +106,14 @@ def tokenizer_type(flags: Flags) -> str | None:
 
 
 def eval_iters(flags: Flags, train_iters: int) -> int:
-    """Batches per evaluation. Defaults to 100; on mock data, whose loss is meaningless, to at most `train_iters`."""
+    """Number of batches per evaluation. The default is 100; on mock data, the smaller of 100 and `train_iters`."""
     if flags.eval_iters is not None:
         return flags.eval_iters
     return min(100, train_iters) if flags.mock_data else 100
 
 
 def save_folder(flags: Flags) -> Path | None:
-    """Checkpoint folder; defaults to `checkpoints` in the run folder. None on mock data without checkpoint flags."""
+    """Checkpoint folder: `--save`, else `checkpoints` in the run folder. None on mock data without checkpoint flags."""
     if flags.save or not flags.run_dir:
         return Path(flags.save) if flags.save else None
     saves = flags.save_interval or flags.save_hf_interval or flags.moe_use_upcycling or flags.ckpt_step is not None
@@ -121,7 +121,7 @@ def save_folder(flags: Flags) -> Path | None:
 
 
 def padded_vocab_size(flags: Flags, vocab_size: int) -> int:
-    """Rounds the vocabulary up to a multiple of the padding unit times the tensor-parallel size."""
+    """Number of embedding rows: `--padded-vocab-size` if given, else `vocab_size` plus the requested padding."""
     if flags.padded_vocab_size is not None:
         return flags.padded_vocab_size
     unit = flags.make_vocab_size_divisible_by * flags.tensor_model_parallel_size if flags.pad_vocab_size else 1
@@ -129,7 +129,7 @@ def padded_vocab_size(flags: Flags, vocab_size: int) -> int:
 
 
 def pipeline_layout(flags: Flags, costs: StageCosts | None = None) -> PipelineLayout:
-    """Assigns layers to stages. The layout `auto` balances `costs`, or the number of layers if `costs` is None.
+    """Assigns layers to pipeline stages. Layout `auto` balances `costs`, or the number of layers if `costs` is None.
 
     Raises LayoutError.
     """

@@ -20,13 +20,13 @@ class Emulation:
 
     config: EmulationConfig
     environ: Mapping[str, str]
-    """Environment of the first rank of the cluster."""
+    """Environment variables of rank 0 of the emulated cluster."""
 
 
 def emulation(start: Settings, environ: Mapping[str, str]) -> Emulation | None:
-    """Parses the emulation flags; None without `--fake-init-process-group` or with `--dry-run`.
+    """Parses the emulation flags. Returns None if `--fake-init-process-group` is not given, or `--dry-run` is given.
 
-    The world size is taken from the flags, else the launcher, else the recipe; default 1.
+    The world size is taken from the flags, else from the launcher, else from the recipe, else it is 1.
 
     Raises FlagErrors.
     """
@@ -68,7 +68,7 @@ def _path(name: str | None) -> Path | None:
 
 
 def planned(plan: RunPlan, emulated: Emulation) -> RunPlan:
-    """Adds the emulation to the plan. Raises FlagErrors if the requested expert load cannot be emulated."""
+    """Returns the plan with the emulation added. Raises FlagErrors if the requested expert load cannot be emulated."""
     imbalance, problems = emulated.config.emulate_imbalance, []
     for config in {layer.feed_forward for layer in plan.model.layers if isinstance(layer.feed_forward, MoEConfig)}:
         experts, topk = config.router.num_experts, config.router.topk

@@ -1,6 +1,6 @@
-"""Environment variables required by flags, each with its reason. No other module sets variables for flags.
+"""Environment variables that flags require, with the reasons. No other module sets variables for flags.
 
-Precedence, highest first: environment at start, `environment` section of files, values of this module.
+Precedence, highest first: environment of the process, `environment` section of files, values of this module.
 """
 
 import re
@@ -15,12 +15,12 @@ FROM_A_FILE = "set by a file"
 _EXPANDABLE = "expandable_segments:True"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXECUTED = frozenset({"BASH_ENV", "ENV", "PROMPT_COMMAND", "PS4"})
-"""Variables whose value a shell executes."""
+"""Environment variables that make a shell run code; files must not set them."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """Variable to set before torch is imported."""
+    """Environment variable that must be set before torch is imported."""
 
     name: str
     value: str
@@ -28,7 +28,7 @@ class Variable:
 
 
 def misnamed(name: str) -> tuple[str, str]:
-    """Returns (problem, remedy) for a variable name that files must not use; empty texts if the name is allowed."""
+    """Returns (problem, remedy) if files must not set the environment variable `name`, else two empty strings."""
     if not _NAME.fullmatch(name):
         return f"names the environment variable {name!r}", "use letters, digits and _, with no digit first"
     if name in _EXECUTED:
@@ -37,14 +37,14 @@ def misnamed(name: str) -> tuple[str, str]:
 
 
 def unprintable(text: str) -> str:
-    """Describes the first character of `text` that must not enter a script or the environment: a control character,
-    such as a newline or NUL, or a surrogate (invalid Unicode). Empty if `text` has no such character."""
+    """Returns a phrase about the first control character (such as newline or NUL) or surrogate (invalid Unicode) in
+    `text`, which must not enter a script or the environment; an empty string if there is none."""
     found = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Cs")), None)
     return f"which contains the character U+{ord(found):04X}" if found else ""
 
 
 def variables(flags: Flags, from_files: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Variables required by flags and files; files override flags."""
+    """Environment variables required by `flags` or set in `from_files`, which takes precedence."""
     wanted = {variable.name: variable for variable in _needed(flags)}
     wanted |= {name: Variable(name, value, FROM_A_FILE) for name, value in from_files.items()}
     return tuple(wanted.values())
@@ -56,7 +56,7 @@ def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[V
 
 
 def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields a line for each variable that this run sets, and for each that keeps a different value set by the user."""
+    """Yields a note for each variable that this run sets, or that it keeps because the user set a different value."""
     for variable in wanted:
         here = environ.get(variable.name)
         if here is None:

@@ -1,4 +1,4 @@
-"""Problems of a command line, collected and reported together."""
+"""Exceptions for invalid command lines, whose problems are reported together, and for early exit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ Waits = Literal["", "for an input", "for a feature"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem of a command line."""
+    """One problem with a command line, as reported to the user."""
 
     what: str
-    """What is wrong, with the numbers."""
+    """Description of the error, including the values involved."""
     remedy: str = ""
-    """How to fix it."""
+    """Suggested correction."""
     reason: str = ""
-    """Why the rule exists."""
+    """Reason for the rule that the command line violates."""
     given: tuple[tuple[str, str, str], ...] = ()
-    """(option, value, origin) of the flags concerned."""
+    """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""
-    """Missing prerequisite if the run can be planned but not started: a dry run reports the problem and continues."""
+    """Not empty if only an input or a feature is missing: a dry run then reports the problem and continues."""
 
     def lines(self) -> list[str]:
-        """The problem as lines of text."""
+        """Formats the problem as lines of text."""
         lines = [self.what]
         widths = [max((len(row[column]) for row in self.given), default=0) for column in (0, 1)]
         lines += [
@@ -39,7 +39,7 @@ class Problem:
 
 
 class FlagErrors(RunError):
-    """Invalid command line; `str()` is the report of all problems."""
+    """Raised for an invalid command line; `str()` returns the report of all problems."""
 
     code = ExitCode.CONFIG
 
@@ -49,7 +49,7 @@ class FlagErrors(RunError):
 
     @classmethod
     def of(cls, what: str, remedy: str = "") -> "FlagErrors":
-        """Error with a single problem."""
+        """Creates an error with a single problem."""
         return cls([Problem(what=what, remedy=remedy)])
 
     def report(self) -> str:

@@ -1,4 +1,4 @@
-"""Help texts: `--help`, `--help GROUP`, `--help all`, `--help --flag`, `--find WORD`, and docs/flags.md."""
+"""Formats the help texts (`--help`, `--help GROUP`, `--help all`, `--help --flag`, `--find WORD`) and docs/flags.md."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _RECOGNISED_HEADS = MappingProxyType(
         True: ("Rejected flags", "Megatron-LM flags of features that are not implemented."),
     }
 )
-"""`Recognised.refused` -> (heading, introduction)."""
+"""Maps `Recognised.refused` to the (heading, introduction) of the section of docs/flags.md with these flags."""
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",
@@ -55,7 +55,7 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
     """Help text requested by the command line (`--help`, `--find`); None if no help is requested.
 
     Raises:
-        FlagErrors: the flag or group does not exist.
+        FlagErrors: the flag or group does not exist, or `--find` has no word.
     """
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
@@ -69,7 +69,7 @@ def answer(words: Sequence[str], registry: Registry) -> str | None:
 
 
 def derived(plan: RunPlan) -> list[str]:
-    """Values derived from the flags, for the head of run.yaml."""
+    """Comment lines at the top of run.yaml with values derived from the flags, such as the number of microbatches."""
     parallel, batch, model = plan.parallel, plan.batch, plan.model
     ranks, replicas = parallel.world_size, parallel.dp
     num_moe = sum(layer.is_moe for layer in model.layers)
@@ -168,13 +168,13 @@ def _find(word: str, registry: Registry) -> str:
 
 
 def _searched(flag: Flag, text: str) -> list[str]:
-    """Texts to search: names, help, choices, and the default unless it is on, off or not set."""
+    """Texts that `--find` searches for a flag: names, help, choices, and a default other than on, off or not set."""
     default = () if flag.is_switch or flag.required or flag.default is None else words_of(flag.type, flag.default)
     return [*flag.on_options, *flag.off_options, text, *choices(flag.type), *default]
 
 
 def recipes_with(flag: Flag) -> list[str]:
-    """Names of the recipes and shared recipe parts that set a flag."""
+    """Names of the recipes, and of the files that recipes share, that set a flag."""
     spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
     for name, path in recipe_files():
@@ -185,7 +185,7 @@ def recipes_with(flag: Flag) -> list[str]:
 
 
 def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
-    """(flag, help text) of all flags in order of groups, or of the flags of group `only`."""
+    """Returns (flag, help text) pairs ordered by group: of all flags, or only of the flags of group `only`."""
     found = []
     for group, group_class in GROUPS.items():
         if only in (None, group):
@@ -216,7 +216,7 @@ def _status(flag: Flag) -> str:
 
 
 def document(registry: Registry) -> str:
-    """Text of docs/flags.md."""
+    """Formats docs/flags.md."""
     lines = [_DOCUMENT_HEAD]
     for group, group_class in GROUPS.items():
         heading = " ".join((group_class.__doc__ or "").split())
@@ -236,13 +236,13 @@ def document(registry: Registry) -> str:
 
 
 def _outcomes() -> Iterator[tuple[str, str]]:
-    """(name, effect) of every Megatron-LM flag that is recognised but not implemented: rejected, or no effect."""
+    """Yields (name, `rejected: REASON` or `no effect: REASON`) for each flag that is recognised but not implemented."""
     for name, known in recognised_flags().items():
         yield name, f"{'rejected' if known.refused else 'no effect'}: {known.reason}"
 
 
 def _recognised_rows() -> Iterator[str]:
-    """Markdown tables of the flags that are recognised but not implemented, grouped by reason."""
+    """Yields the Markdown lines of two tables, rejected flags and flags without effect, with one row per reason."""
     for refused, (heading, text) in _RECOGNISED_HEADS.items():
         yield from ("", f"## {heading}", "", text, "", "| names | reason |", "|---|---|")
         for known, same in groupby(recognised_flags().items(), key=lambda entry: entry[1]):

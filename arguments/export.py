@@ -1,4 +1,4 @@
-"""Formats settings as YAML, JSON or a command line, each of which can be read back without changes."""
+"""Formats settings as YAML, JSON or a command line. Reading the text back gives the same settings."""
 
 import json
 import re
@@ -17,14 +17,14 @@ _COMMENT_COLUMN = 56
 
 
 def export(settings: Settings, environment: dict[str, str], form: str) -> str:
-    """Text of `--print-config`: `yaml` and `json` contain all flags, `flags` only the flags that were given."""
+    """Output of `--print-config`. `form`: `yaml` and `json` print all flags, `flags` only the flags that were given."""
     if form == "flags":
         return flags_text(settings)
     return json_text(settings, environment) if form == "json" else yaml_text(settings, environment)
 
 
 def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence[str] = ()) -> str:
-    """All flags by group, with the origin of each value as a comment."""
+    """YAML text of all flags by group; comments state the origins of values. `heading`: comment lines at the top."""
     lines = [f"# {line}" for line in heading]
     if environment:
         lines += ["environment:", *(f"  {name}: {_scalar(value)}" for name, value in environment.items())]
@@ -34,7 +34,7 @@ def yaml_text(settings: Settings, environment: dict[str, str], heading: Sequence
 
 
 def json_text(settings: Settings, environment: dict[str, str]) -> str:
-    """All flags by group, as JSON that is also valid YAML, so that `--config` reads it."""
+    """JSON text of all flags by group, which is also valid YAML, so that `--config` can read it."""
     variables = [f"{_string(name)}: {_string(value)}" for name, value in environment.items()]
     entries = [f'"environment": {_object(variables)}']
     for group in _groups():
@@ -79,7 +79,7 @@ def _line(settings: Settings, flag: Flag) -> str:
 
 
 def value_text(flag: Flag, value: object) -> str:
-    """YAML text of a value."""
+    """Formats the value of a flag as YAML."""
     if value is None:
         return "null"
     words = [_scalar(word) for word in words_of(flag.type, value)]
@@ -115,6 +115,6 @@ def _json_item(value: object, word: str) -> str:
 
 
 def _string(text: str) -> str:
-    """JSON string with escapes for non-printable characters only, as YAML does not join JSON's surrogate pairs."""
+    """JSON string that YAML reads too. Escapes only non-printable characters, as YAML does not join surrogate pairs."""
     parts = (json.dumps(part, ensure_ascii=not part.isprintable())[1:-1] for part in text.replace("$", "$$"))
     return f'"{"".join(parts)}"'

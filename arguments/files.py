@@ -28,7 +28,7 @@ _VARIABLE = re.compile(
     r"|(?P<plain>[A-Za-z_]\w*)|(?P<shell>[({]))"
 )
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader if PyYAML was built with it."""
+"""YAML loader: the C loader of libyaml if PyYAML was built with libyaml, else the Python loader."""
 _STANDARD = "tag:yaml.org,2002:"
 _NULL, _MERGE = f"{_STANDARD}null", f"{_STANDARD}merge"
 _PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "value", "merge", "seq", "map")
@@ -40,7 +40,7 @@ _NO_FLAGS = (*_ENVIRONMENT, _BASE, _ABOUT)
 
 @dataclass
 class FlagFile:
-    """Contents of one file."""
+    """Contents of one YAML file with flags, and the problems found in it."""
 
     path: Path
     readable: bool = True
@@ -50,12 +50,12 @@ class FlagFile:
     bases: list[Path] = field(default_factory=list)
     """Files listed in `base`, which this file includes."""
     about: dict[str, str] = field(default_factory=dict)
-    """Entries of section `about`."""
+    """Entries of section `about`, which describes a recipe."""
     problems: list[Problem] = field(default_factory=list)
 
 
 class _Unusable(Exception):
-    """Raised for a value that cannot be read."""
+    """Raised for a value that cannot be read. The raising code has recorded the problem, except for `_Unset`."""
 
 
 class _Unset(_Unusable):
@@ -73,8 +73,8 @@ def read_files(
     above: tuple[Path, ...] = (),
     needless: frozenset[str] = frozenset(),
 ) -> list[FlagFile]:
-    """Reads a file and, recursively, the files in its `base`; each file follows its bases. `above`: files that include
-    this file. `needless`: names of flags that are dropped if their values cannot be read."""
+    """Reads a file and, recursively, the files in its `base`, which precede it in the result. `above`: files that
+    include this file. `needless`: names of flags that are skipped if their values cannot be read."""
     if path.resolve() in above:
         problem = Problem(what=f"{shown(path)} includes itself", remedy="remove it from `base`")
         return [FlagFile(path, problems=[problem])]
@@ -91,7 +91,7 @@ def read_file(
     needless: frozenset[str] = frozenset(),
     named_in: str = "--config",
 ) -> FlagFile:
-    """Reads one file; `named_in` is the flag or file that names it. Errors are collected in `problems`."""
+    """Reads one file, to which `named_in` (a flag or file) refers. Errors are collected in `FlagFile.problems`."""
     file = FlagFile(path)
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)
@@ -106,7 +106,7 @@ def read_file(
 
 
 def shown(path: Path) -> Path:
-    """Path for messages: relative to the current folder if it is inside the current folder."""
+    """Path as shown in messages: relative to the current folder if the path is inside it, otherwise unchanged."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -126,9 +126,9 @@ class _Reader:
     environ: Mapping[str, str]
     needless: frozenset[str]
     unset: dict[str, list[int]] = field(default_factory=dict)
-    """Unset environment variable -> lines that use it."""
+    """Maps each unset environment variable to the line numbers that use it."""
     merged: dict[int, list[tuple[str, yaml.Node]]] = field(default_factory=dict)
-    """Node id of a mapping -> its expanded entries; a cache, so that shared anchors are expanded once."""
+    """Cache of expanded mappings: `id` of the YAML node -> entries. A shared anchor is expanded only once."""
 
     def read(self, root: yaml.Node | None) -> None:
         if root is not None:
@@ -157,7 +157,7 @@ class _Reader:
     def _read_texts(
         self, node: yaml.Node, texts: dict[str, str], check: Callable[[str, str, yaml.Node], None] | None = None
     ) -> None:
-        """Adds `name: value` entries to `texts`, except those for which `check` raises _Unusable."""
+        """Adds `name: value` entries to `texts`, except those that cannot be read or that `check` rejects."""
         for name, node_of_value in self._pairs(node):
             try:
                 value = self._scalar(node_of_value)
@@ -169,7 +169,7 @@ class _Reader:
             texts[name] = value
 
     def _refuse_variable(self, name: str, value: str, node: yaml.Node) -> None:
-        """Rejects names and values that are unsafe in launch scripts and `os.environ`."""
+        """Records a problem and raises _Unusable if a name or value is unsafe in launch scripts or `os.environ`."""
         wrong, remedy = misnamed(name)
         if not wrong and unprintable(value):
             wrong, remedy = f"sets the environment variable {name} to {value!r}, {unprintable(value)}", "remove it"
@@ -233,13 +233,13 @@ class _Reader:
         return Given(option, (self._scalar(node),), origin, state="one text")
 
     def _report(self, trouble: _Unusable) -> None:
-        """Records unset variables; other problems were recorded where they occurred."""
+        """Records the unset variables of an `_Unset`. Other problems were recorded where they occurred."""
         if isinstance(trouble, _Unset):
             for variable in trouble.variables:
                 self.unset.setdefault(variable, []).append(trouble.line)
 
     def _pairs(self, node: yaml.Node) -> list[tuple[str, yaml.Node]]:
-        """Returns the entries of a mapping, after the merged entries (`<<`) that the mapping does not override."""
+        """Returns the merged entries (`<<`) of a mapping, except overridden ones, followed by its own entries."""
         if not isinstance(node, yaml.MappingNode):
             self._problem(node, "must contain `name: value` entries")
             return []
@@ -282,7 +282,7 @@ class _Reader:
         return _VARIABLE.sub(lambda _: next(values)[1] or "", node.value)
 
     def _is_plain(self, node: yaml.Node) -> bool:
-        """Whether the node has a standard YAML tag for plain data; otherwise records a problem."""
+        """Returns whether the node has a standard YAML tag for plain data; records a problem if it does not."""
         tag = str(node.tag)
         if tag.startswith(_STANDARD) and tag.removeprefix(_STANDARD) in _PLAIN_TAGS:
             return True

@@ -16,12 +16,12 @@ from typing import Any, Final, Literal, NamedTuple
 from arguments.values import words_of
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
-"""Comparison with Megatron-LM. same: same meaning; close: the note states the difference; ours: not in Megatron-LM; not
-yet: not available yet; refused: will not be available. For the last two, the note states the alternative."""
+"""Status relative to Megatron-LM. same: same meaning; close: the note states the difference; ours: not in Megatron-LM;
+not yet, refused: not available, now or permanently, except some values; the note states the alternative."""
 
 
 class _Required:
-    """Default of a flag that must be given."""
+    """Type of `REQUIRED`, which takes the place of a default for flags that must be given."""
 
     def __repr__(self) -> str:
         return "required"
@@ -62,17 +62,17 @@ def flag(
     """Declares a dataclass field as a flag.
 
     Args:
-        default: value of a flag that is not given; `REQUIRED`: no default.
+        default: value if the flag is not given; `REQUIRED`: the flag must be given.
         names: alternative spellings, with leading dashes.
         off: alternative spellings of `--no-NAME`, such as Megatron's `--disable-bias-linear`.
         status: comparison with Megatron's flag of the same name.
         least: inclusive lower bound of numbers.
         below: exclusive upper bound of numbers.
-        works: for "not yet" and "refused": available values other than the default.
-        note: for "close": the difference; for "not yet" and "refused": the alternative.
-        harmless: the flag does not affect results; `--allow-ignored-flags` may ignore it if it is not available.
-        essential: listed by a plain `--help`.
-        bare: value of the flag when it is given without a value.
+        works: values other than the default that are available in spite of status "not yet" or "refused".
+        note: difference from Megatron (status "close"), or alternative to the flag ("not yet" and "refused").
+        harmless: whether the flag never affects results, so that `--allow-ignored-flags` ignores it if unavailable.
+        essential: whether `--help` without arguments lists the flag.
+        bare: value if the flag is given without a value, e.g. `yaml` for `--print-config`.
     """
     declaration = Declaration(names, off, status, least, below, works, note, harmless, essential, bare)
     return field(default=default, metadata={"flag": declaration})
@@ -122,22 +122,22 @@ class Flag:
 
     @property
     def on_options(self) -> tuple[str, ...]:
-        """Spellings that set the value of the flag, or switch it on."""
+        """Spellings that set the flag to a value or, for a switch, turn it on."""
         return (self.option, *self.declaration.names)
 
     @property
     def off_options(self) -> tuple[str, ...]:
-        """Spellings that switch the flag off."""
+        """Spellings that turn a switch off; empty for other flags."""
         return ("--no-" + self.option[2:], *self.declaration.off) if self.is_switch else ()
 
     def text(self, value: object) -> str:
-        """Formats a value for messages and help texts."""
+        """Formats a value of the flag for messages and help texts."""
         if self.is_switch:
             return "on" if value else "off"
         return "not set" if value in (None, ()) else " ".join(words_of(self.type, value))
 
     def available(self, value: object) -> bool:
-        """Whether this program supports `value`."""
+        """Whether this program supports `value` for the flag."""
         unavailable = self.declaration.status in ("not yet", "refused")
         return not unavailable or value == self.default or value in self.declaration.works
 
@@ -154,7 +154,7 @@ def _default(entry: Field[Any]) -> object:
 
 
 def docstrings(group_class: type) -> dict[str, str]:
-    """Field name -> docstring, read from the source file; empty if the source is not available."""
+    """Maps field names to docstrings, which are read from the source file; empty if the source is not available."""
     try:
         # the module's source, because `getsource` of a class must tokenise the file to find the end of the class
         module = ast.parse(inspect.getsource(sys.modules[group_class.__module__]))

@@ -33,46 +33,46 @@ class StartFlags:
     config: tuple[str, ...] = ours((), essential=True)
     """YAML files with flags; later files override earlier ones, and the command line overrides all."""
     recipe: str | None = ours(None, essential=True)
-    """Name of a recipe, a file below scripts/recipes that is read before `--config`; docs/recipes.md lists them."""
+    """Recipe to use, a file in scripts/recipes that is read before `--config`; docs/recipes.md lists all recipes."""
     print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
-    """Print every value with its origin as a YAML file or as JSON, or the given flags as a command line, and exit."""
+    """Print all values as YAML with their origins or as JSON, or the given flags as a command line, and exit."""
     from_hf_config: str | None = ours(None)
-    """Folder with a Hugging Face config.json from which model flags are derived; files and the command line override
-    them."""
+    """Folder with a Hugging Face config.json from which model flags are derived. Flags in files and on the command line
+    override the derived ones."""
     check_against_hf: str | None = ours(None)
-    """Folder with a Hugging Face config.json: compare the model with it, print the differences, and exit with code 2 if
-    there are any."""
+    """Folder with a Hugging Face config.json. Compare the model of the flags with it, print the differences, and exit
+    with code 0 if there are none and 2 otherwise."""
     dry_run: Literal["text", "json"] | None = ours(None, essential=True, bare="text")
-    """Report parallel grids, stages, memory, schedule, communication and step time of the run, and exit. Exit code 0:
-    the run would start; 15: an input or a feature is missing; 2: the flags are wrong."""
+    """Report the parallel groups, pipeline stages, memory, schedule, communication and step time of the run, and exit.
+    Exit code 0: the run would start; 15: an input or a feature is missing; 2: the flags are wrong."""
     world_size: int | None = ours(None, least=1, names=("--gpus",))
-    """Number of ranks of a dry run or an emulation. Not set: taken from `--nodes`, the launcher, or `about: gpus` of
-    the recipe or file. A run started with a different number of ranks is rejected."""
+    """Number of ranks of a dry run or an emulation. Not set: determined by `--nodes`, the launcher, or entry `gpus` of
+    section `about` in the recipe or file. A run started with a different number of ranks is rejected."""
     nodes: int | None = ours(None, least=1)
     """Number of nodes of a dry run or an emulation; see `--world-size`."""
     gpus_per_node: int | None = ours(None, least=1)
-    """Ranks per node. Not set: the number of GPUs in a node of the GPU type, but at most the total number of ranks."""
+    """Ranks per node. Not set: the number of GPUs per node for the `--gpu` type, but at most the number of ranks."""
     gpu: Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb300", "vr200"] | None = ours(None)
-    """GPU type of a dry run or an emulation. Not set: `about: gpu` of the recipe or file, else h100."""
+    """GPU type of a dry run or an emulation. Not set: `gpu` of section `about` in the recipe or file, else h100."""
     fake_process_group: bool = close(
         False,
         "runs two steps without a dataset, reports memory by category, and exits",
         names=("--fake-init-process-group",),
     )
-    """Emulate one rank of a cluster without starting the other ranks: a real step on a GPU; without a GPU, the same
-    program on meta tensors."""
+    """Emulate one rank of a cluster without starting the other ranks. On a GPU, the rank runs real training steps;
+    without a GPU, it runs them on meta tensors."""
     emulate_rank: str = ours("own")
-    """With `--fake-init-process-group`: rank to emulate; `own`: the rank set by the launcher, or 0; `all`: one rank of
-    every pipeline stage."""
+    """With `--fake-init-process-group`: number of the rank to emulate, `own` for the rank set by the launcher (or 0),
+    or `all` for the first rank of every pipeline stage."""
     emulate_imbalance: float = ours(1.0, least=0)
-    """With `--fake-init-process-group`: tokens routed to the rank's experts, as a multiple of an even share."""
+    """With `--fake-init-process-group`: load of the rank's experts as a multiple of their load with even routing."""
     emulate_json: str | None = ours(None)
     """With `--fake-init-process-group`: JSON file to which the results are written."""
     emulate_plot: str | None = ours(None)
-    """With `--fake-init-process-group`: PNG file to which a plot of memory over the step is written."""
+    """With `--fake-init-process-group`: PNG file to which a plot of memory use during the step is written."""
     proxy: bool = ours(False, essential=True)
-    """Shrink the run to the available machine: fewer layers, experts and ranks, smaller widths, random tokens, 5
-    iterations, but the same code paths. Flags given after `--proxy` are not changed; every change is printed."""
+    """Shrink the run to fit this machine: fewer layers, experts and ranks, smaller widths, random tokens, 5 iterations,
+    but the same code paths. Flags given after `--proxy` are not changed. The run prints every change."""
     allow_ignored_flags: bool = ours(False)
     """Ignore unavailable flags that do not affect results, with a warning, instead of rejecting them."""
 
@@ -96,26 +96,26 @@ class Flags(
     RecomputeFlags,
     OffloadFlags,
 ):
-    """Values of all flags, by name. Used in `arguments` only; the program receives the `RunPlan`."""
+    """Values of all flags, by name. Used only in package `arguments`; the program receives a `RunPlan`."""
 
 
 GROUPS: Mapping[str, type] = MappingProxyType(
     {group.__name__.removesuffix("Flags").lower(): group for group in Flags.__bases__}
 )
-"""Group name -> dataclass with the flags of the group, e.g. `model` -> `ModelFlags`."""
+"""Maps group names to the dataclasses with the flags of the group, e.g. `model` to `ModelFlags`."""
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with `values`; each other parameter with the name of a flag gets its value.
-
-    For a parameter of type `Path | None`, the text of the flag is converted; an empty text becomes None."""
+    """Calls a config class or function with `values`, and with the values of `flags` for all other parameters that have
+    the name of a flag. Values for parameters of type `Path | None` are converted to paths; an empty text becomes None.
+    """
     named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
     return function(**named, **values)
 
 
 @cache
 def _flag_parameters(function: Callable[..., Any]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    """(flag, conversion) of every parameter with the name of a flag."""
+    """(name, conversion of the flag's value) for each parameter of `function` that has the name of a flag."""
     names = {entry.name for entry in fields(Flags)}
     return tuple(
         (name, _path if parameter.annotation == Path | None else _unchanged)
@@ -137,10 +137,10 @@ class Registry:
     """All declared flags, by name and by spelling."""
 
     flags: Mapping[str, Flag]
-    """Flag name with underscores -> flag."""
+    """Maps each flag name, with underscores, to its flag."""
     spellings: Mapping[str, tuple[Flag, bool]]
-    """Accepted option, with dashes -> (flag, whether the option sets the flag or switches it on; False: switches it
-    off)."""
+    """Maps each accepted option, with dashes, to its flag and a bool: False if the option turns the flag off, else
+    True."""
 
     @classmethod
     def declared(cls) -> "Registry":
@@ -148,7 +148,7 @@ class Registry:
 
     @classmethod
     def over(cls, flags: Iterable[Flag]) -> "Registry":
-        """Builds the registry of the given flags and asserts that no two share a spelling."""
+        """Builds the registry of the given flags. Asserts that no two flags share a name or a spelling."""
         by_name: dict[str, Flag] = {}
         spellings: dict[str, tuple[Flag, bool]] = {}
         for entry in flags:
@@ -161,7 +161,7 @@ class Registry:
         return cls(MappingProxyType(by_name), MappingProxyType(spellings))
 
     def find(self, option: str) -> tuple[Flag, bool] | None:
-        """Looks up an option with dashes or underscores; returns its entry in `spellings`, or None."""
+        """Looks up an option written with dashes or underscores; returns its entry in `spellings`, None if unknown."""
         return self.spellings.get(normal(option))
 
 

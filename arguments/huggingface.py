@@ -26,7 +26,7 @@ _MAX_PERIOD = 8
 
 
 def model_flags(model: ModelConfig) -> dict[str, Any]:
-    """Flag name -> value for the architecture of a model, without training options (lengths, losses, dtypes)."""
+    """Returns flag name -> value for the flags that describe a model."""
     first = model.layers[0]
     moe = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
     dense = next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MLPConfig)), None)
@@ -54,13 +54,13 @@ def model_flags(model: ModelConfig) -> dict[str, Any]:
 
 
 def described(model: ModelConfig) -> ModelConfig:
-    """Rebuilds a model from its `model_flags`, which drops properties that no flag describes."""
+    """Rebuilds a model from its `model_flags`. Properties that no flag describes are reset to their defaults."""
     values = model_flags(model)
     return model_config(_flags(values), values["vocab_size"])
 
 
 def _flags(values: Mapping[str, Any]) -> Flags:
-    """All flags, with `values` and otherwise defaults; missing required flags are set to 1."""
+    """Returns all flags: `values`, defaults for the other flags, and 1 for required flags that are not in `values`."""
     flags = Registry.declared().flags.values()
     defaults = {flag.name: 1 if flag.default is REQUIRED else flag.default for flag in flags}
     return Flags(**{**defaults, **values})
@@ -153,7 +153,7 @@ def _rotation(rope: RopeConfig, mixer: AttentionConfig | MLAConfig) -> dict[str,
 
 
 def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
-    """Hugging Face's attention factor 0.1 ln(factor) + 1 equals Megatron's with mscale 1 and mscale_all_dim 0."""
+    """YaRN flags; mscale 1 and mscale_all_dim 0 give Hugging Face's default attention factor 0.1 ln(factor) + 1."""
     length = "original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings"
     return {
         "rotary_scaling_factor": rope.scaling_factor,
@@ -176,7 +176,7 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
 
 
 def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
-    """Returns the smallest interval n for which `layers_of(n)` equals `present`, otherwise `present` as 0s and 1s."""
+    """Returns the smallest interval n with `layers_of(n) == present`; if there is none, `present` as 0s and 1s."""
     periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
     return next(periods, tuple(map(int, present)))
 
@@ -208,12 +208,12 @@ _TRAINING_FLAGS = (
     *("attention_dropout", "hidden_dropout", "init_method_std"),
     *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
-"""Flags that do not affect the use of published layer weights; published checkpoints often lack MTP layers."""
+"""Flags that may differ from the published model, because its layer weights can still be used."""
 _HEADINGS = ("flag", "this run", "published")
 
 
 class AnotherModel(RunError):
-    """The flags describe a different model than the folder; `str()` is a table of the differences."""
+    """The flags and the Hugging Face folder describe different models; `str()` is a table of the differences."""
 
     code = ExitCode.CONFIG
 
@@ -223,7 +223,8 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
 
     A different epsilon of MLA's latent norms is only noted, because published weights work with either value.
 
-    Raises FlagErrors if config.json cannot be read, or describes a model that cannot be built or has no flags.
+    Raises FlagErrors if config.json cannot be read, describes a model that cannot be built, or has any other property
+    that no flag describes.
     """
     path = _config_path(folder)
     published = _published(path)
@@ -242,9 +243,9 @@ def published_flags(folder: str, registry: Registry) -> tuple[list[Given], list[
 
 
 def compared_with(folder: str, settings: Settings) -> str:
-    """Compares the model of the flags with that of a Hugging Face folder; returns a message if they are equal.
+    """Compares the model of the flags with the model of a Hugging Face folder; returns a message if they are equal.
 
-    Raises AnotherModel with a table of the differences; FlagErrors if the folder or the flags describe no model.
+    Raises AnotherModel with a table of the differences, or FlagErrors if config.json or the flags are invalid.
     """
     path = _config_path(folder)
     published = _published(path)

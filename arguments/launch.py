@@ -66,7 +66,7 @@ def other_ranks(
     ):
         if planned not in (None, started):
             what = f"{option} {planned}, but this run was started with {counted(started, unit)}"
-            remedy = f"start {planned} by torchrun or srun, add --dry-run, or leave {option} out"
+            remedy = f"start that number with torchrun or srun, add --dry-run, or leave {option} out"
             yield Problem(what=what, remedy=remedy)
 
 
@@ -97,7 +97,7 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    """Reads srun's variables; the step's take precedence over the job's, as a step may have fewer tasks and hosts."""
+    """Reads srun's variables. Step variables override job variables, because a step may have fewer tasks and hosts."""
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     return Launch(
@@ -127,7 +127,7 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
 
 
 def _tasks_per_host(counts: str) -> list[int]:
-    """Parses SLURM's task counts: `8(x3),4` -> [8, 8, 8, 4]; empty if the format is different."""
+    """Parses SLURM's task counts: `8(x3),4` -> [8, 8, 8, 4]. Returns [] for any other format."""
     found: list[int] = []
     for piece in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)

@@ -29,12 +29,12 @@ class Given:
     option: str
     """Option as written, with dashes: `--num-layers`."""
     words: tuple[str, ...] | None
-    """Values after the option; None: the flag is reset to not set (null in a file)."""
+    """Values after the option; None if a file sets the flag to null, which unsets it."""
     origin: str
     """Where the flag was written: `command line`, `recipe.yaml:12`."""
     state: Literal["words", "one text", "unusable", "extends"] = "words"
-    """one text: scalar of a file, which is split at blanks if the flag takes a list; unusable: the value cannot be
-    read, which is already reported; extends: the words include the previous value of the flag."""
+    """words: separate values. one text: one scalar of a file, which is split at blanks if the flag takes a list.
+    unusable: no value, because a file error was reported. extends: `words` contain the previous value of the flag."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Settings:
     failed: set[str] = field(default_factory=set)
     """Names of flags with an unusable value; rules about them are skipped."""
     without_effect: dict[str, tuple[Given, str]] = field(default_factory=dict)
-    """Option -> (flag, reason) of recognised flags that have no effect."""
+    """Option -> (flag, reason) for given Megatron-LM flags that are not implemented and are ignored with a warning."""
     refused: list[tuple[Given, str]] = field(default_factory=list)
-    """(flag, reason) of recognised flags that are rejected."""
+    """(flag, reason) for given Megatron-LM flags that are not implemented and are rejected."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def flags(self) -> Flags:
-        """Current values as attributes; a required flag that is missing is `REQUIRED`."""
+        """Current values as attributes; the value of a missing required flag is `REQUIRED`."""
         return Flags(**{name: self.setting(name).value for name in self.registry.flags})
 
     def known(self, name: str) -> bool:
@@ -108,7 +108,7 @@ def _repaired(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
 
 
 def _corruption(word: str) -> tuple[Problem | None, list[str]]:
-    """Returns the problem of a corrupted word, if any, and the intended words."""
+    """Returns (problem, words without the corruption); (None, [word]) if the word is not corrupted."""
     shown = repr(word) if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]!r}..."
     option = word.partition("=")[0]
     if word.endswith("\r"):
@@ -151,7 +151,7 @@ def is_start_flag(option: str, registry: Registry) -> bool:
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
-    """Merges layers of flags: later layers override earlier layers silently; a change within a layer adds a note."""
+    """Merges layers of flags. Later layers override earlier layers silently; two values in one layer add a note."""
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
@@ -163,7 +163,7 @@ def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
 
 
 def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
-    """Translates deprecated flags, and drops flags that are recognised but not implemented."""
+    """Returns the flag, its replacements if it is deprecated, or [] if it is recognised but not implemented."""
     option = normal(given.option)
     if settings.registry.find(option):
         return [given]
@@ -184,8 +184,8 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
-    """Returns whether a flag is recognised but not implemented, and if so records it in `settings`. A flag that is null
-    or switched off is not recorded."""
+    """Returns whether a flag is recognised but not implemented. If so, adds it to `without_effect` or `refused` of the
+    settings, unless it is null or would be refused but is switched off."""
     found = find_recognised(option)
     if found is None:
         return False

@@ -30,9 +30,9 @@ _LAYOUT_FLAGS = (
     *("hierarchical_context_parallel_sizes", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     "ep_overlap_early_attn_memory_release",
 )
-"""Layout flags that a search sets, in addition to the microbatch size; their defaults describe one rank."""
+"""Flags that a layout search sets in addition to the microbatch size. By default all parallel sizes are 1."""
 _NEEDED = ("model", "attention", "training")
-"""Groups whose required flags must be given to plan a layout."""
+"""Flag groups whose required flags must be given to plan a layout."""
 _FILES = ("recipe", "config", "from_hf_config")
 
 
@@ -81,7 +81,7 @@ def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list
 
 
 def to_search(settings: Settings, num_gpus: int) -> RunPlan:
-    """Plan from which a search starts: all parallel sizes and the microbatch size are 1."""
+    """Plan from which a search starts: pure data parallelism on `num_gpus` GPUs with a microbatch size of 1."""
     return as_given(_on_one_rank(settings), num_gpus)
 
 
@@ -148,12 +148,12 @@ def _switches(plan: RunPlan) -> Iterator[tuple[str, object]]:
 
 
 def planner_of(settings: Settings, gpu: GPU, imbalance: float = 1.0) -> Planner:
-    """Planner for the settings; it does not use activation offload together with CUDA graphs."""
+    """Planner for the settings; it considers activation offload only if the settings do not use CUDA graphs."""
     return Planner(gpu, imbalance, offload=settings.setting("cuda_graph_impl").value == "none")
 
 
 def legal(settings: Settings, plan: RunPlan) -> bool:
-    """Whether the settings with the layout and memory options of `plan` break no rule."""
+    """Whether the settings break no rule after the layout and memory options of `plan` are applied."""
     return not forbidden(settings_for(settings, plan), plan.parallel.world_size)
 
 
@@ -201,7 +201,7 @@ def reasons(found: PlannedLayout, gpu: GPU) -> list[str]:
 
 
 def switches_text(plan: RunPlan) -> str:
-    """Short description of the memory options of a plan."""
+    """Names of the recomputed and offloaded modules of a plan, as a phrase; empty if there are none."""
     recompute, offload, words = plan.memory.recompute, plan.memory.offload, []
     if recompute.recompute_granularity == "full":
         words.append("recompute of whole layers")

@@ -50,13 +50,13 @@ def read_plan(
 
     Args:
         argv: the arguments after the program's name.
-        environ: environment variables, set by the launcher among others; also substituted into files.
+        environ: environment variables. They give the rank and world size and are substituted into files.
         vocab_size_of: returns the vocabulary size of a tokenizer. Without it `--vocab-size` is not checked.
-        waiting: also return plans that cannot start because a feature or an input is missing, with their `blockers`.
+        waiting: also return a plan that cannot start yet; its `blockers` and `missing_inputs` say why.
 
     Raises:
         FlagErrors: all problems of the command line.
-        Finished: the command line requests a text (`--help`, `--find`, `--print-config`, `--dry-run`).
+        Finished: the command line requests a text instead of a run (`--help`, `--find`, `--print-config`, `--dry-run`).
         AnotherModel: `--check-against-hf` found a different model.
     """
     registry = Registry.declared()
@@ -89,7 +89,7 @@ def read_plan(
 
 
 def _reasons(problems: Sequence[Problem], kind: str) -> tuple[str, ...]:
-    """Texts of the problems whose `waits` is `kind`; texts about inputs include the remedy."""
+    """Texts of the problems whose `waits` equals `kind`. If `kind` is "for an input", they include the remedy."""
     found = [problem for problem in problems if problem.waits == kind]
     if kind == "for a feature":
         return tuple(problem.what for problem in found)
@@ -114,7 +114,7 @@ class _Parsed:
     settings: Settings
     environment: dict[str, str] = field(default_factory=dict)
     unfolded: FoldRequest | None = None
-    """Layout before folding, with `--proxy`."""
+    """Full-size layout before folding; None without `--proxy`."""
 
 
 def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry) -> _Parsed:
@@ -142,26 +142,21 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], registry: Registry)
 
 def layout_to_fold(argv: Sequence[str], environ: Mapping[str, str]) -> FoldRequest:
     """Full-size layout of a command line with `--proxy`, for callers that choose the number of ranks to fold it to.
-
-    Raises FlagErrors.
-    """
+    Raises FlagErrors if the command line is invalid."""
     unfolded = _parsed(argv, environ, Registry.declared()).unfolded
     assert unfolded is not None, f"no --proxy in {argv}"
     return unfolded
 
 
 def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Minimum number of ranks that the layout of a command line needs.
-
-    Raises FlagErrors.
-    """
+    """Minimum number of ranks that the layout of a command line needs. Raises FlagErrors if it is invalid."""
     flags = _parsed(argv, environ, Registry.declared()).settings.flags
     dense = flags.tensor_model_parallel_size * flags.context_parallel_size
     return lcm(dense, derive.expert_ranks(flags)) * flags.pipeline_model_parallel_size
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
-    """Splits the command line into two layers, up to `--proxy` (inclusive) and after it; without it, one."""
+    """Splits flags into two layers, up to the last `--proxy` (inclusive) and after it; one layer if it is absent."""
     end = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
     return [words[:end], words[end:]] if end else [words]
 

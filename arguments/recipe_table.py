@@ -53,7 +53,7 @@ class Row:
 
     name: str
     family: str
-    """Folder of the recipe, or its own name."""
+    """Name of the subfolder that contains the recipe; the name of the recipe if it is in no subfolder."""
     about: About
     settings: Settings
     plan: RunPlan
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def waits_for(self) -> tuple[str, ...]:
-        """Flags with values that are not available yet."""
+        """Unavailable flags with their values: `--fp8-format hybrid`."""
         return tuple(dict.fromkeys(map(option_of, self.problems)))
 
     @property
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def waits_for_speed(self) -> bool:
-        """Whether only a dispatcher and flags that do not affect results are unavailable."""
+        """Whether the unavailable flags affect only speed: the dispatcher, and flags that do not affect results."""
         return bool(self.waits_for) and all(
             flag and (flag.declaration.harmless or flag.name == "moe_token_dispatcher_type")
             for flag in self.unavailable
@@ -82,7 +82,7 @@ class Row:
 
 
 def option_of(problem: Problem) -> str:
-    """Unavailable flag and its value, from the text of the problem."""
+    """Extracts the unavailable flag and its value from the text of a problem."""
     return problem.what.partition(_NOT_YET)[0]
 
 

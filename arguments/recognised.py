@@ -11,19 +11,18 @@ _FILE = Path(__file__).with_name("recognised.txt")
 
 @dataclass(frozen=True)
 class Recognised:
-    """Effect of a recognised flag."""
+    """Treatment of a Megatron-LM flag that is not implemented: rejected, or accepted with a warning."""
 
     reason: str
-    """Verb phrase that follows the name of the flag in messages."""
+    """Verb phrase for messages, with the flag as its subject."""
     refused: bool
-    """Whether the flag is rejected because ignoring it would change results. Other flags are accepted with a
-    warning."""
+    """True: the flag is rejected because ignoring it would change results. False: it is accepted with a warning."""
 
 
 @cache
 def recognised_flags() -> Mapping[str, Recognised]:
-    """Maps each option to its effect. Each section of the file starts with `[no effect] REASON` or `[refused]
-    REASON`."""
+    """Maps each option in `recognised.txt` to its treatment. Each section of that file starts with `[no effect] REASON`
+    or `[refused] REASON`."""
     found: dict[str, Recognised] = {}
     for line in _FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -35,8 +34,8 @@ def recognised_flags() -> Mapping[str, Recognised]:
 
 
 def find_recognised(option: str) -> tuple[Recognised, bool] | None:
-    """Returns the effect of an option, and True if the option is listed or False if only its negation is listed
-    (`--no-x` for `--x`, or the reverse). Returns None if neither is listed."""
+    """Returns (treatment, True) if the option is listed in `recognised.txt`, and (treatment, False) if only its
+    negation is listed (`--no-x` for `--x`, or the reverse). Returns None if neither is listed."""
     listed = recognised_flags()
     if option in listed:
         return listed[option], True

@@ -1,4 +1,4 @@
-"""Converts checked flags to the `RunPlan`. Apart from `resolve_model`, no other module reads flag groups."""
+"""Converts checked flags to the `RunPlan`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +34,8 @@ _MAX_TIMEOUT_S = 10**9  # threading timeouts overflow at about 300 years
 
 
 def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -> RunPlan:
-    """Builds the plan from checked flags. `provenance`: further fields of the plan, such as command line, notes and
-    environment."""
+    """Builds the plan from checked flags. `provenance`: values of further RunPlan fields, such as the command line,
+    notes and environment."""
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
@@ -99,7 +99,7 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
 
 
 def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:
-    # only replicas communicate gradients and parameters
+    # without replicas, no gradients or parameters are communicated
     has_replicas = max(grid.dp * grid.cp, grid.edp) > 1
     return from_flags(
         DataParallelConfig,
@@ -186,7 +186,7 @@ def _optimizer(flags: Flags) -> OptimizerConfig:
 
 
 def _lr(flags: Flags, batch: BatchConfig, loop: LoopConfig) -> LRConfig:
-    """Converts schedule lengths to samples: iterations are multiplied by the global batch size."""
+    """Builds the learning-rate schedule. Lengths in iterations are converted to samples with the global batch size."""
     size = batch.global_batch_size
     if flags.train_samples is not None:
         length, wsd = flags.train_samples, flags.lr_wsd_decay_samples
@@ -256,8 +256,8 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
 
 
 def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
-    """Watchdog timeout in seconds of each phase. An evaluation has the timeout of one step per batch plus one step;
-    with --full-validation its timeout is unlimited, because the number of batches is unknown."""
+    """Watchdog timeout in seconds of each phase that has one. Evaluation has (its iterations + 1) times the step
+    timeout, or none with --full-validation, because the number of batches is then unknown."""
     steps = 0 if flags.full_validation else 1 + loop.eval_iters
     phases = {
         "start": flags.start_deadline,
@@ -300,7 +300,7 @@ def _graphs(flags: Flags, model: ModelConfig) -> CudaGraphConfig:
 
 
 def _all_graph_modules(flags: Flags, model: ModelConfig) -> tuple[GraphModule, ...]:
-    """Modules of the model that can be captured."""
+    """Default of --cuda-graph-modules: all modules of this model that can be captured."""
     modules: list[GraphModule] = ["attn"]
     if not all(layer.is_moe for layer in model.layers):
         modules.append("mlp")

@@ -26,9 +26,9 @@ from megatron_moe.config.moe import (
 )
 
 _LLAMA3_ORIGINAL_POSITIONS = 8192
-"""Original context length in Llama 3's RoPE scaling; Megatron has no flag for it."""
+"""Original context length in tokens of Llama 3's RoPE scaling. Megatron has no flag for it."""
 _LOSS_CHUNK = 1024
-"""Tokens per GEMM of the fused output layer; enough to fill a GPU."""
+"""Number of tokens per GEMM of the fused output layer and loss; enough to occupy a GPU."""
 
 
 def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
@@ -127,7 +127,7 @@ def _attention(flags: Flags, windowed: bool, rotated: bool) -> AttentionConfig:
 
 
 def _rope(flags: Flags, head_dim: int) -> RopeConfig:
-    """Rotary embedding of grouped-query attention."""
+    """Builds the RoPE config of attention without latent projections."""
     dim = int(head_dim * flags.rotary_percent)
     if flags.position_embedding_type == "yarn":
         length = flags.yarn_original_max_position_embeddings or derive.YARN_LENGTH

@@ -1,6 +1,6 @@
 """Launch scripts of a planned run for SLURM and torchrun; `tools/launch.py` writes and submits them.
 
-A script contains all resolved values: ranks, environment variables with reasons, and flags.
+A script contains all resolved values: numbers of ranks, flags, and environment variables with their reasons.
 """
 
 import re
@@ -19,7 +19,7 @@ _SLURM_OPTION = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to start on `nodes` machines with `ranks_per_node` processes each."""
+    """A run on `nodes` machines with `ranks_per_node` processes each."""
 
     name: str
     nodes: int
@@ -31,23 +31,23 @@ class Job:
     run_dir: Path
     python: str
     flags: tuple[str, ...]
-    """Arguments of pretrain_moe.py."""
+    """Command-line arguments of pretrain_moe.py."""
     variables: tuple[Variable, ...] = ()
     summary: tuple[str, ...] = ()
-    """Lines that describe the plan."""
+    """Lines that describe the plan; written into the script as comments."""
     waits: tuple[str, ...] = ()
-    """Reasons why the run cannot start yet; if there are any, its script can be printed but not submitted."""
+    """Reasons why the run cannot start yet. A script with such reasons can be printed but not submitted."""
     grace: int = 300
-    """Seconds between the signal to save and the end of the job."""
+    """Seconds between SIGTERM, on which the run saves a checkpoint, and the end of the SLURM job."""
     slurm: tuple[tuple[str, str | None], ...] = ()
-    """(option, value) of #SBATCH lines that override the defaults; None removes a default."""
+    """sbatch options as (option, value), which override the defaults. The value None removes a default option."""
     container: str | None = None
-    """Container image for pyxis."""
+    """Container image, started with SLURM's pyxis plugin; None: no container."""
     mounts: tuple[str, ...] = ()
-    """HOST:CONTAINER mounts in addition to root, folder and run folder."""
+    """HOST:CONTAINER mounts in addition to `root`, `folder` and `run_dir`, which are always mounted."""
 
     def __post_init__(self) -> None:
-        """Raises FlagErrors if a value cannot be quoted safely in a script."""
+        """Raises FlagErrors if a name or value cannot be written safely into a script."""
         problems = [
             Problem(what=f"{source} is {text!r}, {unprintable(text)}", remedy="choose a text without it")
             for source, text in self._texts()
@@ -64,7 +64,7 @@ class Job:
             raise FlagErrors(problems)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """(source, value) of all texts chosen by the user."""
+        """Yields (description of the source, text) for every text that a script contains."""
         yield from (("--name", self.name), ("the folder of the project", str(self.root)))
         yield from (("the current folder", str(self.folder)), ("--run-dir", str(self.run_dir)))
         yield from (("--python", self.python), ("--container", self.container or ""))
@@ -96,7 +96,7 @@ def slurm_script(job: Job, body: str) -> str:
 
 
 def torchrun_script(job: Job) -> str:
-    """Script that runs scripts/launch.sh with all settings; it must be started on every node."""
+    """Script that runs scripts/launch.sh with all settings. It must be started on every node."""
     settings = {"NNODES": str(job.nodes), "RANKS_PER_NODE": str(job.ranks_per_node)}
     settings |= {"RUN_DIR": str(job.run_dir), "PYTHON": job.python}
     return "".join(
@@ -114,7 +114,7 @@ def torchrun_script(job: Job) -> str:
 
 
 def slurm_options(job: Job) -> dict[str, str]:
-    """sbatch option -> value; switches have an empty value."""
+    """sbatch options by name, without the leading dashes. A switch has an empty value."""
     options = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -136,7 +136,7 @@ def slurm_options(job: Job) -> dict[str, str]:
 
 
 def slurm_setting(text: str) -> tuple[str, str | None]:
-    """Parses `time=4:00:00`, `exclusive` (a switch) or `no-mem` (removes a default)."""
+    """Parses a --slurm setting: `time=4:00:00`, `exclusive` (empty value) or `no-mem` (None: removes the default)."""
     name, equals, value = text.lstrip("-").partition("=")
     if not equals and name.startswith("no-"):
         return name.removeprefix("no-"), None
@@ -148,7 +148,7 @@ def _option(name: str, value: str) -> str:
 
 
 def _comment(job: Job) -> str:
-    """Comment with the origin of the script and a summary of the run."""
+    """Comment lines with the origin of the script and a summary of the run."""
     ranks = job.nodes * job.ranks_per_node
     lines = [f"Written by tools/launch.py: {job.name} on {job.nodes} x {job.ranks_per_node} = {ranks} ranks."]
     lines += [f"Cannot start yet: {reason}" for reason in job.waits]
@@ -156,7 +156,7 @@ def _comment(job: Job) -> str:
 
 
 def _array(name: str, words: Sequence[str]) -> str:
-    """Bash array with one flag and its values per line."""
+    """Assignment of `words` to a bash array `name`, with one flag and its values per line."""
     lines = "".join(f"    {line}\n" for line in _by_flag(words))
     return f"{name}=(\n{lines})\n" if words else f"{name}=()\n"
 
@@ -173,13 +173,13 @@ def _by_flag(words: Sequence[str]) -> Iterator[str]:
 
 
 def _quoted(word: str) -> str:
-    """Quotes a word for bash, also if it contains commas, which could be mistaken for separators."""
+    """Quotes a word for bash. Words with commas are always quoted, because the commas look like separators."""
     quoted = shlex.quote(word)
     return f"'{word}'" if quoted == word and "," in word else quoted
 
 
 def _exports(variables: Sequence[Variable]) -> str:
-    """Export statements with reasons as comments; variables that are already set are not changed, as in the program."""
+    """Export statements with their reasons as comments. Variables that are already set keep their values."""
     lines = ""
     for each in variables:
         value = re.sub(r'["\\$`}]', r"\\\g<0>", each.value)  # escaped for double quotes
@@ -188,7 +188,7 @@ def _exports(variables: Sequence[Variable]) -> str:
 
 
 def _container(job: Job) -> list[str]:
-    """srun options for pyxis."""
+    """srun options that start the container with pyxis; empty if the job has no container."""
     if job.container is None:
         return []
     folders: list[Path] = []
@@ -204,7 +204,7 @@ def _container(job: Job) -> list[str]:
 
 
 def _without_head(body: str) -> str:
-    """The body without its shebang and leading comments."""
+    """Returns `body` without its shebang and leading comments."""
     lines = body.splitlines(keepends=True)
     first = next(place for place, line in enumerate(lines) if not line.startswith("#"))
     return "".join(lines[first:])

@@ -1,4 +1,4 @@
-"""Converts the text of a flag to the type of its annotation, and back, without `eval`."""
+"""Converts flag values between text and the type of their annotation, without `eval`."""
 
 import ast
 import math
@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 LayerPattern = int | tuple[int, ...]
-"""Interval n (every n-th layer), or one number per layer; written as an expression such as `([0]*3+[1]*58)`."""
+"""Interval n (every n-th layer), or one number per layer. Text form: an expression such as `([0]*3+[1]*58)`."""
 
 _LONGEST_EXPRESSION = 50_000
 _LONGEST_PATTERN = 10_000
@@ -19,7 +19,7 @@ _FALSE = ("false", "no", "off")
 
 
 class BadValue(ValueError):
-    """Text that cannot be converted to the requested type. The message is a verb phrase that follows "--flag TEXT"."""
+    """Text that cannot be converted to the requested type. The message is a verb phrase to follow "--flag TEXT"."""
 
 
 def strip_quotes(text: str) -> str:
@@ -30,10 +30,10 @@ def strip_quotes(text: str) -> str:
 
 
 def parse(annotation: Any, texts: Sequence[str]) -> Any:
-    """Converts the words given to a flag.
+    """Converts the words given to a flag to the type `annotation`.
 
     Raises:
-        BadValue: the words do not have the type.
+        BadValue: the words are not a value of this type.
     """
     kind = without_none(annotation)
     words = [strip_quotes(text) for text in texts]
@@ -59,7 +59,7 @@ def cut(text: str) -> list[str]:
 
 
 def within(value: object, least: float | None, below: float | None) -> None:
-    """Raises `BadValue` if a number, or one of a list of numbers, is out of bounds."""
+    """Raises `BadValue` unless `value`, or each number of a tuple, is >= `least` and < `below`. None: no bound."""
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and number < least:
             raise BadValue(f"is less than {least:g}")
@@ -68,7 +68,7 @@ def within(value: object, least: float | None, below: float | None) -> None:
 
 
 def words_of(annotation: Any, value: object) -> list[str]:
-    """Inverse of `parse`: the words of a value."""
+    """Command-line words that `parse` converts to `value`."""
     if isinstance(value, tuple):
         if without_none(annotation) != LayerPattern:
             return [_word(item) for item in value]
@@ -83,7 +83,7 @@ def _word(value: object) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """Readable name of a type: `int`, `a | b | c`, `float ...`, `layer pattern`."""
+    """Readable name of a type, such as `int`, `a | b | c`, `float ...` (a list of floats) or `layer pattern`."""
     kind = without_none(annotation)
     if kind is bool:
         return "switch"
@@ -98,7 +98,7 @@ def describe(annotation: Any) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Allowed values of a literal type, or of the elements of a tuple of literals; else empty."""
+    """Allowed values of a `Literal`, or of the elements of a tuple of `Literal`s; empty for other types."""
     kind = without_none(annotation)
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
@@ -110,7 +110,7 @@ def is_optional(annotation: Any) -> bool:
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether the flag takes several words."""
+    """Whether a flag of this type takes several words. A layer pattern counts as one word."""
     kind = without_none(annotation)
     return get_origin(kind) is tuple and kind != LayerPattern
 
@@ -133,7 +133,7 @@ def _tuple(items: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _entry(kind: Any, word: str, words: Sequence[str]) -> Any:
-    """Converts one of several words and names it in the error."""
+    """Converts `word`, an element of `words`. If there are several elements, the error message names the word."""
     try:
         return _scalar(kind, word)
     except BadValue as problem:
@@ -169,7 +169,7 @@ def _switch(word: str) -> bool:
 
 
 def is_off(words: Sequence[str]) -> bool:
-    """Whether the words of a switch turn it off."""
+    """Whether the words given to a switch are a single `false`, `no` or `off`."""
     return len(words) == 1 and words[0].lower() in _FALSE
 
 
@@ -189,7 +189,7 @@ def _number(kind: Callable[[str], int | float], word: str) -> int | float:
 
 
 def layer_pattern(expression: str) -> LayerPattern:
-    """Evaluates an expression of integers, lists, `+`, `*` and parentheses to a number or a list.
+    """Evaluates an expression of integers, lists, `+`, `*` and parentheses to an integer or a tuple.
 
     Raises:
         BadValue: the expression contains anything else, or a number or the length of a list exceeds 10,000.

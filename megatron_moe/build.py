@@ -1,4 +1,4 @@
-"""Assembles a run: builds each of its objects from the part of the RunPlan that configures it."""
+"""Builds the objects of a run, such as model, trainer, data loaders and checkpointing, from the RunPlan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -64,7 +64,7 @@ def build_watchdog(plan: RunPlan, status: RunStatus) -> Watchdog:
 
 
 def set_algorithms(plan: RunPlan) -> None:
-    """Sets torch's process-wide options for deterministic algorithms."""
+    """Sets torch's process-wide options for --deterministic-mode."""
     if plan.precision.deterministic_mode:
         torch.use_deterministic_algorithms(True)
         # not needed: no memory is read before it is written
@@ -73,7 +73,7 @@ def set_algorithms(plan: RunPlan) -> None:
 
 
 def build_context(plan: RunPlan) -> ParallelContext:
-    """Connects to the other ranks and sets process-wide options."""
+    """Creates the process groups with the other ranks, and sets torch's process-wide options."""
     set_algorithms(plan)
     holders = plan.layout.embedding_ranks(tied=plan.model.tied_embeddings)
     return ParallelContext.start(
@@ -102,7 +102,7 @@ def build_reporter(plan: RunPlan, context: ParallelContext, *, sinks: Sequence[S
 def build_saver(
     plan: RunPlan, context: ParallelContext, reporter: Reporter, stack: ExitStack
 ) -> CheckpointSaver | None:
-    """Checkpoint saver, closed by `stack`; checks that the folder is writable and locks it. None without `--save`."""
+    """Builds the saver, which `stack` closes; None without --save. Locks the folder and checks that it is writable."""
     config = plan.checkpoint
     if config.save is None:
         return None
@@ -164,7 +164,7 @@ def build_checkpointing(
 
 
 def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[..., AbstractContextManager[None]]:
-    """Factory of context managers that report out-of-memory errors; its optional argument is the iteration."""
+    """Factory of context managers that report out-of-memory errors. Its optional argument is the current iteration."""
     advice = partial(memory_advice, plan, context.group("pp").rank)
     return partial(report_out_of_memory, context, plan.logging.run_dir, advice)
 
@@ -181,8 +181,8 @@ def build_model(
     initial: bool = True,
     host_copies: HostCopies | None = None,
 ) -> GPT:
-    """Builds this rank's part of the model and initialises its weights unless `initial` is False; they do not depend on
-    the layout. `host_copies`: for activation offload; None: the default of the device."""
+    """Builds this rank's part of the model and initialises its weights unless `initial` is False. The initial weights
+    do not depend on the parallel layout. `host_copies`: for activation offload; None: the device's default."""
     saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with build_memory_guard(plan, context)():
         model = GPT(
@@ -228,7 +228,7 @@ def build_trainer(
     *,
     has_peers: bool = True,
 ) -> Trainer:
-    """Builds gradient buffers, optimizer and trainer. The model's parameters become views of the buffers.
+    """Builds gradient and parameter buffers, optimizer and trainer. The model's parameters become views of the buffers.
 
     `has_peers`: False for a single emulated rank, which cannot compare parameter counts with other ranks.
     """
@@ -289,7 +289,7 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
 
 
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
-    """Straggler detection; None without `--log-straggler`."""
+    """Builds the straggler detection; None without `--log-straggler`."""
     if not plan.logging.log_straggler:
         return None
     num_samples = plan.batch.global_batch_size / plan.parallel.world_size
@@ -300,7 +300,7 @@ def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
 def build_run_events(
     plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, watchdog: Watchdog, stack: ExitStack
 ) -> RunEvents:
-    """Run-phase events with all their observers; `stack` closes the observers."""
+    """Builds the run-phase events with observers such as watchdog and profiler. `stack` closes the observers."""
     garbage = stack.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     stack.callback(profile.close)
@@ -353,7 +353,7 @@ def introduce(
 
 
 def introduction(plan: RunPlan, context: ParallelContext, model: GPT, datasets: Datasets) -> Iterator[str]:
-    """Yields log lines about ranks, packages, notes of the plan, parameters and data."""
+    """Yields log lines about ranks, packages, parameters, pipeline layout and data, and the notes of the plan."""
     yield str(context)
     yield from packages.summary(packages.find_all())
     yield from plan.notes

@@ -33,7 +33,7 @@ MORE_ITERATIONS = 20
 """Iterations of the last, undisturbed start after the newest checkpoint."""
 FLAGS = f"""
 --train-iters 1000000 --lr-decay-iters 2000 --eval-iters 0 --save-interval {SAVE_INTERVAL} --keep-last-checkpoints 3
---exit-signal-handler --step-deadline 5 --check-weight-hash-across-dp-replicas-interval {SAVE_INTERVAL // 2}
+--exit-signal-handler --step-deadline 10 --check-weight-hash-across-dp-replicas-interval {SAVE_INTERVAL // 2}
 --no-plots --log-interval 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
 """.split()
 

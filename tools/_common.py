@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def tool_parser(docstring: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Parser that prints the docstring of the tool as its help."""
+    """Argument parser that prints the tool's docstring as the description in `--help`."""
     style = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=docstring, formatter_class=style, **options)
 
@@ -41,14 +41,14 @@ def positive(text: str) -> int:
 
 
 def tokenizer_config(options: argparse.Namespace) -> TokenizerConfig:
-    """Builds a TokenizerConfig from the tool's options, which have the names of its fields."""
+    """Builds a TokenizerConfig from the tool's options; option names equal field names."""
     given = {field.name: getattr(options, field.name) for field in fields(TokenizerConfig) if field.name in options}
     kind = OTHER_TOKENIZER_NAMES.get(options.tokenizer_type, options.tokenizer_type)
     return TokenizerConfig(**given | {"tokenizer_type": kind})
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *aliases: str) -> None:
-    """Adds `--gpus` (with `aliases`), `--nodes` and `--gpus-per-node`, as in pretrain_moe.py."""
+    """Adds `--gpus`, `--nodes` and `--gpus-per-node`, as in pretrain_moe.py. `aliases`: more names of `--gpus`."""
     parser.add_argument(
         "--gpus", "--world-size", *aliases, type=positive, help="total number of ranks (default: from recipe or file)"
     )
@@ -59,7 +59,8 @@ def add_cluster_options(parser: argparse.ArgumentParser, *aliases: str) -> None:
 def requested_cluster(
     options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str], *, default: int | None = 1
 ) -> Cluster:
-    """Cluster of the options, else of the run's flags, else of `default` ranks. Raises FlagErrors."""
+    """Cluster that the tool's options request. The recipe or config file in `flags` supplies sizes that are not given.
+    `default`: number of ranks if no size is given; None: one node. Raises FlagErrors if sizes contradict each other."""
     start = start_settings(flags, Registry.declared())
     kind = getattr(options, "gpu", None) or start.setting("gpu").value
     cluster = ClusterFlags(gpu=kind, gpus=options.gpus, nodes=options.nodes, gpus_per_node=options.gpus_per_node)
@@ -67,20 +68,20 @@ def requested_cluster(
 
 
 def rank_0_of(world_size: int, ranks_per_node: int | None = None) -> dict[str, str]:
-    """Environment of rank 0 as set by torchrun; by default, all ranks are on one node."""
+    """Environment variables that torchrun sets for rank 0; by default, all ranks are on one node."""
     local = str(ranks_per_node or world_size)
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments of the tool, and those of pretrain_moe.py after the first `--`."""
+    """Splits at the first `--` into the arguments of the tool and the arguments of pretrain_moe.py."""
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
 
 
 def reports_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorator of a tool's `main`: prints a RunError, or a text that the flags request, and returns its exit code."""
+    """Decorator for a tool's `main` that prints the message of a RunError or Finished and returns its exit code."""
 
     @wraps(main)
     def run(*args: Any) -> int:
@@ -106,10 +107,8 @@ def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def run_command(command: Sequence[str], output: IO[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
-
-    Ctrl-C reaches the command too; KeyboardInterrupt is raised only after the command has ended, so that it can save.
-    """
+    """Runs a command and returns its exit code. Ctrl-C also interrupts the command; this function raises
+    KeyboardInterrupt only after the command has ended, so that the command can clean up."""
     interrupt: KeyboardInterrupt | None = None
     with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None) as process:
         while True:
@@ -137,7 +136,8 @@ def writing(path: Path) -> Iterator[None]:
 def map_in_order(
     executor: Executor | None, function: Callable[[Item], Result], items: Iterable[Item], max_pending: int
 ) -> Iterator[Result]:
-    """Results in the order of the items, with at most `max_pending` items submitted; sequential without an executor."""
+    """Yields the results in the order of the items. With an executor, at most `max_pending` items are submitted at a
+    time; without one, the items are computed sequentially."""
     if executor is None:
         yield from map(function, items)
         return
@@ -151,7 +151,7 @@ def map_in_order(
 
 
 class _Workers(ProcessPoolExecutor):
-    """Process pool whose workers inherit a blocked SIGINT; any submission may start a worker."""
+    """Process pool that blocks SIGINT in `submit`, which may start workers: they inherit the signal mask."""
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(prefix: Path, vocab_size: int | None, eod: int | None) -> tuple[list[tuple[str, str]], list[str]]:
-    """Reads every token of `<prefix>.bin`. Returns the statistics as (name, value), and the problems.
+    """Reads every token of `<prefix>.bin`. Returns statistics as (name, value) pairs, and problems.
 
     Raises DataProblem if a file is missing or the index is invalid.
     """
@@ -74,7 +74,7 @@ def examine(prefix: Path, vocab_size: int | None, eod: int | None) -> tuple[list
 
 
 def _check_ids(tokens: IndexedTokens, ends: np.ndarray, vocab_size: int | None) -> tuple[np.ndarray, list[str]]:
-    """Returns the distinct ids of a file, sorted, and its problems. `ends`: document boundaries in tokens."""
+    """Returns the sorted distinct ids of a file, and messages about invalid ids. `ends`: token offsets of documents."""
     distinct = np.empty(0, dtype=np.int64)
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
@@ -98,7 +98,7 @@ def _check_ids(tokens: IndexedTokens, ends: np.ndarray, vocab_size: int | None) 
 
 
 def _last(tokens: IndexedTokens, document: int) -> int:
-    """Last token of a non-empty document."""
+    """Id of the last token of a non-empty document."""
     first, end = tokens.document_bounds[document : document + 2]
     sequence = int(first + np.flatnonzero(tokens.sequence_lengths[first:end])[-1])
     return int(tokens.get(sequence)[-1])

@@ -1,7 +1,7 @@
 """Compares the loss curves of two runs: `python tools/compare_losses.py runs/a runs/b [--plot out.png] [--rtol 1e-12]`.
 
 Reads `metrics.jsonl` of both run folders and prints their common steps, the first step that differs by more than the
-tolerance, and the result. Exit code 0: equal within the tolerance; 6: not; 4: a curve cannot be read.
+tolerance, and the result. Exit code 0: equal within the tolerance; 6: different; 4: a curve cannot be read.
 """
 
 import sys
@@ -29,17 +29,17 @@ class LossComparison:
     second: list[float]
 
     def relative(self) -> list[float]:
-        """|b - a| / |a| at every iteration, |b| for a = 0."""
+        """Relative difference |second - first| / |first| at every iteration; |second| where `first` is 0."""
         return [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(self.first, self.second, strict=True)]
 
     def first_difference(self, rtol: float) -> int | None:
-        """First iteration that differs by more than `rtol`; NaN differs from every value."""
+        """First iteration that differs by more than `rtol`, else None. NaN differs from every value, even from NaN."""
         pairs = zip(self.iterations, self.relative(), strict=True)
         return next((iteration for iteration, difference in pairs if not difference <= rtol), None)
 
 
 def read_curve(run: Path, key: str) -> dict[int, float]:
-    """Reads one metric of a run folder: iteration -> value."""
+    """Reads one metric of a run folder: iteration -> value; NaN for a value that is not finite."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise DataProblem(f"{path} does not exist; give a run folder that holds metrics.jsonl")
@@ -56,7 +56,7 @@ def read_curve(run: Path, key: str) -> dict[int, float]:
 
 
 def table(comparison: LossComparison, names: tuple[str, str]) -> str:
-    """Up to `ROWS` evenly spaced steps as text."""
+    """Text table of at most `ROWS` evenly spaced iterations."""
     last = len(comparison.iterations) - 1
     lines = [f"{'iteration':>10}  {names[0][-24:]:>24}  {names[1][-24:]:>24}  {'relative':>10}"]
     columns = comparison.iterations, comparison.first, comparison.second, comparison.relative()
@@ -67,7 +67,7 @@ def table(comparison: LossComparison, names: tuple[str, str]) -> str:
 
 
 def plot(comparison: LossComparison, names: tuple[str, str], key: str, path: Path) -> None:
-    """Plots both curves, and their relative difference below."""
+    """Writes a PNG with both curves and, below them, their relative difference."""
     import matplotlib
 
     matplotlib.use("Agg")

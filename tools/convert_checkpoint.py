@@ -3,8 +3,8 @@
     python tools/convert_checkpoint.py --load hf:models/Qwen3-30B-A3B --save checkpoints/qwen3
     python tools/convert_checkpoint.py --load runs/my/checkpoints --save hf:exports/my --hf-config models/Qwen3-30B-A3B
 
-Start a run from the output of the first with `--pretrained-checkpoint checkpoints/qwen3`. All other arguments are flags
-of pretrain_moe.py; they override config.json or the settings of the run that wrote the checkpoint. conversion.md in the
+`--pretrained-checkpoint checkpoints/qwen3` starts a run from the first output. All other arguments are flags of
+pretrain_moe.py; they override config.json or the settings of the run that wrote the checkpoint. conversion.md in the
 output folder lists every tensor. Exit code 0: done; 12: --compare-logits found a difference.
 """
 
@@ -45,9 +45,9 @@ REPORT = "conversion.md"
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _MAX_SEQ_LENGTH = 4096
 _MAX_PARAMETERS_PER_BYTE = 16
-"""Limit of model parameters per byte of weight files; no dtype, padding or tied weights can explain a larger ratio."""
+"""Maximum ratio of model parameters to bytes of weight files. A larger ratio means wrong sizes in the flags."""
 _RELATIVE_TOLERANCE = 1e-4
-"""Limit of the logit difference / largest logit: above fp32 rounding errors, below the effect of a wrong weight."""
+"""Maximum logit difference / largest logit: larger than fp32 rounding errors, smaller than a wrong weight's effect."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outcome:
 
     report: ConversionReport
     output: Path
-    """Folder of the report."""
+    """Folder to which the report (conversion.md) is written."""
     huggingface: Path
     checkpoint: Path
     plan: RunPlan
@@ -96,7 +96,7 @@ def _from_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Out
 
 
 def _flags_of_folder(folder: Path) -> list[str]:
-    """Flags of a run on the model of a folder, with placeholders for required training flags."""
+    """Flags for the model of a Hugging Face folder, with placeholder values for required training flags."""
     config = read_config(folder)
     length = config.get("max_position_embeddings", _MAX_SEQ_LENGTH)
     if not isinstance(length, int):
@@ -127,7 +127,7 @@ def _to_hugging_face(options: argparse.Namespace, flags: Sequence[str]) -> Outco
 def skeleton(plan: RunPlan, folder: Path) -> GPT:
     """Builds the unsharded model on the meta device, in the dtypes of the run.
 
-    Raises CheckpointProblem, before building it, for a model that is far too large for the files of `folder`.
+    Raises CheckpointProblem if the model has far more parameters than the files of `folder` can hold.
     """
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     num_parameters = count_parameters(plan.model).total
@@ -157,7 +157,7 @@ def _template(plan: RunPlan) -> Path:
 
 @torch.no_grad()
 def _compare_logits(outcome: Outcome, num_positions: int) -> tuple[str, bool]:
-    """Runs the transformers model and ours on the same random tokens, one after the other, both in fp32.
+    """Compares the logits of the transformers model and of this project's model on the same random tokens, in fp32.
 
     Returns a sentence with the largest difference, and whether it is within tolerance. Raises EnvironmentProblem if
     transformers is not installed or cannot load the folder.
@@ -197,7 +197,7 @@ def _transformers_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
 
 
 def _parse_size(text: str) -> int:
-    """Parses a number of bytes such as 5GB, 500MB or 1000."""
+    """Converts a size such as 5GB, 500MB or 1000 to a number of bytes."""
     for unit, factor in _UNITS:
         number = text.upper().removesuffix(unit)
         if text.upper().endswith(unit) and number.replace(".", "", 1).isdigit():

@@ -39,7 +39,7 @@ REPORTED = (
     "qwen3-235b-a22b-gb200-128-stash",
     "qwen3-next-80b-a3b-h100-128",
 )
-"""Recipes with a whole report: FP8 with MTP and virtual stages, GB200, TP, one GPU, paged stash, missing layers."""
+"""Recipes whose dry-run report is a golden file: FP8 with MTP, GB200, TP, one GPU, paged stash, unavailable layers."""
 COLUMNS = (
     "recipe",
     "parameters",
@@ -75,7 +75,7 @@ def recipe_texts() -> Texts:
 
 
 def dry_run_texts() -> Texts:
-    """Reports of a few recipes, and one table with the totals of all recipes."""
+    """Dry-run reports of a few recipes, and one table with the totals of all recipes."""
     yield DRY_RUN_DOC, with_example(DRY_RUN_DOC.read_text(encoding="utf-8"))
     for name in REPORTED:
         yield DRY_RUNS / f"{name}.txt", dry_run(name)
@@ -83,7 +83,7 @@ def dry_run_texts() -> Texts:
 
 
 def facts(recipe: str) -> Facts:
-    """Dry run of a recipe on its own number of ranks."""
+    """Dry-run results of a recipe as parsed JSON, for the number of ranks in the recipe."""
     try:
         read_plan(["--recipe", recipe, "--dry-run=json"], {}, vocab_size_of=lambda config: _VOCAB_SIZE)
     except Finished as answer:
@@ -98,7 +98,7 @@ def dry_run(recipe: str) -> str:
 
 
 def totals(recipe: str) -> str:
-    """Row of a recipe in the table of totals; empty for a recipe with layers that are not available."""
+    """Row of a recipe in the table of totals; only the recipe's name if its layers are not available."""
     found = facts(recipe)
     if "model" not in found:
         return recipe
@@ -113,13 +113,13 @@ def totals(recipe: str) -> str:
 
 
 def with_example(document: str) -> str:
-    """Replaces the example block of the document with the current dry-run report."""
+    """Replaces the first text block of the document with the current dry-run report of the example recipe."""
     before, _, rest = document.partition(_BLOCK)
     return f"{before}{_BLOCK}{dry_run(_EXAMPLE)}```{rest.partition('```')[2]}"
 
 
 def with_status(text: str, registry: Registry) -> str:
-    """Updates the flag status in the guide's status column; rows without flags are unchanged."""
+    """Updates the status column of the flag tables in `text`; rows without flags are unchanged."""
     return "".join(_with_status(text.splitlines(keepends=True), registry))
 
 
@@ -153,7 +153,7 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 
 
 def _status(words: Sequence[str], registry: Registry) -> str:
-    """Support status of a flag. `words`: the flag and its values; a flag alone means any non-default value."""
+    """Support status of the flag `words[0]` with the values `words[1:]`; without values, of any non-default value."""
     found = registry.find(words[0])
     if found is None:
         known = find_recognised(words[0])

@@ -1,4 +1,4 @@
-"""Checks installed packages and this machine, and lists the affected flags: `python tools/doctor.py [--device cuda]`.
+"""Checks packages and this machine; lists flags that need missing packages: `python tools/doctor.py [--device cuda]`.
 
 Exit code 0: a run can start; 3: something required is missing, wrong or broken.
 """
@@ -26,7 +26,7 @@ from tools._common import run_main, tool_parser
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of one probe."""
+    """Result of testing one feature of this machine."""
 
     name: str
     works: bool
@@ -34,7 +34,7 @@ class Probe:
 
 
 def probes(device: torch.device) -> list[Probe]:
-    """Probes every feature that a run on `device` needs."""
+    """Tests every feature of this machine that a run on `device` needs."""
     trials: list[tuple[str, Callable[[torch.device], str]]] = [
         ("python", lambda _: f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"),
         ("device", _device),
@@ -87,7 +87,7 @@ def _attention(device: torch.device) -> str:
 
 
 def _group(backend: str, device: torch.device) -> str:
-    """All-reduces in a temporary process group of one rank."""
+    """All-reduces a tensor in a temporary process group of one rank and checks the result."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     try:
         one = torch.ones(1, device=device)
@@ -104,7 +104,7 @@ def _expect(actual: torch.Tensor, value: float) -> None:
 
 
 def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) -> list[str]:
-    """Flags that need a package, with a note for those that are not available yet."""
+    """Flags that need a package. A flag that this project does not support yet has a note."""
     found = [f"--kernel-backend {each.name}" for each in backends if package.module in each.needs]
     for option, value in package.flags:
         declared = registry.find(option)
@@ -114,7 +114,7 @@ def flags_of(package: Package, backends: Sequence[Backend], registry: Registry) 
 
 
 def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend], registry: Registry) -> list[str]:
-    """One line per package, followed by the consequences if it is missing."""
+    """One line per package. For a missing or wrong package, further lines list affected flags and how to install it."""
     lines = []
     for each in found:
         package = each.package
@@ -131,7 +131,7 @@ def package_lines(found: Sequence[InstalledPackage], backends: Sequence[Backend]
 
 
 def build_lines(found: Sequence[InstalledPackage]) -> list[str]:
-    """Build instructions for missing packages that the package index does not have."""
+    """Build instructions for missing packages that must be built from source."""
     lines = []
     for each in found:
         if each.package.name in HOW_TO_BUILD and each.verdict in ("missing", "wrong"):

@@ -1,7 +1,7 @@
 """Samples text from a trained model: `python tools/generate.py --load runs/quickstart/checkpoints --prompt "def "`.
 
-Model, tokenizer and precision come from the checkpoint's run.yaml; its relative paths refer to the folder in which the
-run was started. Without a KV cache every step processes the whole text, so use it for short samples.
+Model, tokenizer and precision come from the checkpoint's run.yaml. If run.yaml has relative paths, start this tool in
+the folder in which the run was started. Generation uses no KV cache: every new token costs a forward of the whole text.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tools._common import rank_0_of, reports_errors, run_main, tool_parser
 
 
 def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> RunPlan:
-    """Plan of the checkpoint's run, changed to one rank of this machine and default kernels.
+    """Plan of the run that wrote the checkpoint, changed to one rank and the default kernels.
 
     `changes`: flags that override those of the run.
     """
@@ -49,14 +49,14 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
-    """Plan of a run for a single process: on `num_ranks` ranks, or on the fewest that its layout allows if these do not
-    divide `num_ranks` (imported checkpoints are written by one rank). Raises FlagErrors."""
+    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout's minimum number of ranks does not divide `num_ranks`
+    (imported checkpoints are written by one rank), the plan is for that minimum. Raises FlagErrors."""
     fewest = fewest_ranks(words, {})
     return read_plan(words, rank_0_of(fewest if num_ranks % fewest else num_ranks), vocab_size_of=vocab_size_of)
 
 
 def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
-    """Model with the verified weights of the checkpoint."""
+    """Builds the model in evaluation mode and loads the checkpoint's weights after verifying their checksums."""
     context = build.build_context(plan)
     model = GPT(plan.model, context, build.build_kernels(plan, context))
     tensors = {tensor_key("model", name): TensorShard.whole(value) for name, value in model.state_dict().items()}
@@ -67,9 +67,9 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
 
 @torch.no_grad()
 def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> list[int]:
-    """Extends the prompt's ids by up to `options.max_new_tokens` ids; stops at the end of the document.
+    """Prompt's token ids, followed by up to `options.max_new_tokens` new ids; stops at the end-of-document id.
 
-    Ids outside the tokenizer's vocabulary are padding of the embedding table and never chosen.
+    Never chooses ids outside the tokenizer's vocabulary, which only pad the embedding table.
     """
     device = next(model.parameters()).device
     ids = list(prompt)
@@ -87,7 +87,7 @@ def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], optio
 
 
 def pick(logits_V: Tensor, temperature: float, top_k: int, key: rng.Key) -> int:
-    """Argmax for temperature 0, else a sample from the `top_k` most likely ids."""
+    """Most likely id if `temperature` is 0, else an id sampled from the `top_k` most likely ids."""
     if temperature == 0.0:
         return int(logits_V.argmax())
     best, ids = torch.topk(logits_V, min(top_k, len(logits_V)))

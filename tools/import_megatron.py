@@ -1,12 +1,12 @@
-"""Converts a Megatron-Core checkpoint, weights and optimizer state, on CPU, holding one tensor in memory at a time.
+"""Converts weights and optimizer state of a Megatron-Core checkpoint on CPU, with one tensor in memory at a time.
 
     python tools/import_megatron.py --load ckpts/iter_0010000 --save runs/my/checkpoints -- --config my.yaml
 
-The arguments after `--` are the pretrain_moe.py command line of the run to continue; it describes the model. Reads
-`torch_dist` checkpoints with per-parameter optimizer state (--dist-ckpt-optim-fully-reshardable in Megatron), and with
---no-optimizer the weights of any `torch_dist` checkpoint or of the older format with one mp_rank_* folder per rank.
-Then start with `--load runs/my/checkpoints`, which resumes at that iteration, or add --finetune to start from the
-weights. Nothing that the checkpoint's pickles reference is executed.
+The arguments after `--` are pretrain_moe.py flags of the run to continue; they describe the model. Reads `torch_dist`
+checkpoints with per-parameter optimizer state (--dist-ckpt-optim-fully-reshardable in Megatron). With --no-optimizer,
+reads only the weights, from any `torch_dist` checkpoint or from the older format with one mp_rank_* folder per rank.
+To resume at the checkpoint's iteration, start the run with `--load runs/my/checkpoints`; add --finetune to start from
+the weights only. No code that the checkpoint's pickles reference is executed.
 """
 
 import sys
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint named by the folder's tracker file, or the folder itself if it has no tracker file."""
+    """Checkpoint named by the folder's tracker file, or the folder itself if it has no tracker file."""
     text = read_tracker(folder)
     if text is None:
         return folder
@@ -51,7 +51,7 @@ def newest(folder: Path) -> Path:
 
 
 def convert(folder: Path, save: Path, flags: Sequence[str], *, optimizer: bool) -> str:
-    """Writes the checkpoint and returns a summary for the user."""
+    """Converts the Megatron checkpoint in `folder` to a checkpoint in `save`; returns a summary for the user."""
     if list_checkpoints(save):
         raise EnvironmentProblem(f"{save} holds checkpoints already; give another folder")
     plan = plan_of_run(flags)

@@ -1,8 +1,8 @@
 """Prints or compares checkpoints: `python tools/inspect_checkpoint.py runs/my/checkpoints [--against OTHER]`
 
-Prints the iteration, the layout that wrote it, the settings of the run, and a table of all tensors with norms. With
-`--against`, prints the differences between two checkpoints. Exit code 0: printed, or equal; 12: they differ;
-5: damaged or missing.
+Prints the iteration, the parallel layout and settings of the run that wrote the checkpoint, and a table of all tensors
+with norms. With `--against`, prints the differences between two checkpoints. Exit code 0: printed, or all tensors are
+equal; 12: tensors differ; 5: a checkpoint is damaged or missing.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _summary(checkpoint: OpenCheckpoint, *, every: bool) -> Iterator[str]:
 
 
 def _settings(checkpoint: OpenCheckpoint) -> dict[str, tuple[str, str]]:
-    """Maps setting names to (value, origin), from run.yaml."""
+    """Settings of the run from run.yaml: name -> (value, origin of the value, such as "default")."""
     lines = (checkpoint.text("run.yaml") or "").splitlines()
     found = [match for line in lines if (match := _SETTING.fullmatch(line))]
     return {match["name"]: (match["value"], match["origin"]) for match in found}

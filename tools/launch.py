@@ -5,7 +5,7 @@
     python tools/launch.py --launcher torchrun --gpus-per-node 2 --submit --config my.yaml starts it here
 
 Without `--dry-run` and `--submit` the script is written to the run folder. All other arguments are flags of
-pretrain_moe.py, checked for that number of ranks before anything is written. A plan that cannot be trained yet, because
+pretrain_moe.py, checked for the cluster's ranks before anything is written. A plan that cannot be trained yet, because
 a feature or data is missing, is rejected with exit code 2; `--dry-run` prints its script with the reasons as comments
 and exits with 15, like pretrain_moe.py --dry-run.
 """
@@ -44,7 +44,7 @@ from tools._common import (
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "PMI")
 _PLANNED = ("CUDA_DEVICE_", "CUBLAS_", "NCCL_", "NVTE_", "PYTORCH_")
-"""Variables that the script sets itself and that are therefore ignored in this environment."""
+"""Prefixes of variables that the script sets. Their values in the tool's own environment are therefore ignored."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,17 +65,17 @@ def parser() -> argparse.ArgumentParser:
 def plan_of(
     flags: Sequence[str], nodes: int, ranks_per_node: int, environ: Mapping[str, str], *, waiting: bool
 ) -> RunPlan:
-    """Plan of rank 0 on the cluster. Raises FlagErrors with all problems; `waiting` permits missing features and
-    inputs."""
+    """Plan of rank 0 on the cluster. Raises FlagErrors with all problems. `waiting`: accept a plan that cannot be
+    trained yet, because a feature or an input is missing."""
     here = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS + _PLANNED)}
     ranks = rank_0_of(nodes * ranks_per_node, ranks_per_node)
     return read_plan(flags, here | ranks, vocab_size_of=vocab_size_of, waiting=waiting)
 
 
 def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
-    """(nodes, ranks per node) of the options, else of the recipe or file, else one node of a cluster or one local rank.
+    """Number of nodes and of ranks per node, from the options or else from the recipe or config file.
 
-    Raises FlagErrors.
+    The default is one node for SLURM and one rank for torchrun. Raises FlagErrors if the ranks do not fill all nodes.
     """
     found = requested_cluster(options, flags, environ, default=1 if options.launcher == "torchrun" else None)
     if found.nodes * found.ranks_per_node != found.world_size:
@@ -85,7 +85,7 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
-    """Job of a checked plan, named after the recipe or the first file; --run-dir defaults to runs/NAME."""
+    """Checks the flags and returns the job. Without --name, it has the name of the recipe or first file."""
     given = {each.option: each.words for each in split(flags)[0]}
     source = given.get("--recipe") or given.get("--config")
     name = options.name or (Path(source[0]).stem if source else "megatron-moe")
@@ -116,7 +116,7 @@ def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, 
 
 
 def write(job: Job, script: str, launcher: str) -> Path:
-    """Writes the script to the run folder and creates the folder of SLURM's logs."""
+    """Writes the script to the run folder, creates the folder of SLURM's logs and returns the path of the script."""
     path = job.run_dir / ("job.sbatch" if launcher == "slurm" else "job.sh")
     with writing(path):
         (job.run_dir / "slurm").mkdir(parents=True, exist_ok=True)

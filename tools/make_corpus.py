@@ -3,7 +3,7 @@
     python tools/make_corpus.py --output-dir data/quickstart
 
 Writes `corpus.jsonl`, one {"text": ...} per source or documentation file, and with --text also `corpus.txt`. Test
-packages are excluded. The order is a hash of the file names, so that any part of it is a fair sample.
+packages are excluded. Files are ordered by a hash of their paths, so that any part of the corpus is a fair sample.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tools._common import reports_errors, run_main, tool_parser
 _EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _SUFFIXES = frozenset({".py", ".rst", ".txt"})
 _MIN_BYTES = 1_000_000
-"""Minimum size of a standard library with sources; a smaller one was stripped or is a zip file."""
+"""Minimum size of the standard library's text. A smaller library has no sources on disk or is a zip file."""
 
 
 def corpus_files(library: Path) -> list[Path]:
@@ -41,7 +41,7 @@ def corpus_files(library: Path) -> list[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """Text of a file, decoded by its coding line if it is Python; None if it is empty or not text."""
+    """Text of a file; None if it is blank or cannot be decoded. Python files are decoded as their coding line says."""
     content = path.read_bytes()
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if path.suffix == ".py" else "utf-8"
@@ -57,7 +57,7 @@ def documents(library: Path) -> Iterator[str]:
 
 
 def write_corpus(library: Path, output_dir: Path, *, plain_text: bool) -> dict[Path, int]:
-    """Atomically writes the corpus; returns the sizes of the files in bytes."""
+    """Writes each corpus file atomically; returns path -> size in bytes."""
     texts = list(documents(library))
     size = sum(len(text.encode()) for text in texts)
     if size < _MIN_BYTES:

@@ -1,7 +1,7 @@
 """Searches layouts and memory options: `python tools/plan.py --recipe NAME [--gpu KIND] [--gpus N] [FLAGS]`
 
-Searches all layouts, microbatch sizes, recompute and offload options that fit the GPU for the model of the flags (a
-recipe, `--config` or `--from-hf-config DIR`), and prints the ten fastest by the cost model with their reasons.
+The flags specify the model: a recipe, `--config` or `--from-hf-config DIR`. Searches all layouts, microbatch sizes,
+recompute and offload options that fit in GPU memory, and prints the ten fastest by the cost model with reasons.
 `--write DIR` writes each as a recipe for `pretrain_moe.py --config`. `--fit` keeps the layout and selects the cheapest
 memory options with which it fits. Needs neither torch nor a GPU; docs/planning.md explains the cost model.
 

@@ -3,9 +3,9 @@
     python tools/preprocess_data.py --input data/corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --append-eod --workers 2
 
-Reads JSONL, or plain text with documents separated by lines <|endoftext|> (files ending in .txt), also compressed (.gz,
-.zst), and writes `<prefix>_<key>_document.bin` and `.idx`; pass that name without the suffix to --data-path. The output
-is written atomically and does not depend on the number of workers.
+Reads JSONL, or .txt files with <|endoftext|> lines between documents; both may be compressed (.gz, .zst). Writes
+`<prefix>_<key>_document.bin` and `.idx`; pass the path without suffix to --data-path. The output is written atomically
+and does not depend on the number of workers.
 """
 
 import argparse
@@ -46,21 +46,21 @@ _SIZED = ("NullTokenizer", "TikTokenizer")
 
 @dataclass
 class Encoded:
-    """Tokenized chunk of documents."""
+    """Tokenized chunk of documents, with its malformed lines."""
 
     num_bytes: int
-    """Bytes of text, decompressed."""
+    """Bytes of the chunk's text, after decompression."""
     file_bytes: int
-    """Bytes of the input file on disk."""
+    """Bytes of the input file that were read for the chunk, before decompression."""
     documents: list[list[np.ndarray]] = field(default_factory=list)
-    """Ids of every document, per key."""
+    """Token ids: for every document a list with one int32 array per key."""
     bad: list[str] = field(default_factory=list)
     """"file, line n: reason" of every malformed line."""
 
 
 @functools.cache
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    """Tokenizer, cached per process."""
+    """Loads the tokenizer once per process."""
     return load_tokenizer(config)
 
 
@@ -81,7 +81,7 @@ def encode(config: TokenizerConfig, keys: tuple[str, ...], append_eod: bool, chu
 
 
 class Progress:
-    """Progress in documents and bytes: a bar on a terminal, lines elsewhere."""
+    """Displays progress in documents and bytes: as a bar on a terminal, else as lines."""
 
     def __init__(self, log_interval: int, file_bytes: int) -> None:
         self.documents = self.tokens = self.empty = self.num_bytes = self.bad = 0
@@ -103,7 +103,7 @@ class Progress:
         return f"{self.documents:,} documents, {self.tokens:,} tokens ({rates})"
 
     def show(self, file_bytes: int) -> None:
-        """Updates the display after another `file_bytes` of the input."""
+        """Updates the display. `file_bytes`: bytes of the input files processed since the last call."""
         if self._bar is not None:
             self._bar.update(self._task, advance=file_bytes, description=str(self))
         elif self.documents >= self._next_line:
@@ -118,7 +118,7 @@ class Progress:
 def write_documents(
     results: Iterable[Encoded], writers: Sequence[IndexedWriter], progress: Progress, on_bad: str
 ) -> None:
-    """Writes every document to the writers of its keys; skips empty texts."""
+    """Writes each document's text under every key to the key's writer; skips empty texts. `on_bad`: fail or skip."""
     for encoded in results:
         for reason in encoded.bad:
             if on_bad == "fail":

@@ -1,7 +1,7 @@
-"""Decides whether a run that ended is started again: `python tools/requeue.py --run-dir DIR --exit-code N --since T`.
+"""Decides whether to restart a run that ended: `python tools/requeue.py --run-dir DIR --exit-code N --since T`.
 
-For job scripts. Prints one line; exit code 0: start it again, 1: do not. Needs no torch. `--since` (seconds since the
-epoch) is the time of this start of the run; an older status.json is ignored.
+Called by job scripts. Prints the decision with its reason; exit code 0: restart, 1: do not restart. Needs no torch.
+`--since` is the time at which the ended run was started, in seconds since the epoch; an older status.json is ignored.
 """
 
 import sys
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with the run's status.json")
     parser.add_argument("--exit-code", type=int, required=True, help="exit code of torchrun or srun")
-    parser.add_argument("--since", type=float, default=0.0, help="time of this start, seconds since the epoch")
+    parser.add_argument("--since", type=float, default=0.0, help="start time of the ended run, seconds since the epoch")
     parser.add_argument("--patience", type=int, default=3, help="starts without a new checkpoint before giving up (3)")
     options = parser.parse_args(argv)
     try:

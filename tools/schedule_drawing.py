@@ -9,22 +9,22 @@ from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
-"""Fill characters of a text chart by kind of action; idle time is dots, overlapped pairs are #."""
+"""(kind of action, fill character in a text chart). Idle time is filled with dots, an overlapped pair with #."""
 
 FORWARD = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd")
 BACKWARD = ("#c7e9c0", "#a1d99b", "#74c476", "#31a354")
 WEIGHT = ("#fee6ce", "#fdd0a2", "#fdae6b", "#e6550d")
-"""Colours by model chunk, light to dark."""
+"""Colours of weight gradients, from the first model chunk to the last; FORWARD and BACKWARD are used likewise."""
 IDLE = "#f3f3f3"
 
 
 def label(entry: Entry, vpp: int) -> str:
-    """Microbatch, with a letter for the chunk if a rank has several; a pair shows its forward first."""
+    """Microbatch index, and a letter for the model chunk if `vpp` > 1. An overlapped pair: "forward|backward"."""
     return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in parts(entry))
 
 
 def text_chart(report: SimulationReport, vpp: int, width: int = 120) -> str:
-    """Text chart in blocks of at most `width` columns."""
+    """Text chart of the schedule, split into blocks of at most `width` columns."""
     spans = [span for rank in report.spans for span in rank]
     # The shortest action must fit its label and a space.
     scale = max((len(label(span.entry, vpp)) + 1) / (span.end - span.start) for span in spans)
@@ -88,7 +88,7 @@ def draw(report: SimulationReport, vpp: int, title: str, path: Path) -> None:
 
 
 def _bar(axes: Any, rank: int, span: TimelineSpan, vpp: int, time: float) -> None:
-    """Draws one action; a pair has its forward above its backward."""
+    """Draws one action as a bar, or an overlapped pair as two bars with the forward above the backward."""
     actions = parts(span.entry)
     height = 0.86 / len(actions)
     long = span.end - span.start
@@ -112,7 +112,7 @@ def _colour(action: Action, vpp: int) -> str:
 
 
 def _legend_entries(report: SimulationReport, vpp: int) -> Iterator[tuple[str, str]]:
-    """(text, colour) of every kind and chunk that occurs; input gradients have the colour of full backwards."""
+    """(text, colour) per kind of action and model chunk; input gradients share the entry of full backwards."""
     seen = {action for spans in report.spans for span in spans for action in parts(span.entry)}
     colours = {_colour(action, vpp): action for action in sorted(seen, key=_place_in_legend, reverse=True)}
     for colour, action in sorted(colours.items(), key=lambda entry: _place_in_legend(entry[1])):

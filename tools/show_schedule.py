@@ -2,7 +2,7 @@
 
 Prints a chart, the bubble fraction, the peak of in-flight microbatches per rank, and whether the schedule deadlocks
 with blocking sends. --layout adds the layers of every stage. `python tools/show_schedule.py --gpus 1024 -- --config
-my.yaml` shows the schedule and stages of a run, with stage times by their floating-point operations.
+my.yaml` shows the schedule and stages of a run; stage times are proportional to floating-point operations.
 
 Exit code 0: valid; 1: it deadlocks or is wrong; 2: no schedule exists for these sizes.
 """
@@ -71,16 +71,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class ShownSchedule:
-    """Schedule with optional details of its stages."""
+    """Schedule sizes, and optional details of the stages."""
 
     config: ScheduleConfig
     table: str = ""
-    """Layers of every stage, if known."""
+    """Text that lists the layers of every stage; empty if no layout is given."""
     stage_costs: tuple[float, ...] = ()
 
 
 def of_sizes(options: argparse.Namespace) -> ShownSchedule:
-    """Schedule of the given sizes and layout."""
+    """Schedule of the sizes and layout in the tool's own options."""
     pp, vpp, table = options.pp, options.vpp, ""
     if options.layout is not None:
         layout = parse_layout(options.layout, pp=pp, num_layers=None, num_mtp=None)
@@ -90,7 +90,7 @@ def of_sizes(options: argparse.Namespace) -> ShownSchedule:
 
 
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
-    """Schedule of a training run, even if it lacks a feature or data. Raises FlagErrors."""
+    """Schedule of a training run, which may still lack a feature or data. Raises FlagErrors."""
     plan = read_plan(words, rank_0_of(requested_cluster(options, words, {}).world_size), waiting=True)
     config = plan.schedule(plan.num_microbatches)
     if plan.unknown_layers:
@@ -110,7 +110,7 @@ def name(config: ScheduleConfig) -> str:
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
-    """Lines about correctness and cost."""
+    """Problems of the schedule (`strict`: with blocking sends), bubble fraction, time and in-flight microbatches."""
     lines = ["no deadlock with blocking sends; every microbatch once, in order"]
     if found := dict.fromkeys((*strict.problems, *loose.problems)):
         lines = ["WRONG:", *(f"  {problem}" for problem in found)]

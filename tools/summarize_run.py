@@ -21,7 +21,7 @@ from tools._common import reports_errors, run_main, tool_parser, writing
 
 METRICS = "metrics.jsonl"
 Row = dict[str, Any]
-"""Values of one run by column, None where unknown."""
+"""Column name -> value for one run; None where unknown."""
 _COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", ""),
@@ -37,7 +37,7 @@ _COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "validation_loss": ("validation", ".4f"),
     }
 )
-"""Heading and format of every column."""
+"""Column name -> (heading, format specification)."""
 _SPEEDS: Mapping[str, str] = MappingProxyType(
     {
         "seconds_per_step": "iteration-time",
@@ -46,11 +46,11 @@ _SPEEDS: Mapping[str, str] = MappingProxyType(
         "mfu": "mfu",
     }
 )
-"""Column -> key of metrics.jsonl."""
+"""Column name -> key in metrics.jsonl, for columns that are medians over the reports."""
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """Run folders at and below the given folders, without duplicates, sorted per folder.
+    """Run folders at and below the given folders, without duplicates, sorted within each given folder.
 
     Raises DataProblem for a folder without runs.
     """
@@ -64,8 +64,8 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
 
 
 def summarize(run: Path, name: str, skip: int = 1) -> Row:
-    """Row of a run folder: speeds are medians over the reports after the first `skip` (if there are later ones), memory
-    is the largest allocation on the reporting rank's device, losses are the last ones."""
+    """Table row of a run folder. Speeds are medians over the reports after the first `skip` (over all reports if
+    none follows), memory is the peak allocation on the reporting rank's device, losses are the last reported ones."""
     records = read_metrics(run / METRICS)
     steps = [record for record in records if "iteration-time" in record]
     report = read_report(run)
@@ -84,7 +84,7 @@ def summarize(run: Path, name: str, skip: int = 1) -> Row:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Short names: paths without their common prefix; for a single run, the folder name."""
+    """Short run names: paths without their common prefix; for a single run, the folder name."""
     if len(runs) == 1:
         return [runs[0].resolve().name]
     parts = [run.resolve().parts for run in runs]
@@ -95,7 +95,7 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Aligned columns for a terminal, without empty columns: text to the left, numbers to the right."""
+    """Table with aligned columns for a terminal. Columns without values are omitted."""
     table = _cells(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     forms = [f"{'<' if column < 2 else '>'}{width}" for column, width in enumerate(widths)]
@@ -103,14 +103,14 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Markdown table, without empty columns."""
+    """Markdown table. Columns without values are omitted."""
     head, *body = _cells(rows)
     rule = ["---" if column < 2 else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """CSV with all columns, unrounded."""
+    """CSV with all columns and unrounded values."""
     out = io.StringIO()
     writer = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -29,7 +29,7 @@ _LONGEST_LINE = 4000
 """Maximum line length in bytes; SentencePiece skips longer lines."""
 _REPORT_DOCUMENTS = 50
 _NUM_SPECIAL = 2 + 256
-"""Number of special pieces: <unk>, <eod> and the bytes."""
+"""Number of special pieces: <unk>, <eod> and one piece for each of the 256 byte values."""
 
 
 def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
@@ -49,7 +49,7 @@ def sample_lines(paths: list[Path], key: str, limit: int) -> Iterator[str]:
 
 
 def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
-    """Returns the serialised model. Raises `DataProblem` if the text is too small for `vocab_size` pieces."""
+    """Trains and serialises a model. Raises `DataProblem` if the text is too small for `vocab_size` pieces."""
     sentencepiece = optional_package("sentencepiece", "this tool")
     model = io.BytesIO()
     try:
@@ -82,7 +82,7 @@ def train(lines: Iterator[str], vocab_size: int, model_type: str) -> bytes:
 
 
 def report(path: Path, texts: Iterator[str]) -> str:
-    """Formats a line with the tokenizer's sizes and its compression (bytes per token) of the first texts."""
+    """Summary line: vocabulary size and end-of-document id of the tokenizer, bytes per token over the first texts."""
     tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path))
     sample = list(itertools.islice(texts, _REPORT_DOCUMENTS))
     num_bytes = sum(len(text.encode()) for text in sample)

@@ -1,7 +1,7 @@
 """Verifies the layout of a run against one rank: `python tools/verify_layout.py --recipe NAME [--nproc N]`
 
-Shrinks the run like `--proxy`, folds its layout to at most 8 ranks while every axis keeps more than one rank if
-possible, trains a few steps in double precision on gloo processes and on one process, and compares losses, metrics,
+Shrinks the model like `--proxy` and the layout to at most 8 ranks, with more than one rank per parallel axis where
+possible. Trains a few steps in double precision with this layout (gloo) and on one rank, and compares losses, metrics,
 gradient norms, gradients, weights and token counts. Flags after `--proxy` are not rewritten.
 
 Exit code 0: equal; 12: different; 2: invalid flags; 11: a rank failed.
@@ -33,14 +33,14 @@ PROOF = (
     *("--moe-router-dtype", "fp64", "--no-moe-router-force-load-balancing", "--lr-warmup-iters", "0"),
     *("--adam-eps", str(STEADY_EPS), "--eval-iters", "0"),
 )
-"""Flags of both runs: double precision, unit-gain initial weights so that every module contributes, learned routing."""
+"""Flags of both runs, such as double precision. Unit-gain initial weights make every module contribute."""
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-jitter-eps", "0")
-"""Flags that disable randomness under context parallelism, whose ranks draw other random numbers than one rank."""
+"""Flags added if cp > 1: with context parallelism, random masks and jitter differ from those of a single rank."""
 
 
 @reports_errors
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Prints the folded layout, the comparison and the result; returns the exit code."""
+    """Prints the reduced layout, the comparison and the result; returns the exit code."""
     options, flags = _parser().parse_known_args(argv)
     plan, rewrites = _folded(options, flags, environ)
     print("\n".join(rewrites))
@@ -55,7 +55,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _folded(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> tuple[RunPlan, list[str]]:
-    """Plan of the small run, and lines about rewritten flags."""
+    """Plan of the reduced run, and lines for the user about rewritten flags and axes that are not verified."""
     place = flags.index("--proxy") if "--proxy" in flags else len(flags)
     rewritten, pinned = flags[:place], flags[place + 1 :]
     proof = [*PROOF, "--train-iters", str(options.steps)]

@@ -8,7 +8,7 @@ _ROTARY = ("rope", "yarn")
 
 
 def heads_divide_hidden_size(flags: RuleFlags) -> Violations:
-    """The head dim defaults to the hidden size divided by the number of heads."""
+    """If --kv-channels is not set, the head dimension is the hidden size divided by the number of heads."""
     if flags.kv_channels is None and not flags.multi_latent_attention and flags.hidden_size % flags.num_attention_heads:
         yield (
             f"{flags.num_attention_heads} heads do not divide the hidden size {flags.hidden_size}",
@@ -26,7 +26,7 @@ def query_groups_divide_heads(flags: RuleFlags) -> Violations:
 
 
 def rotary_dim_is_even(flags: RuleFlags) -> Violations:
-    """RoPE rotates pairs of dims within a head."""
+    """RoPE rotates pairs of dimensions, so the number of rotated dimensions per head must be even."""
     if flags.multi_latent_attention or flags.position_embedding_type not in _ROTARY:
         return
     head_dim = derive.head_dim(flags)
@@ -40,7 +40,7 @@ def rotary_dim_is_even(flags: RuleFlags) -> Violations:
 
 
 def mla_rope_dim_is_even(flags: RuleFlags) -> Violations:
-    """RoPE rotates pairs of dims."""
+    """RoPE rotates pairs of dimensions, so their number must be even."""
     if flags.multi_latent_attention and flags.qk_pos_emb_head_dim % 2:
         yield (
             f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but RoPE rotates pairs of dims",
@@ -55,7 +55,7 @@ def mla_has_no_query_groups(flags: RuleFlags) -> Violations:
 
 
 def mla_supports_rope_options(flags: RuleFlags) -> Violations:
-    """Multi-latent attention rotates a separate part of each head, in all layers, with RoPE or YaRN."""
+    """Multi-latent attention applies RoPE or YaRN to --qk-pos-emb-head-dim dimensions per head, in all layers."""
     if not flags.multi_latent_attention:
         return
     interpolated = flags.rotary_seq_len_interpolation_factor not in (None, 1)
@@ -73,7 +73,7 @@ def mla_supports_rope_options(flags: RuleFlags) -> Violations:
 
 
 def rope_type_matches_position_embedding(flags: RuleFlags) -> Violations:
-    """--rope-type selects the rotation of multi-latent attention; other attention uses --position-embedding-type."""
+    """--rope-type applies only to multi-latent attention; other attention uses --position-embedding-type."""
     if (
         flags.multi_latent_attention
         or flags.rope_type is None
@@ -88,7 +88,7 @@ def rope_type_matches_position_embedding(flags: RuleFlags) -> Violations:
 
 
 def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
-    """The length that YaRN extends has different flags in multi-latent and other attention."""
+    """YaRN's original context length has a different flag in multi-latent attention than in other attention."""
     latent, other = flags.original_max_position_embeddings, flags.yarn_original_max_position_embeddings
     if flags.multi_latent_attention:
         if flags.rope_type == "rope" or other in (None, latent):
@@ -105,14 +105,14 @@ def yarn_original_length_matches_attention(flags: RuleFlags) -> Violations:
 
 
 def mla_supports_attention_options(flags: RuleFlags) -> Violations:
-    """Multi-latent attention has no output gate and no biases, and its norms apply to latents instead of heads."""
+    """Multi-latent attention has no output gate and no biases, and normalizes latents instead of heads."""
     other = flags.attention_output_gate or flags.add_qkv_bias or flags.qk_l2_norm or flags.qk_layernorm_over != "head"
     if flags.multi_latent_attention and other:
         yield "these attention options are not supported by multi-latent attention", "remove them"
 
 
 def window_pattern_matches_layers(flags: RuleFlags) -> Violations:
-    """The pattern has one entry per layer and selects the layers with a sliding window."""
+    """--window-attn-skip-freq is an interval, or a list with one entry per layer; it needs a sliding window."""
     if flags.window_attn_skip_freq is None:
         return
     if flags.window_size is None:

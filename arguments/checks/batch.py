@@ -1,4 +1,4 @@
-"""Rules about the rank grids, batch sizes, run length, learning rate and weight decay."""
+"""Rules about parallel sizes, batch sizes, run length, learning rate and weight decay."""
 
 from math import isqrt
 
@@ -8,7 +8,7 @@ from megatron_moe.config.exit_codes import counted
 
 
 def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
-    """The remaining ranks are data parallel: the model-parallel sizes must divide the number of ranks."""
+    """The data-parallel size is the number of ranks / (tensor x context x pipeline-parallel size)."""
     tp, cp, pp = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.pipeline_model_parallel_size
     sizes = {"--pipeline-model-parallel-size": pp, "--context-parallel-size": cp, "--tensor-model-parallel-size": tp}
     product, ranks = tp * cp * pp, counted(flags.num_ranks, "rank")
@@ -18,7 +18,7 @@ def model_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
 
 
 def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
-    """The remaining ranks hold replicas of the experts: the expert-parallel sizes must divide the number of ranks."""
+    """The number of expert replicas is the number of ranks / (expert-tensor x expert x pipeline-parallel size)."""
     etp = derive.expert_tensor_parallel_size(flags)
     ep, pp = flags.expert_model_parallel_size, flags.pipeline_model_parallel_size
     sizes = {"--expert-model-parallel-size": ep, "--pipeline-model-parallel-size": pp}
@@ -30,8 +30,8 @@ def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
 
 
 def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
-    """Attention and experts of a layer run on the same stage. If stages are nested inside data parallelism, a stage
-    needs the same number of ranks in the attention grid and in the expert grid."""
+    """Attention and experts of a layer run on the same pipeline stage. With --use-tp-pp-dp-mapping, a stage is a block
+    of adjacent ranks: tensor x context ranks for attention and expert-tensor x expert ranks for experts."""
     if not flags.use_tp_pp_dp_mapping or flags.pipeline_model_parallel_size == 1:
         return
     etp, experts = derive.expert_tensor_parallel_size(flags), derive.expert_ranks(flags)
@@ -50,8 +50,8 @@ def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
 
 
 def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
-    """Suggests, for each size, the largest smaller value that divides the ranks if the other sizes stay fixed, and a
-    number of ranks that all given sizes divide."""
+    """Suggests corrections if `product` of the parallel sizes does not divide `world_size`: for each size, the largest
+    smaller value that would do with the other sizes unchanged; or the next larger number of ranks."""
     nearest = []
     for option, size in sizes.items():
         rest = product // size
@@ -91,8 +91,8 @@ def _microbatch(flags: RuleFlags) -> str:
 
 
 def rampup_steps_are_whole(flags: RuleFlags) -> Violations:
-    """The batch size grows from the start size to the full size in equal increments, each a whole number of
-    microbatches."""
+    """The batch size grows from the start size to the full size in equal increments. Every size must be a whole
+    number of microbatches per data-parallel rank."""
     if flags.rampup_batch_size is None:
         return
     start, increment, _ = flags.rampup_batch_size
@@ -145,13 +145,13 @@ def lr_schedule_unit_matches_run(flags: RuleFlags) -> Violations:
 
 
 def warmup_given_once(flags: RuleFlags) -> Violations:
-    """Warm-up has one length: a fraction of the decay length, or a number of iterations or samples."""
+    """The warm-up length is given once: as a fraction of the decay length, or in iterations or samples."""
     if flags.lr_warmup_fraction is not None and (flags.lr_warmup_iters or flags.lr_warmup_samples):
         yield "the length of warm-up is given twice", "keep --lr-warmup-fraction or the other --lr-warmup flag"
 
 
 def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
-    """The learning rate rises during warm-up, then decays."""
+    """The learning rate rises during warm-up and decays afterwards; the decay length includes the warm-up."""
     for unit, length, decay, warmup in (
         ("iterations", flags.train_iters, flags.lr_decay_iters, flags.lr_warmup_iters),
         ("samples", flags.train_samples, flags.lr_decay_samples, flags.lr_warmup_samples),
@@ -165,7 +165,7 @@ def warmup_ends_before_decay(flags: RuleFlags) -> Violations:
 
 
 def learning_rates_are_ordered(flags: RuleFlags) -> Violations:
-    """--min-lr and --lr-warmup-init are at most --lr."""
+    """--lr is the maximum of the schedule, so --min-lr and --lr-warmup-init must not exceed it."""
     if flags.min_lr > flags.lr:
         yield (
             f"the smallest learning rate {flags.min_lr:g} is above the largest {flags.lr:g}",
@@ -179,7 +179,7 @@ def learning_rates_are_ordered(flags: RuleFlags) -> Violations:
 
 
 def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
-    """--decoupled-lr is the maximum for the embedding and the output layer; the minimum defaults to --min-lr."""
+    """--decoupled-lr is the maximum learning rate of embedding and output layer; their minimum must not exceed it."""
     smallest = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     if flags.decoupled_lr is None:
         if flags.decoupled_min_lr is not None:
@@ -198,7 +198,7 @@ def wsd_decay_has_length(flags: RuleFlags) -> Violations:
 
 
 def wsd_phases_fit_in_run(flags: RuleFlags) -> Violations:
-    """WSD has consecutive warm-up, stable and annealing phases."""
+    """WSD has consecutive warm-up, stable and annealing phases, which must fit into the decay length."""
     for unit, length, decay, warmup, annealing in (
         ("iterations", flags.train_iters, flags.lr_decay_iters, flags.lr_warmup_iters, flags.lr_wsd_decay_iters),
         ("samples", flags.train_samples, flags.lr_decay_samples, flags.lr_warmup_samples, flags.lr_wsd_decay_samples),
@@ -231,7 +231,7 @@ def weight_decay_ramp_is_complete(flags: RuleFlags) -> Violations:
 
 
 def one_lr_schedule_source(flags: RuleFlags) -> Violations:
-    """On resume the schedule comes either from the command line or from the checkpoint."""
+    """On resume, the learning-rate schedule is taken either from the command line or from the checkpoint."""
     if flags.override_opt_param_scheduler and flags.use_checkpoint_opt_param_scheduler:
         yield "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler", "use one of them"
 

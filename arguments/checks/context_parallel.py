@@ -7,8 +7,8 @@ from megatron_moe.config.exit_codes import counted
 
 
 def cp_divides_sequence(flags: RuleFlags) -> Violations:
-    """Every rank holds two equal chunks of the sequence, an early and a late one, to balance causal attention. Sequence
-    parallelism further splits the tokens of the rank."""
+    """To balance causal attention, every context-parallel rank holds two equal chunks of the sequence, an early and a
+    late one. Sequence parallelism divides the tokens of these chunks among the tensor-parallel ranks."""
     cp, tp = flags.context_parallel_size, flags.tensor_model_parallel_size if flags.sequence_parallel else 1
     unit = lcm(2 * cp, cp * tp)
     if cp != 1 and flags.seq_length % unit:
@@ -28,8 +28,8 @@ def cp_comm_type_matches_layers(flags: RuleFlags) -> Violations:
 
 
 def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
-    """a2a+p2p exchanges heads inside groups of adjacent ranks and key/value blocks between groups. The product of group
-    size and number of groups is the context-parallel size."""
+    """Communication type a2a+p2p exchanges heads inside groups of adjacent ranks and key/value blocks between groups.
+    The product of group size and number of groups is the context-parallel size."""
     if flags.context_parallel_size == 1 or "a2a+p2p" not in flags.cp_comm_type:
         return
     sizes = flags.hierarchical_context_parallel_sizes
@@ -44,7 +44,7 @@ def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
 
 
 def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
-    """With a2a, every rank receives an equal number of query heads and the key/value heads that these use."""
+    """With a2a, every rank receives an equal number of query heads, and the key/value heads that they use."""
     sizes = flags.hierarchical_context_parallel_sizes or (1,)
     ranks = max(
         flags.context_parallel_size if "a2a" in flags.cp_comm_type else 1,
@@ -69,19 +69,19 @@ def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violations:
-    """The number of ranks for a microbatch is computed from the maximum number of tokens per rank."""
+    """--hybrid-context-parallel selects the number of ranks of each microbatch from a token limit per rank."""
     if flags.hybrid_context_parallel and flags.max_seqlen_per_dp_cp_rank is None:
         yield "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
 
 
 def dynamic_cp_is_power_of_two(flags: RuleFlags) -> Violations:
-    """Process groups of 1, 2, 4, ... ranks are created at start, up to the context-parallel size."""
+    """--hybrid-context-parallel creates process groups of 1, 2, 4, ... ranks, up to the context-parallel size."""
     if flags.hybrid_context_parallel and flags.context_parallel_size.bit_count() != 1:
         yield f"{flags.context_parallel_size} context-parallel ranks are not a power of two", "use 2, 4, 8, ... ranks"
 
 
 def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
-    """Hierarchical groups are created for one context-parallel size only."""
+    """The process groups of a2a+p2p have fixed sizes, but --hybrid-context-parallel varies the number of ranks."""
     if flags.hybrid_context_parallel and "a2a+p2p" in flags.cp_comm_type:
         yield (
             "a2a+p2p needs a fixed number of context-parallel ranks, but --hybrid-context-parallel varies it",
@@ -90,7 +90,7 @@ def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
-    """seq_aux_loss sums token counts per sequence over ranks, but the ranks may hold different sequences."""
+    """With --hybrid-context-parallel, the ranks over which seq_aux_loss sums may hold different sequences."""
     if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
         yield (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",

@@ -1,4 +1,4 @@
-"""Rules about CUDA graphs: captured modules and full iterations."""
+"""Rules about CUDA graphs, which capture modules of layers or full iterations."""
 
 from types import MappingProxyType
 
@@ -16,11 +16,11 @@ _RECOMPUTED_IN = MappingProxyType(
         "moe_preprocess": {"moe"},
     }
 )
-"""Captured module -> modules of selective recompute inside it."""
+"""Maps each module of --cuda-graph-modules to the modules of --recompute-modules that it contains."""
 
 
 def full_iteration_has_no_modules(flags: RuleFlags) -> Violations:
-    """A full iteration is captured as one graph, so no modules can be selected."""
+    """With full_iteration, one graph captures the whole iteration, so no modules can be selected."""
     names = " ".join(flags.cuda_graph_modules)
     if flags.cuda_graph_impl == "full_iteration" and names:
         yield f"{_FULL_ITERATION} with --cuda-graph-modules {names}", "leave out --cuda-graph-modules"
@@ -34,7 +34,7 @@ def captured_modules_do_not_overlap(flags: RuleFlags) -> Violations:
 
 
 def preprocess_capture_needs_router(flags: RuleFlags) -> Violations:
-    """Megatron requires moe_router for moe_preprocess."""
+    """Megatron captures moe_preprocess only together with moe_router."""
     if "moe_preprocess" in flags.cuda_graph_modules and "moe_router" not in flags.cuda_graph_modules:
         yield "--cuda-graph-modules moe_preprocess without moe_router", "add moe_router"
 
@@ -94,7 +94,7 @@ def captured_modules_are_not_recomputed(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_experts_use_grouped_gemm(flags: RuleFlags) -> Violations:
-    """If experts do not run in a grouped GEMM, the host reads their row counts, which a captured graph cannot do."""
+    """If GEMMs are not grouped, the host reads the number of rows of each expert, which fails during capture."""
     capture = _expert_capture(flags)
     if capture and flags.num_experts and not flags.moe_grouped_gemm:
         reads = "without it the host reads the number of rows of each expert"
@@ -111,7 +111,7 @@ def _expert_capture(flags: RuleFlags) -> str:
 
 @missing_feature
 def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
-    """The next replay of a captured module overwrites the expert rows that deferred weight gradients still need."""
+    """Deferred weight gradients need the expert rows of earlier microbatches, which the next replay overwrites."""
     if flags.moe_expert_wgrad_interval == 1 or flags.cuda_graph_impl in ("none", "full_iteration"):
         return
     captured = flags.cuda_graph_modules or (("moe",) if derive.experts_are_captured(flags) else ())
@@ -126,7 +126,7 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
-    """Collectives are not captured, and NCCL's all-to-all reads its split sizes on the host."""
+    """Capture of collectives is not supported; NCCL's all-to-all also reads its split sizes on the host."""
     if flags.cuda_graph_impl == "none":
         return
     sizes = {
@@ -147,8 +147,8 @@ def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
-    """Pipeline and gradient-bucket communication within the step cannot be captured, and multi-token prediction is not
-    supported."""
+    """A full-iteration graph supports neither pipeline communication, nor gradient reduction that overlaps with
+    backward, nor multi-token prediction."""
     if flags.cuda_graph_impl != "full_iteration":
         return
     others = {
@@ -162,8 +162,8 @@ def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
-    """A graph cannot wait for work outside it. Captured modules wait for weights before replay, and expert exchanges
-    run between modules; a full iteration would contain both."""
+    """A running graph cannot wait for work on other streams, so a full-iteration graph excludes all overlap. Graphs of
+    modules exclude only delayed weight gradients: they wait for other work before each replay."""
     full_iteration = flags.cuda_graph_impl == "full_iteration"
     others = {
         "--overlap-param-gather": full_iteration and flags.overlap_param_gather and flags.data_parallel_size > 1,
@@ -178,7 +178,7 @@ def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def straggler_log_needs_uncaptured_attention(flags: RuleFlags) -> Violations:
-    """CUDA events for timing cannot be queried if they are recorded inside a captured graph."""
+    """--log-straggler times attention with CUDA events, which cannot be queried if recorded inside a graph."""
     modules = flags.cuda_graph_modules
     captured = flags.cuda_graph_impl == "full_iteration" or not modules or "attn" in modules
     if flags.cuda_graph_impl != "none" and captured and flags.log_straggler:

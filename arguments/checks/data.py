@@ -27,7 +27,7 @@ def data_is_split_one_way(flags: RuleFlags) -> Violations:
 
 
 def split_applies_to_data_path(flags: RuleFlags) -> Violations:
-    """--split divides the data of --data-path; data given for a single split are not divided."""
+    """--split divides the data of --data-path; data given separately for each split are not divided."""
     if flags.split is not None and (flags.train_data_path or flags.valid_data_path or flags.test_data_path):
         yield f"--split {flags.split} does not apply to paths per split", "remove --split, or use --data-path"
 
@@ -44,7 +44,7 @@ def split_is_valid(flags: RuleFlags) -> Violations:
 
 
 def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violations:
-    """A blend is a list of prefixes, or of alternating weights and prefixes."""
+    """A data blend is given as file prefixes, or as alternating weights and file prefixes."""
     for words in (flags.data_path, flags.train_data_path, flags.valid_data_path, flags.test_data_path):
         numbers = [_is_number(word) for word in words]
         alternating = numbers == [index % 2 == 0 for index in range(len(words))] and len(words) % 2 == 0
@@ -56,7 +56,7 @@ def blends_pair_weights_with_prefixes(flags: RuleFlags) -> Violations:
 
 
 def tokenizer_is_complete(flags: RuleFlags) -> Violations:
-    """A tokenizer has a type and a file (GPT2BPETokenizer has two); NullTokenizer has a vocabulary size instead."""
+    """A tokenizer needs a type and its files; NullTokenizer needs a vocabulary size instead of files."""
     kind = derive.tokenizer_type(flags)
     if kind is None:
         yield "the tokenizer is not given", "set --tokenizer-type, and --tokenizer-model for most types"
@@ -86,7 +86,7 @@ def full_validation_has_no_weights(flags: RuleFlags) -> Violations:
 
 
 def multiple_validation_sets_are_given(flags: RuleFlags) -> Violations:
-    """Only --valid-data-path defines separate validation sets."""
+    """--multiple-validation-sets applies only to the data sets of --valid-data-path."""
     if flags.multiple_validation_sets and not flags.valid_data_path:
         yield "--multiple-validation-sets without --valid-data-path", "set --valid-data-path"
 

@@ -42,7 +42,7 @@ def router_groups_without_limit(flags: Flags) -> Iterator[str]:
 
 
 def unused_rope_scaling(flags: Flags) -> Iterator[str]:
-    """Each scaling factor applies to one kind of RoPE scaling, and has no effect on models that do not use it."""
+    """Each scaling flag applies to one kind of RoPE scaling and has no effect on models without that kind."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     unused = []
     if flags.rotary_scaling_factor != 1 and not yarn:
@@ -56,14 +56,14 @@ def unused_rope_scaling(flags: Flags) -> Iterator[str]:
 
 
 def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
-    """With all experts on one rank, every row of the buffers is used."""
+    """A paged stash does not store unused buffer rows; with all experts on one rank, every row is used."""
     ranks = derive.expert_ranks(flags)
     if flags.moe_paged_stash and ranks <= 1 and (flags.moe_expert_capacity_factor or 0) <= 0:
         yield "--moe-paged-stash saves no memory if all experts are on one rank: every row is used"
 
 
 def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:
-    """The dispatcher sorts tokens that are exchanged between ranks, and it runs outside the captured graphs."""
+    """If experts are on several ranks, tokens are sorted by the dispatcher, which runs outside the graphs."""
     ranks = derive.expert_ranks(flags)
     if flags.cuda_graph_impl != "none" and "moe_preprocess" in flags.cuda_graph_modules and ranks != 1:
         exchanged = f"with experts on {ranks} ranks, the dispatcher sorts tokens outside the graph"
@@ -78,7 +78,7 @@ def recompute_layers_without_granularity(flags: Flags) -> Iterator[str]:
 
 
 def save_interval_without_folder(flags: Flags) -> Iterator[str]:
-    """Checkpoints need a directory."""
+    """Checkpoints are saved only if --save or --run-dir is given; --save-interval alone has no effect."""
     if not flags.save and not flags.run_dir and flags.save_interval is not None:
         yield "no checkpoint is saved: neither --save nor --run-dir is given"
 

@@ -1,4 +1,4 @@
-"""Finds GEMM sizes that the fast GPU kernels do not support; reported as notes at start and by --dry-run.
+"""Notes on GEMM sizes that the fast GPU kernels do not support, shown at start and by --dry-run.
 
 Tensor-core loads since Hopper require rows aligned to 16 bytes, that is 8 elements of bf16 or fp16. Otherwise cuBLAS
 selects kernels written for older GPUs.
@@ -64,7 +64,7 @@ def _padding(flags: Flags, plan: RunPlan) -> str:
 
 
 def _sizes(plan: RunPlan) -> Iterator[Size]:
-    """Yields the dimensions of all layers in execution order."""
+    """Yields the GEMM dimensions of all layers in execution order, with repetitions for equal layers."""
     tp = plan.parallel.tp
     yield Size("--hidden-size", plan.model.hidden_size)
     for layer in plan.model.layers:

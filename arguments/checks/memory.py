@@ -18,26 +18,26 @@ def full_recompute_selects_layers(flags: RuleFlags) -> Violations:
 
 
 def given_recompute_layer_flags(flags: Flags) -> list[str]:
-    """Returns the given flags that select layers for full recompute."""
+    """Returns those of --recompute-method and --recompute-num-layers that are set."""
     given = {"--recompute-method": flags.recompute_method, "--recompute-num-layers": flags.recompute_num_layers}
     return [name for name, value in given.items() if value is not None]
 
 
 def recompute_method_needs_full(flags: RuleFlags) -> Violations:
-    """Selective recompute applies to every layer."""
+    """Selective recompute applies to all layers, so layers cannot be selected."""
     names = " and ".join(given_recompute_layer_flags(flags))
     if flags.recompute_granularity == "selective" and names:
         yield f"{names} with {_SELECTIVE}", f"leave out {names}, or give {_FULL}"
 
 
 def recompute_modules_need_selective(flags: RuleFlags) -> Violations:
-    """Only selective recompute has a list of modules."""
+    """--recompute-modules applies only to selective recompute."""
     if flags.recompute_modules is not None and flags.recompute_granularity != "selective":
         yield f"--recompute-modules without {_SELECTIVE}", f"give {_SELECTIVE}, or leave out --recompute-modules"
 
 
 def recompute_modules_exist(flags: RuleFlags) -> Violations:
-    """The module of a feature exists only if the feature is enabled."""
+    """A module that belongs to an optional feature exists only if the feature is enabled."""
     if "mhc" in (flags.recompute_modules or ()) and not flags.enable_hyper_connections:
         yield "--recompute-modules mhc has nothing to recompute: there are no hyper-connections", "leave out mhc"
     elif "mla_up_proj" in (flags.recompute_modules or ()) and not flags.multi_latent_attention:
@@ -48,7 +48,7 @@ def recompute_modules_exist(flags: RuleFlags) -> Violations:
 
 
 def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations:
-    """Overlapped shared experts run as two separate nodes of the layer, which cannot be recomputed as one module."""
+    """With overlap, the shared experts run in two separate steps, which cannot be recomputed as one module."""
     if "shared_experts" in (flags.recompute_modules or ()) and flags.moe_shared_expert_overlap:
         yield (
             "--recompute-modules shared_experts with --moe-shared-expert-overlap",
@@ -57,7 +57,7 @@ def overlapped_shared_experts_are_not_recomputed(flags: RuleFlags) -> Violations
 
 
 def saved_activations_can_be_distributed(flags: RuleFlags) -> Violations:
-    """Each tensor-parallel rank saves a shard of the layer inputs instead of a full copy."""
+    """--distribute-saved-activations shards the inputs saved by full recompute over the tensor-parallel ranks."""
     if not flags.distribute_saved_activations:
         return
     if flags.recompute_granularity != "full":
@@ -82,7 +82,7 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
 
 
 def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
-    """The output of core attention is saved by core attention and, as its input, by the output projection."""
+    """The output of core_attn is the input of attn_proj, and both save it; both must offload it to free memory."""
     if "attn_proj" in flags.offload_modules and "core_attn" not in flags.offload_modules:
         yield (
             "--offload-modules attn_proj frees no memory: core_attn saves the same tensor",
@@ -133,7 +133,7 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
-    """Pages hold the expert inputs, the output of the first GEMM and the activation, in the activation dtype."""
+    """The paged stash stores only the expert inputs, the first GEMM's output and the activation, unquantized."""
     if not flags.moe_paged_stash:
         return
     others = {
@@ -165,7 +165,7 @@ def paged_stash_excludes_other_policies(flags: RuleFlags) -> Violations:
 
 
 def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
-    """Deferred weight gradients keep the full-size expert buffers of several microbatches in memory."""
+    """Deferred weight gradients keep the expert inputs of several microbatches in full-size buffers, not in pages."""
     option = f"--moe-expert-wgrad-interval {flags.moe_expert_wgrad_interval}"
     if flags.moe_expert_wgrad_interval == 1:
         return
@@ -177,7 +177,7 @@ def expert_wgrad_interval_is_supported(flags: RuleFlags) -> Violations:
 
 
 def paged_stash_needs_nan_check(flags: RuleFlags) -> Violations:
-    """Expert activations that do not fit into the pages are restored as NaN."""
+    """Expert activations that do not fit into the pages are restored as NaN, which the NaN check detects."""
     if flags.moe_paged_stash and not flags.check_for_nan_in_loss_and_grad:
         yield (
             f"{_PAGED} without --check-for-nan-in-loss-and-grad would train on rows that overflowed the pages",

@@ -8,7 +8,7 @@ _ROTARY = ("rope", "yarn")
 
 
 def sequence_fits_positions(flags: RuleFlags) -> Violations:
-    """Every token of a sequence needs a position."""
+    """--max-position-embeddings limits the sequence length."""
     if flags.seq_length > flags.max_position_embeddings:
         yield (
             f"--seq-length {flags.seq_length} exceeds --max-position-embeddings {flags.max_position_embeddings}",
@@ -23,7 +23,7 @@ def one_activation(flags: RuleFlags) -> Violations:
 
 
 def glu_offset_needs_gate(flags: RuleFlags) -> Violations:
-    """The offset is added to the linear half of a gated block."""
+    """--glu-linear-offset is added to the linear half of a gated activation."""
     if flags.glu_linear_offset and not flags.swiglu and not flags.quick_geglu and not flags.geglu:
         yield (
             f"--glu-linear-offset {flags.glu_linear_offset:g} needs a gated activation",
@@ -50,14 +50,14 @@ def position_embedding_flags_agree(flags: RuleFlags) -> Violations:
 
 
 def one_rope_scaling(flags: RuleFlags) -> Violations:
-    """RoPE is scaled in one way: YaRN, Llama 3 scaling, or linear interpolation."""
+    """RoPE supports one kind of scaling at a time: YaRN, Llama 3 scaling or linear interpolation."""
     interpolated = flags.rotary_seq_len_interpolation_factor not in (None, 1)
     if (flags.position_embedding_type == "yarn") + flags.use_rope_scaling + interpolated > 1:
         yield "several kinds of RoPE scaling are requested", "use one of them"
 
 
 def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
-    """YaRN interpolates dims with few rotations, not those with many, and ramps linearly between the two limits."""
+    """YaRN fully interpolates dims below --yarn-beta-slow rotations and keeps dims above --yarn-beta-fast unchanged."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     fast, slow = derive.yarn_betas(flags)
     if yarn and (flags.rotary_base <= 1 or not 0 < slow <= fast):
@@ -68,7 +68,7 @@ def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
 
 
 def no_rope_pattern_matches_layers(flags: RuleFlags) -> Violations:
-    """The pattern selects the layers without RoPE."""
+    """--no-rope-freq is an interval or a list with one entry per layer; it selects the layers without RoPE."""
     if flags.no_rope_freq is None:
         return
     if flags.position_embedding_type not in _ROTARY:
@@ -109,7 +109,7 @@ def padded_vocab_holds_vocabulary(flags: RuleFlags) -> Violations:
 
 
 def dense_width_is_positive(flags: RuleFlags) -> Violations:
-    """The default width of a gated block is rounded down to a multiple of 64."""
+    """The default feed-forward width with SwiGLU is rounded down to a multiple of 64, and may become 0."""
     if derive.ffn_hidden_size(flags) <= 0:
         yield (
             f"--hidden-size {flags.hidden_size} is too small for a default feed-forward width",

@@ -8,7 +8,7 @@ _BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expe
 
 
 def moe_layer_pattern_matches_layers(flags: RuleFlags) -> Violations:
-    """The pattern has one entry per layer and selects the MoE layers."""
+    """--moe-layer-freq is an interval or a list with one entry per layer; it selects the MoE layers."""
     if flags.num_experts:
         yield from unfit_pattern("--moe-layer-freq", flags.moe_layer_freq, flags.num_layers)
 
@@ -20,7 +20,7 @@ def shared_experts_have_no_bias(flags: RuleFlags) -> Violations:
 
 
 def gate_needs_shared_experts(flags: RuleFlags) -> Violations:
-    """The gate scales the output of the shared experts."""
+    """--moe-shared-expert-gate scales the output of the shared experts."""
     if flags.num_experts and flags.moe_shared_expert_gate and not flags.moe_shared_expert_intermediate_size:
         yield "--moe-shared-expert-gate without shared experts", "set --moe-shared-expert-intermediate-size"
 
@@ -32,13 +32,13 @@ def capacity_is_positive(flags: RuleFlags) -> Violations:
 
 
 def padding_needs_capacity(flags: RuleFlags) -> Violations:
-    """Expert inputs are padded to the expert capacity."""
+    """Expert inputs are padded to the expert capacity, which must therefore be set."""
     if flags.moe_pad_expert_input_to_capacity and derive.capacity_factor(flags) is None:
         yield "--moe-pad-expert-input-to-capacity without a capacity", "set --moe-expert-capacity-factor"
 
 
 def capacity_supports_balancing(flags: RuleFlags) -> Violations:
-    """Sinkhorn and quantile balancing balance the experts by construction and do not drop tokens."""
+    """Sinkhorn and quantile balancing already balance the experts and do not support dropping tokens."""
     unsupported = set(flags.moe_router_load_balancing_type).difference(_BALANCING_WITH_CAPACITY)
     if derive.capacity_factor(flags) is not None and unsupported:
         yield (
@@ -128,8 +128,8 @@ def flex_needs_one_host(flags: RuleFlags) -> Violations:
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
-    """Shared experts cannot overlap with the exchange of latent tokens, or with an exchange that already overlaps with
-    another microbatch."""
+    """Shared experts can overlap with the token exchange, unless the experts use a latent space or the exchange already
+    overlaps with another microbatch."""
     if not flags.num_experts or not flags.moe_shared_expert_overlap:
         return
     if flags.moe_latent_size:

@@ -7,7 +7,7 @@ _EXCLUSIVE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
 
 
 def topk_is_at_most_experts(flags: RuleFlags) -> Violations:
-    """A token is routed to distinct experts."""
+    """The experts of a token are distinct, so top-k is at most the number of experts."""
     if flags.num_experts and flags.moe_router_topk > flags.num_experts:
         yield (
             f"--moe-router-topk {flags.moe_router_topk} exceeds {counted(flags.num_experts, 'expert')}",
@@ -59,7 +59,7 @@ def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
 
 
 def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
-    """An expert bias requires that the score of an expert does not depend on the other experts."""
+    """An expert bias needs scores that are independent of the other experts; softmax scores are not."""
     if flags.num_experts and flags.moe_router_enable_expert_bias and flags.moe_router_score_function == "softmax":
         yield (
             "--moe-router-enable-expert-bias does not support softmax scores",
@@ -68,7 +68,7 @@ def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
 
 
 def top1_needs_pre_softmax(flags: RuleFlags) -> Violations:
-    """The softmax over a single selected expert is always 1, so the router would have no gradient."""
+    """The softmax over one selected expert is always 1, so the router would have no gradient."""
     if flags.skip_train or not flags.num_experts or flags.moe_router_topk != 1 or flags.moe_router_pre_softmax:
         return
     if flags.moe_router_score_function == "softmax" and (
@@ -117,7 +117,7 @@ def balanced_selection_has_no_loss(flags: RuleFlags) -> Violations:
 
 
 def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violations:
-    """The threshold separates selected from unselected experts, so at least one expert must not be selected."""
+    """Quantile balancing uses the (top-k + 1)-th largest score of a token, so it needs more than top-k experts."""
     if "quantile_balancing" in flags.moe_router_load_balancing_type and flags.num_experts == flags.moe_router_topk:
         yield (
             f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",

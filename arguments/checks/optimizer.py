@@ -36,7 +36,7 @@ def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
 
 
 def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
-    """The optimizer reads the buffer in which gradients are accumulated."""
+    """The optimizer reads main gradients from the accumulation buffer, so both have the same dtype."""
     if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
         yield (
             "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",
@@ -45,7 +45,7 @@ def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
 
 
 def scaled_state_needs_nan_check(flags: RuleFlags) -> Violations:
-    """A single non-finite value would corrupt the scale of its whole block."""
+    """fp16 and fp8 state has one scale per block of elements, which a single non-finite value would corrupt."""
     scaled = sorted({flags.main_params_dtype, flags.exp_avg_dtype, flags.exp_avg_sq_dtype} & {"fp16", "fp8"})
     if not flags.check_for_nan_in_loss_and_grad and scaled:
         yield (
@@ -64,7 +64,7 @@ def one_optimizer_offload(flags: RuleFlags) -> Violations:
 
 
 def fractions_are_at_most_one(flags: RuleFlags) -> Violations:
-    """A fraction is at most 1."""
+    """Offload fractions range from 0 to 1."""
     given = {
         "--activation-offload-fraction": flags.activation_offload_fraction,
         "--optimizer-offload-fraction": flags.optimizer_offload_fraction,
@@ -89,7 +89,7 @@ def full_iteration_excludes_optimizer_offload(flags: RuleFlags) -> Violations:
 
 
 def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations:
-    """Only the distributed optimizer all-gathers weights; it uses the buckets of overlapped gradient reduction."""
+    """The distributed optimizer all-gathers weights in the buckets that --overlap-grad-reduce creates."""
     if not flags.overlap_param_gather or (flags.use_distributed_optimizer and flags.overlap_grad_reduce):
         return
     missing = "--overlap-grad-reduce" if flags.use_distributed_optimizer else "--use-distributed-optimizer"
@@ -97,7 +97,7 @@ def param_gather_overlap_needs_sharded_optimizer(flags: RuleFlags) -> Violations
 
 
 def optimizer_overlap_excludes_offload(flags: RuleFlags) -> Violations:
-    """Offloaded optimizer state is copied on separate streams."""
+    """--overlap-optimizer-step supports only state in GPU memory; offloaded state is copied during the step."""
     offload = _state_offload(flags)
     if flags.overlap_optimizer_step and offload:
         yield f"--overlap-optimizer-step with {offload}", "leave one of them out"
@@ -129,7 +129,7 @@ def bucket_size_given_once(flags: RuleFlags) -> Violations:
 
 
 def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
-    """A per-token loss sums gradients over ranks and divides them by the global number of tokens."""
+    """With a per-token loss, gradients are summed over ranks and divided by the number of tokens, not averaged."""
     if flags.ddp_average_in_collective and flags.calculate_per_token_loss:
         yield "--ddp-average-in-collective with --calculate-per-token-loss", "remove --ddp-average-in-collective"
 

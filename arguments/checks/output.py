@@ -5,7 +5,7 @@ from megatron_moe.config.faults import parse_fault
 
 
 def save_needs_interval(flags: RuleFlags) -> Violations:
-    """--save requests checkpoints during training."""
+    """--save requests checkpoints during training, so their interval must be set."""
     if flags.save and flags.save_interval is None:
         yield "--save without --save-interval", "set --save-interval"
 
@@ -31,7 +31,7 @@ def ckpt_step_needs_folder(flags: RuleFlags) -> Violations:
 
 
 def missing_checkpoint_exit_needs_load(flags: RuleFlags) -> Violations:
-    """The exit condition needs a directory that should contain a checkpoint."""
+    """--exit-on-missing-checkpoint needs a directory in which a checkpoint is expected."""
     if flags.exit_on_missing_checkpoint and not flags.load and not flags.pretrained_checkpoint:
         yield "--exit-on-missing-checkpoint without a checkpoint directory", "set --load"
 
@@ -75,7 +75,7 @@ def injected_faults_are_valid(flags: RuleFlags) -> Violations:
 
 
 def profiled_range_is_not_empty(flags: RuleFlags) -> Violations:
-    """Profiling starts after --profile-step-start and ends with --profile-step-end."""
+    """The profiled iterations are those after --profile-step-start, up to and including --profile-step-end."""
     if flags.profile and flags.profile_step_end <= flags.profile_step_start:
         yield (
             f"--profile-step-end {flags.profile_step_end} is not after --profile-step-start {flags.profile_step_start}",

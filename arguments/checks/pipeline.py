@@ -7,8 +7,8 @@ from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_
 
 
 def layer_placement_given_once(flags: RuleFlags) -> Violations:
-    """Layers are placed by a layout, by the number of layers of the first and last stage, or by counting embedding and
-    loss as layers. These options exclude each other."""
+    """Layers are assigned to stages by a layout, by the layer counts of the first and last stage, or evenly with
+    embedding or loss counted as a layer. These options exclude each other."""
     ends = flags.decoder_first_pipeline_num_layers is not None or flags.decoder_last_pipeline_num_layers is not None
     counted = flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split
     virtual = (
@@ -45,7 +45,7 @@ def layers_fit_stages(flags: RuleFlags) -> Violations:
 
 
 def microbatches_fill_stages(flags: RuleFlags) -> Violations:
-    """A rank with virtual stages runs microbatches in groups; a group smaller than the pipeline would deadlock."""
+    """With virtual stages, microbatches run in groups; a group smaller than the number of pipeline ranks deadlocks."""
     last = derive.global_batch_size(flags, flags.data_parallel_size)
     start, increment, _ = flags.rampup_batch_size or (last, 1, 0)
     unit = flags.micro_batch_size * flags.data_parallel_size
@@ -67,8 +67,8 @@ def microbatches_fill_stages(flags: RuleFlags) -> Violations:
 
 
 def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
-    """The expert all-to-all of one microbatch overlaps with computation of another; with pipeline parallelism, this
-    needs virtual stages."""
+    """The expert all-to-all of one microbatch overlaps with computation of another. With pipeline parallelism,
+    this overlap needs virtual stages."""
     if not flags.overlap_moe_expert_parallel_comm or flags.expert_model_parallel_size == 1:
         return  # no exchange to overlap: the plain schedule runs
     if not flags.num_experts:
@@ -87,7 +87,7 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
 
 
 def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violations:
-    """Overlapped layers run node by node and cannot be recomputed as a whole."""
+    """With --overlap-moe-expert-parallel-comm, a layer runs in separate steps and cannot be recomputed as a whole."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     whole = (
@@ -109,7 +109,7 @@ def ep_overlap_supports_recompute_and_mtp(flags: RuleFlags) -> Violations:
 
 
 def early_release_needs_ep_overlap(flags: RuleFlags) -> Violations:
-    """Early release reorders the nodes of overlapped microbatches."""
+    """Early release of attention memory reorders the steps of two microbatches that overlap."""
     if flags.ep_overlap_early_attn_memory_release and not flags.overlap_moe_expert_parallel_comm:
         yield (
             "--ep-overlap-early-attn-memory-release without --overlap-moe-expert-parallel-comm",

@@ -1,8 +1,8 @@
 """Runs all rules on the settings and collects the problems.
 
-A rule is a function of the flags and launch properties. It yields violations as (problem with the numbers, remedy).
-The user is shown the rule's docstring as the reason, and the flags that the rule has read. A rule is skipped if it
-reads a flag without a valid value, because the invalid value is already reported.
+A rule is a function of the flags and launch properties that yields (problem, remedy) if they violate it. The user is
+also shown the rule's docstring as the reason, and the flags that the rule has read. A rule is skipped if it reads a
+flag without a valid value, because the invalid value is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ Rule = Callable[..., Violations]
 
 
 def _functions_of(annotation: object, *modules: ModuleType) -> tuple[Callable[..., Any], ...]:
-    """Returns the public functions defined in the modules with this return annotation, in source order."""
+    """Returns the public functions of `modules` whose return annotation is `annotation`, in source order."""
     return tuple(
         function
         for module in modules
@@ -66,7 +66,7 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
     batch.ep_divides_experts,
     *_functions_of(Violations, tensor_parallel, context_parallel, pipeline),
 )
-"""Rules about the full-size model, which `--proxy` checks before it rewrites the settings."""
+"""Rules that `--proxy` checks on the settings of the full-size model, before it rewrites them for the proxy."""
 
 HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str], hints)
 
@@ -75,14 +75,14 @@ _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 _LAYER_GROUPS = ("attention", "model")
 _LAYER_FLAGS = ("moe_n_hash_layers",)
 _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
-"""Flags of `_LAYER_GROUPS` that add no parameters and no GEMMs."""
+"""Flags in `_LAYER_GROUPS` that change neither parameters nor GEMMs, so that memory and time can be estimated."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Launch property or derived value that rules can read like a flag."""
+    """Launch property or value derived from flags, which rules can read like a flag."""
 
     value: Any
     label: str
@@ -113,7 +113,7 @@ class _ReadFlags:
 def broken_rules(
     settings: Settings, launch: Launch, rules: Sequence[Rule] = RULES, groups: Sequence[str] = tuple(GROUPS)
 ) -> Iterator[Problem]:
-    """Yields a problem for every violated rule about flags of `groups`."""
+    """Yields a problem for every violated rule. Rules that read a flag outside `groups` are skipped."""
     facts = _facts(settings, launch)
     for rule in rules:
         flags = _ReadFlags(settings, facts, groups)
@@ -160,7 +160,7 @@ def given_hints(settings: Settings) -> Iterator[str]:
 
 
 def missing_flags(settings: Settings, groups: Sequence[str] | None = None) -> Iterator[Problem]:
-    """Yields a problem for every required flag that is missing, in all groups or in `groups`."""
+    """Yields a problem for every missing required flag; with `groups`, only for flags in these groups."""
     for name, flag in settings.registry.flags.items():
         requested = flag.required and (groups is None or flag.group in groups)
         if requested and name not in settings.values and name not in settings.failed:
@@ -168,7 +168,7 @@ def missing_flags(settings: Settings, groups: Sequence[str] | None = None) -> It
 
 
 def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Problem]:
-    """Yields a problem for every unsupported value, except harmless ones if `ignore_harmless`."""
+    """Yields a problem for every unsupported flag value; `ignore_harmless` omits flags that do not affect numerics."""
     for flag in _unavailable(settings):
         if not (ignore_harmless and flag.declaration.harmless):
             yield _not_available(settings, flag)
@@ -177,7 +177,7 @@ def unavailable_flags(settings: Settings, ignore_harmless: bool) -> Iterator[Pro
 
 
 def unknown_layers(settings: Settings) -> tuple[str, ...]:
-    """Returns the given flags that request unsupported layers; parameters, memory and time are then unknown."""
+    """Returns the options that request unsupported layers, whose parameters, memory and time cannot be estimated."""
     return tuple(
         flag.option
         for flag in _unavailable(settings)
@@ -188,7 +188,7 @@ def unknown_layers(settings: Settings) -> tuple[str, ...]:
 
 
 def ignored_flags(settings: Settings) -> dict[str, str]:
-    """Maps each flag that --allow-ignored-flags ignores to a note for the user."""
+    """Maps names of unsupported flags that --allow-ignored-flags can ignore to notes for the user."""
     return {
         flag.name: f"ignored: {option_and_value(settings, flag)} is not available"
         for flag in _unavailable(settings)
@@ -197,7 +197,7 @@ def ignored_flags(settings: Settings) -> dict[str, str]:
 
 
 def flags_without_effect(settings: Settings) -> Iterator[str]:
-    """Yields one line per reason, with the given flags that have no effect."""
+    """Yields notes about given flags that have no effect; flags with the same reason share a note."""
     by_reason: dict[str, list[str]] = {}
     for given, reason in settings.without_effect.values():
         by_reason.setdefault(reason, []).append(" ".join((given.option, *(given.words or ()))))
@@ -206,7 +206,7 @@ def flags_without_effect(settings: Settings) -> Iterator[str]:
 
 
 def option_and_value(settings: Settings, flag: Flag) -> str:
-    """Formats a setting as on the command line: `--lr 0.001`, `--no-load-optim`."""
+    """Formats the value of a flag as on the command line: `--lr 0.001`, `--no-load-optim`."""
     value = settings.setting(flag.name).value
     if flag.is_switch:
         return flag.option if value else flag.off_options[0]
@@ -238,6 +238,6 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
-    """Returns whether a problem lists the flag: given, or (without `only_given`) by default neither off nor unset."""
+    """Whether a report lists this flag: if given, or (without `only_given`) if its default is neither off nor unset."""
     flag = settings.registry.flags[name]
     return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))

@@ -6,7 +6,7 @@ from megatron_moe.config.exit_codes import counted
 
 
 def tp_divides_heads(flags: RuleFlags) -> Violations:
-    """Every rank computes whole attention heads."""
+    """Every tensor-parallel rank computes whole attention heads."""
     heads, tp = flags.num_attention_heads, flags.tensor_model_parallel_size
     if heads % tp:
         remedy = f"use --tensor-model-parallel-size {divisors(heads)}"
@@ -53,7 +53,7 @@ def tp_divides_shared_expert(flags: RuleFlags) -> Violations:
 
 
 def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:
-    """Every rank holds an equal number of embedding rows, which requires padding."""
+    """Every tensor-parallel rank holds the same number of embedding rows, which may require padding."""
     if not flags.pad_vocab_size and flags.padded_vocab_size is None and flags.tensor_model_parallel_size != 1:
         ranks = f"{flags.tensor_model_parallel_size} tensor-parallel ranks"
         remedy = "remove --disable-pad-vocab-size, or set --padded-vocab-size"
@@ -61,7 +61,7 @@ def unpadded_vocab_needs_tp1(flags: RuleFlags) -> Violations:
 
 
 def experts_need_sequence_parallel(flags: RuleFlags) -> Violations:
-    """If the sequence is not sharded, all tensor-parallel ranks route and compute the same tokens."""
+    """If the sequence is not sharded, all tensor-parallel ranks send the same tokens to the experts."""
     if flags.num_experts and flags.tensor_model_parallel_size != 1 and not flags.sequence_parallel:
         ranks = f"{flags.tensor_model_parallel_size} tensor-parallel ranks"
         yield f"experts and {ranks} without sequence parallelism", "add --sequence-parallel"

@@ -1,4 +1,4 @@
-"""Result type and helpers of the rules."""
+"""Return type, argument type, decorators and helpers of the rules about flags."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
@@ -8,14 +8,14 @@ from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
 _LARGEST_TRIED = 10_000
-"""Largest divisor tried. Finds all divisors of numbers up to 10^8; larger numbers are typing errors."""
+"""Limit of trial division: finds all divisors of numbers up to 10^8. Larger flag values are assumed to be typos."""
 _MOST_SHOWN = 12
 Violations = Iterator[tuple[str, str]]
-"""(problem including the numbers, remedy) of each violation; only the first violation of a rule is reported."""
+"""Iterator of (problem, remedy), texts for the user. Only the first violation that a rule yields is reported."""
 
 
 def divisors(number: int) -> str:
-    """Formats the divisors of a number, or the `_MOST_SHOWN` largest divisors if there are more."""
+    """Formats the divisors of a number as a comma-separated list; shows at most the 12 largest."""
     small = [divisor for divisor in range(1, min(isqrt(number), _LARGEST_TRIED) + 1) if number % divisor == 0]
     found = sorted({*small, *(number // divisor for divisor in small)})
     shown = found[-_MOST_SHOWN:]
@@ -28,7 +28,7 @@ def enabled(options: Mapping[str, object]) -> str:
 
 
 def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violations:
-    """Checks a layer pattern against the number of layers."""
+    """Yields a violation if a pattern of layers (interval, or one 0 or 1 per layer) does not fit `num_layers`."""
     if isinstance(pattern, int):
         if pattern < 1:
             yield f"{option} {pattern} is not an interval of layers", "use 1 or more"
@@ -47,18 +47,18 @@ class RuleFlags(Flags):
     num_ranks: int
     ranks_per_host: int
     data_parallel_size: int
-    """Unknown if the model-parallel sizes do not divide the number of ranks."""
+    """Number of data-parallel ranks; undefined if the model-parallel sizes do not divide the number of ranks."""
     virtual_stages: int
-    """Number of virtual stages per pipeline rank; unknown if the layers do not fit the stages."""
+    """Number of virtual stages per pipeline rank; undefined if the layers cannot be divided among the stages."""
 
 
 def lists_given_flags(rule: Callable[..., Violations]) -> Callable[..., Violations]:
-    """Marks a rule whose problems list only the flags that were given."""
+    """Decorates a rule whose report lists only flags set by the user; by default, it also lists flags at defaults."""
     rule.lists_given_flags = True  # type: ignore[attr-defined]
     return rule
 
 
 def missing_feature(rule: Callable[..., Violations]) -> Callable[..., Violations]:
-    """Marks a rule about a missing feature: --dry-run still reports a plan that violates it."""
+    """Decorates a rule about a feature that is not implemented yet: a violation prevents a run, but not --dry-run."""
     rule.missing_feature = True  # type: ignore[attr-defined]
     return rule

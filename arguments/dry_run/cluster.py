@@ -1,4 +1,4 @@
-"""GPUs for which a run is planned, from flags or else from the `about` section of its recipe or files."""
+"""Type and number of the GPUs for which a run is planned, from flags or the `about` section of its recipe or files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ _DEFAULT_GPU = "h100"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """Cluster size given on a command line; None: not given."""
+    """GPU type and cluster size given on a command line; fields are None if not given."""
 
     gpu: str | None = None
     gpus: int | None = None
@@ -23,7 +23,7 @@ class ClusterFlags:
 
     @classmethod
     def of(cls, start: Settings) -> "ClusterFlags":
-        """Reads the flags of `pretrain_moe.py`."""
+        """Takes the values from settings parsed from the flags of `pretrain_moe.py`."""
         values = {name: start.setting(name).value for name in ("gpu", "nodes", "gpus_per_node")}
         return cls(gpus=start.setting("world_size").value, **values)
 
@@ -34,10 +34,10 @@ class ClusterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes with equal numbers of ranks; the last may have fewer."""
+    """GPU type and node count of a run. All nodes have `ranks_per_node` ranks, except that the last may have fewer."""
 
     gpu: GPU
-    """GPU type; its `per_node` and `nvlink_domain` are those of this cluster."""
+    """GPU type, with `per_node` and `nvlink_domain` adjusted to this cluster."""
     world_size: int
     ranks_per_node: int
 
@@ -49,14 +49,14 @@ class Cluster:
 def cluster_of(
     flags: ClusterFlags, start: Settings, environ: Mapping[str, str], *, launched: int = 1, otherwise: int | None = 1
 ) -> Cluster:
-    """Determines the cluster of a command line.
+    """Determines the cluster for which a command line is planned.
 
     Args:
         flags: sizes given on the command line.
-        start: settings that name the recipe and files, whose `about` section supplies sizes missing in `flags`.
+        start: settings that name the recipe and files. Their `about` sections supply sizes that `flags` lacks.
         environ: environment variables, which are substituted into files.
-        launched: ranks started by a launcher; more than one overrides `about`.
-        otherwise: default number of ranks; None: the ranks of one node.
+        launched: number of ranks started by a launcher; if more than 1, it overrides the number in `about`.
+        otherwise: number of ranks if none is given; None selects the ranks of one node.
 
     Raises:
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.

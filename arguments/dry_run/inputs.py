@@ -11,7 +11,7 @@ _HUGGING_FACE = "hf:"
 
 
 def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
-    """One sentence for each flag whose input files or folders are missing, so that the run would not start."""
+    """Returns a sentence for each flag that names missing input files or folders that the run needs to start."""
     found = [*_data_files(plan.data), *_checkpoints(plan.checkpoint)]
     return tuple(f"{sentence}; correct it, or start the run where it exists" for sentence in found)
 
@@ -32,7 +32,7 @@ def _data_files(data: DataConfig) -> Iterator[str]:
 
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
-    """Returns the prefixes without the weights; `checks/data.py` ensures that given weights alternate with prefixes."""
+    """Returns the file prefixes of a data flag; `checks/data.py` ensures that weights, if any, alternate with them."""
     try:
         float(words[0] if words else "")
     except ValueError:
@@ -41,7 +41,7 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
-    """Checks the folders that the first start of a run reads; later starts resume from `save`."""
+    """Yields a sentence for each missing folder. `--load` folders are not needed if the run resumes from `save`."""
     resumes = config.save is not None and not config.fresh and any(config.save.glob("iter_*"))
     if not resumes:
         has_load = config.load is not None and _folder(config.load).is_dir()

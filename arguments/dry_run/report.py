@@ -208,7 +208,7 @@ def _list(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Formats a number with three significant digits, or with all digits before the decimal point."""
+    """Formats numbers below 100 with three significant digits, and larger numbers without decimals."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -217,7 +217,7 @@ def _billions(count: int) -> str:
 
 
 def _table(head: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]], left: tuple[int, ...] = ()) -> Iterator[str]:
-    """Formats a table: text columns, whose indices are in `left`, are left-aligned, numbers right-aligned."""
+    """Yields the lines of a table. Columns whose indices are in `left` are left-aligned, all others right-aligned."""
     lines = [*([head] if head else []), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:

@@ -30,12 +30,12 @@ class DryRunRequest:
     form: Literal["text", "json"]
     gpu: GPU
     environ: Mapping[str, str]
-    """Environment of the first rank."""
+    """Environment variables of rank 0."""
 
 
 def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunRequest | None:
-    """Parses the dry-run flags; None without `--dry-run`. The world size is taken from the flags, else the launcher,
-    else the recipe; default 1."""
+    """Parses the dry-run flags; returns None if `--dry-run` is not given. The world size is taken from the flags, else
+    from the launcher, else from the recipe, else it is 1."""
     form = start.setting("dry_run").value
     if form is None:
         return None
@@ -43,7 +43,7 @@ def dry_run_request(start: Settings, environ: Mapping[str, str]) -> DryRunReques
 
 
 def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str, str]]:
-    """GPU type of a dry run or an emulation, and the environment of rank 0."""
+    """Returns the GPU type that a dry run or an emulation assumes, and the environment variables of rank 0."""
     flags = ClusterFlags.of(start)
     launched = 1 if flags.has_size else launch_of(environ).world_size
     if start.setting("proxy").value and not flags.has_size:
@@ -53,7 +53,7 @@ def machine(start: Settings, environ: Mapping[str, str]) -> tuple[GPU, dict[str,
 
 
 def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
-    """Environment of rank 0 as torchrun sets it."""
+    """Returns `environ` with the variables that torchrun would set for rank 0."""
     sizes = {"WORLD_SIZE": cluster.world_size, "LOCAL_WORLD_SIZE": cluster.ranks_per_node}
     ranks = {"RANK": 0, "LOCAL_RANK": 0, **sizes}
     return {**environ, "TORCHELASTIC_RUN_ID": "dry run", **{name: str(value) for name, value in ranks.items()}}
@@ -62,9 +62,9 @@ def _first_rank(environ: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
 def or_known_size(
     vocab_size_of: Callable[[TokenizerConfig], int] | None, flags: Flags, unavailable: list[str]
 ) -> Callable[[TokenizerConfig], int] | None:
-    """Wraps `vocab_size_of` for dry runs, which need only the vocabulary size.
+    """Wraps `vocab_size_of` for dry runs, which need only the vocabulary size, not the tokenizer.
 
-    If the tokenizer cannot be read, the reason is added to `unavailable`; the size is that set by flags, or of GPT-2.
+    If the tokenizer cannot be read, adds the reason to `unavailable` and returns the size given by flags, or GPT-2's.
     """
     if vocab_size_of is None:
         return None
@@ -90,7 +90,7 @@ def with_tokenizer(flags: Flags) -> Flags:
     """Substitutes a NullTokenizer if no tokenizer is given, since a dry run needs only the vocabulary size.
 
     Raises:
-        FlagErrors: the vocabulary size is not given either.
+        FlagErrors: neither a tokenizer nor the vocabulary size is given.
     """
     kind = derive.tokenizer_type(flags)
     if flags.vocab_size is None and kind in (None, "NullTokenizer"):
@@ -100,7 +100,7 @@ def with_tokenizer(flags: Flags) -> Flags:
 
 
 def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -> Finished:
-    """Report of a plan; its exit code is OK only if the run would start.
+    """Creates the report of a plan, with exit code OK if the run would start and else NOT_READY.
 
     Raises FlagErrors.
     """
@@ -114,7 +114,7 @@ def finished_report(plan: RunPlan, request: DryRunRequest, settings: Settings) -
 
 
 def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
-    """Contents of the report: figures of the plan, and texts about missing inputs, features, notes and differences."""
+    """Returns the contents of the report: figures of the plan, missing inputs and features, notes, and differences."""
     recipe = settings.setting("recipe").value
     return {
         "recipe": recipe,
@@ -129,7 +129,7 @@ def all_facts(plan: RunPlan, gpu: GPU, settings: Settings) -> Facts:
 
 
 def _differences(settings: Settings) -> list[str]:
-    """One line per flag whose value differs from the recipe's value."""
+    """Returns one line per flag whose value differs from the value in the recipe."""
     path = find_recipe(str(settings.setting("recipe").value))
     assert path is not None, "the recipe was read before"
     registry = settings.registry
@@ -144,6 +144,6 @@ def _differences(settings: Settings) -> list[str]:
 
 
 def figures(facts: Facts) -> Facts:
-    """Report with its texts emptied; the remaining figures do not depend on which features are available."""
+    """Returns the report without texts and environment, as the documentation shows it: only figures of the plan."""
     lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
     return {**facts, "would_start": True, "environment": {}, **lists}

@@ -23,7 +23,7 @@ class AttentionFlags:
     num_query_groups: int = flag(1, least=1)
     """Number of key and value heads for `--group-query-attention`."""
     kv_channels: int | None = flag(None, least=1)
-    """Head dimension. Not set: hidden size / heads."""
+    """Head dimension. Not set: hidden size divided by the number of query heads."""
     qk_layernorm: bool = flag(False)
     """Normalize queries and keys; in multi-latent attention, normalize the compressed queries, keys and values."""
     qk_layernorm_over: Literal["head", "all-heads"] = ours("head")
@@ -33,20 +33,20 @@ class AttentionFlags:
     add_qkv_bias: bool = flag(False)
     """Add biases to the query, key and value projections, even with `--disable-bias-linear`."""
     attention_dropout: float = flag(0.1, least=0, below=1)
-    """Dropout on attention probabilities."""
+    """Dropout probability of attention weights."""
     attention_output_gate: bool = flag(False)
     """Gate the attention output with a sigmoid per channel (Qwen3-Next)."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla")
-    """Attention sink in the softmax denominator: none, a fixed zero logit, or a learned logit per head."""
+    """Attention sink in the softmax denominator: none (vanilla), logit 0 (off-by-one), or a learned logit per head."""
     window_size: tuple[int, int] | None = flag(None, least=-1)
-    """Sliding window LEFT,RIGHT: number of visible tokens before and after the current one; -1 is unlimited. 127,0 sees
-    128 tokens."""
+    """Sliding window LEFT,RIGHT: number of visible tokens before and after the current one; -1 is unlimited. With 127,0
+    a token attends to itself and the 127 tokens before it."""
     window_attn_skip_freq: LayerPattern | None = flag(None)
-    """Layers with full attention: every n-th layer, or a list with 1 for windowed and 0 for full attention."""
+    """Layers without a sliding window: every n-th layer, or a list with 1 (window) or 0 (no window) per layer."""
     qk_clip: bool = _qk_clip(False)
-    """Rescale query and key weights of heads whose maximum logit exceeds a threshold."""
+    """Rescale query and key weights of heads whose maximum logit exceeds `--qk-clip-threshold`."""
     qk_clip_alpha: float = _qk_clip(0.5)
-    """Exponent alpha: query weights are scaled by factor^alpha and key weights by factor^(1 - alpha)."""
+    """Exponent alpha: with f = threshold / max logit, scale query weights by f^alpha and key weights by f^(1-alpha)."""
     qk_clip_threshold: float = _qk_clip(100.0)
     """Attention logit above which the weights of a head are rescaled."""
 
@@ -65,7 +65,7 @@ class AttentionFlags:
     rope_type: Literal["rope", "yarn"] | None = flag(None)
     """Rotary embedding of multi-latent attention. Not set: yarn."""
     rotary_scaling_factor: float = flag(1.0, least=1)
-    """YaRN: context extension factor."""
+    """YaRN: factor by which the context is extended."""
     original_max_position_embeddings: int = flag(4096, least=1)
     """YaRN (multi-latent attention): context length before extension."""
     mscale: float = flag(1.0, least=0)
@@ -75,9 +75,9 @@ class AttentionFlags:
     multi-latent attention is multiplied by m^2."""
 
     experimental_attention_variant: str | None = _linear_attention(None)
-    """Sequence mixer that replaces attention, such as gated_delta_net."""
+    """Type of the layer that replaces softmax attention, such as gated_delta_net."""
     linear_attention_freq: LayerPattern | None = _linear_attention(None)
-    """Layers with linear attention."""
+    """Layers with linear attention: all but every n-th layer, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = _linear_attention(4, harmless=True)
     """Convolution kernel size of linear attention."""
     linear_key_head_dim: int = _linear_attention(128, harmless=True)
@@ -96,15 +96,15 @@ class AttentionFlags:
     dsa_indexer_topk: int | None = _sparse_attention(None)
     """Number of keys that sparse attention selects per query."""
     dsa_indexer_loss_coeff: float | None = _sparse_attention(None)
-    """Weight of the indexer loss."""
+    """Weight of the indexer's training loss in the total loss."""
     dsa_indexer_use_sparse_loss: bool = _sparse_attention(False)
     """Compute the indexer loss from the selected keys instead of all keys."""
     csa_compress_ratios: str | None = _sparse_attention(None)
-    """Compression ratio of keys and values, one per layer."""
+    """Compression ratios of keys and values, one per layer."""
     csa_compress_rotary_base: float = _sparse_attention(40000.0)
     """Rotary base for compressed keys."""
     csa_window_size: int = _sparse_attention(128)
-    """Size in tokens of the sliding window used in addition to compressed attention."""
+    """Size in tokens of the sliding window that queries attend to in addition to the compressed keys."""
     o_groups: int = not_yet(8, "only a full-rank output projection is implemented")
     """Number of groups of the low-rank output projection."""
     o_lora_rank: int = not_yet(1024, "only a full-rank output projection is implemented")

@@ -16,37 +16,37 @@ class CheckpointFlags:
     """Saving, resuming and loading checkpoints."""
 
     save: str | None = flag(None)
-    """Checkpoint folder. Not set: checkpoints/ in the run folder, but on mock data only if `--save-interval` is set."""
+    """Checkpoint folder. Not set: checkpoints/ in the run folder. A run with `--mock-data` saves checkpoints there only
+    if `--save-interval` or `--save-hf-interval` is set."""
     save_interval: int | None = flag(None, least=1, names=("--persistent-save-interval",), essential=True)
     """Iterations between checkpoints. Not set: save only when the run ends."""
     save_retain_interval: int | None = flag(None, least=1)
-    """Delete all checkpoints except the last one and those whose iteration is a multiple of this number."""
+    """Delete all checkpoints except the newest ones and those whose iteration is a multiple of this number."""
     keep_best_checkpoint: bool = ours(False)
-    """Never delete the checkpoint with the lowest validation loss. Considers only checkpoints whose iteration was
-    evaluated."""
+    """Never delete the checkpoint with the lowest validation loss. Ignores checkpoints without a validation loss."""
     on_save_failure: Literal["continue", "stop"] = ours("continue")
-    """Action if a checkpoint cannot be written: continue training (up to three failures in a row) or end the run."""
+    """Action if a checkpoint cannot be written: end the run now (stop) or after three failures in a row (continue)."""
     save_hf_interval: int | None = ours(None, least=1)
-    """Iterations between exports to Hugging Face format, written to hf/ in the checkpoint folder. The run also exports
-    when it ends. Not set: no exports."""
+    """Iterations between exports to Hugging Face format, which are written to hf/ in the checkpoint folder. The run
+    also exports when it ends. Not set: no exports."""
     save_hf_config: str | None = ours(None)
     """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
     or `--pretrained-checkpoint`."""
     keep_last_checkpoints: int | None = ours(None, least=1)
-    """Number of most recent checkpoints to keep. Not set: all."""
+    """Number of newest checkpoints to keep. Not set: all, or one with `--save-retain-interval`."""
     load: str | None = flag(None, essential=True)
-    """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Checkpoints in the run's own checkpoint
-    folder take precedence."""
+    """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Used only if the checkpoint folder of
+    this run (`--save`) has no checkpoint."""
     fresh: bool = ours(False)
-    """Start at iteration 0 even if the run folder contains checkpoints."""
+    """Start at iteration 0 even if the run's checkpoint folder contains checkpoints."""
     finetune: bool = flag(False)
     """Load weights only and start at iteration 0."""
     pretrained_checkpoint: str | None = flag(None)
-    """Checkpoint with initial weights, used if `--load` has no checkpoint."""
+    """Checkpoint with initial weights, used if `--load` is not set or has no checkpoint."""
     ckpt_step: int | None = flag(None, least=0)
     """Iteration of the checkpoint to load. Not set: the newest."""
     exit_on_missing_checkpoint: bool = flag(False)
-    """Exit if `--load` has no checkpoint."""
+    """Exit if the folder given by `--load` contains no checkpoint."""
     load_optim: bool = flag(True)
     """Load optimizer state."""
     save_optim: bool = flag(True)
@@ -54,9 +54,9 @@ class CheckpointFlags:
     load_main_params_from_ckpt: bool = not_yet(
         False, "without optimizer state, master weights are always copied from the model weights"
     )
-    """Initialize master weights from the model weights of the checkpoint."""
+    """Initialize the optimizer's master weights from the model weights of the checkpoint."""
     use_checkpoint_args: bool = not_yet(False, "use --config with the run.yaml of the run that wrote the checkpoint")
-    """Take model flags from the checkpoint."""
+    """Use the model flags that are stored in the checkpoint."""
     override_ckpt_iteration: int | None = close(
         None, "ignored for the run's own checkpoints, so that a restarted run resumes at the right iteration", least=0
     )
@@ -67,12 +67,12 @@ class CheckpointFlags:
     )
     """Convert a checkpoint to this format and exit."""
     ckpt_convert_save: str | None = refused(None, "only one checkpoint format is implemented")
-    """Output folder of the conversion."""
+    """Output folder of `--ckpt-convert-format`."""
     async_save: bool = flag(False)
     """Write checkpoints in the background; training is blocked only while state is copied to host memory."""
     non_persistent_save_interval: int | None = _non_persistent(None)
     """Iterations between non-persistent checkpoints; each replaces the previous one."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = _non_persistent(None)
-    """Storage of non-persistent checkpoints."""
+    """Storage of non-persistent checkpoints: a shared file system, a local one, or memory."""
     non_persistent_global_ckpt_dir: str | None = _non_persistent(None)
     """Folder for non-persistent checkpoints."""

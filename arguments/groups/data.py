@@ -11,38 +11,38 @@ class DataFlags:
     """Datasets, splits and blends, document masks, tokenizer."""
 
     data_path: tuple[str, ...] = flag((), essential=True)
-    """Prefixes of .bin/.idx files, or alternating weights and prefixes; `--split` divides their samples."""
+    """Path prefixes of .bin/.idx files, each optionally preceded by its blend weight; `--split` divides the samples."""
     train_data_path: tuple[str, ...] = flag(())
-    """Prefixes of training data."""
+    """Path prefixes of the training data, as in `--data-path`."""
     valid_data_path: tuple[str, ...] = flag(())
-    """Prefixes of validation data."""
+    """Path prefixes of the validation data, as in `--data-path`."""
     test_data_path: tuple[str, ...] = flag(())
-    """Prefixes of test data."""
+    """Path prefixes of the test data, as in `--data-path`."""
     data_args_path: str | None = flag(None)
-    """File with the values of `--data-path`."""
+    """Text file that contains the values of `--data-path`."""
     per_split_data_args_path: str | None = flag(None)
     """JSON file with the values of `--train-data-path`, `--valid-data-path` and `--test-data-path` under the keys
     train, valid and test."""
     split: str | None = flag(None, essential=True)
-    """Fractions of training, validation and test data, such as 99,1,0. Not set: 969, 30, 1."""
+    """Ratio of training, validation and test data, such as 99,1,0. Not set: 969,30,1."""
     mock_data: bool = close(False, "--split applies; Megatron-LM always splits mock data into thirds", essential=True)
     """Use random documents instead of files."""
     data_cache_path: str | None = flag(None)
-    """Folder for index caches. Not set: next to the data."""
+    """Folder for index caches. Not set: PREFIX/cache/GPTDataset_indices for each prefix of `--data-path`."""
     mmap_bin_files: bool = flag(True)
     """Memory-map the token files."""
     num_workers: int = close(2, "every value above 0 starts one prefetch thread per rank", least=0)
-    """Workers that prefetch the microbatches of the next step; 0: no prefetching."""
+    """Number of workers that prefetch the microbatches of the next step; 0: no prefetching."""
     dataloader_type: Literal["single", "cyclic", "external"] | None = refused(
         None, "data is read from .bin/.idx files; use single or cyclic", works=("single", "cyclic")
     )
-    """Sample order: each sample once in order, or reshuffled every epoch. Not set: single."""
+    """Sample order: dataset order in one pass (single), or shuffled anew in each pass (cyclic). Not set: single."""
     reset_position_ids: bool = flag(False)
     """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = flag(False)
     """Restrict attention to the current document."""
     eod_mask_loss: bool = flag(False)
-    """Mask the loss at end-of-document tokens, whose next token belongs to another document."""
+    """Exclude end-of-document tokens from the loss, because the token after them belongs to another document."""
     mid_level_dataset_surplus: float = flag(0.005, least=0)
     """Additional samples built for each dataset of a weighted blend, as a fraction of its share of the samples."""
     multiple_validation_sets: bool = flag(False)
@@ -90,20 +90,20 @@ class DataFlags:
     vocab_size: int | None = flag(None, least=1)
     """Vocabulary size before padding. Not set: the vocabulary size of the tokenizer."""
     vocab_file: str | None = flag(None)
-    """GPT2BPETokenizer: JSON vocabulary file."""
+    """JSON vocabulary file of GPT2BPETokenizer."""
     merge_file: str | None = flag(None)
-    """GPT2BPETokenizer: merges file."""
+    """Merges file of GPT2BPETokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None)
-    """Version of the tiktoken split pattern."""
+    """Version of the regular expression with which tiktoken splits text."""
     tiktoken_num_special_tokens: int = flag(1000, least=0)
     """Number of special tokens of a tiktoken vocabulary."""
     tokenizer_special_tokens: tuple[str, ...] | None = flag(None)
     """Special tokens of a tiktoken vocabulary."""
     null_tokenizer_eod_id: int | None = flag(None, least=0)
-    """NullTokenizer: id of the end-of-document token. Not set: the last id."""
+    """Token id of the end of a document for NullTokenizer. Not set: the last id of the vocabulary."""
     trust_remote_code: bool = refused(False, "no code is downloaded or executed", harmless=True)
-    """Execute code that ships with a tokenizer."""
+    """Execute Python code that is part of a Hugging Face tokenizer."""
     null_tokenizer_pad_id: int = flag(-1, least=-1)
-    """NullTokenizer: id of the padding token; -1: none."""
+    """Token id of padding for NullTokenizer; -1: none."""
     dataloader_inter_document_masking: bool = close(False, "equivalent to --reset-attention-mask --reset-position-ids")
     """Treat sequences as packed documents: attention and positions restart at each document."""

@@ -11,16 +11,16 @@ class KernelsFlags:
     """Device, kernel backends, CUDA graphs."""
 
     device: Literal["auto", "cpu", "cuda"] = ours("auto", essential=True)
-    """Device; auto selects a GPU if available."""
+    """Device of the run; auto selects a GPU if one is available."""
     kernel_backend: str = ours("auto")
-    """Backend of all kernels; auto selects the fastest installed backend, reference is plain torch."""
+    """Backend of all kernels; auto selects the fastest installed backend for each op; reference is plain PyTorch."""
     kernel_per_op: tuple[str, ...] = ours(())
-    """Backends of individual ops, as OP=BACKEND."""
+    """Backends of individual ops, as OP=BACKEND; they override `--kernel-backend`."""
 
     kernel_cache_dir: str | None = ours(None)
     """Folder for compiled kernels, with one subfolder per node. Not set: megatron_moe in the user's cache folder."""
     compile_first: bool = ours(True)
-    """On a GPU, compile kernels and create library plans before ranks connect, by running one layer of each kind."""
+    """On a GPU, run a small step with one layer of each kind before ranks connect, to compile kernels in advance."""
 
     cross_entropy_loss_fusion: bool = close(
         False, "selects a kernel but changes nothing else, except with --cross-entropy-fusion-impl linear"
@@ -29,15 +29,15 @@ class KernelsFlags:
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = close(
         "native", "native and te only select a kernel; linear computes logits for 1,024 tokens at a time"
     )
-    """Implementation of the fused loss; linear, with --cross-entropy-loss-fusion, also fuses the output layer and
-    recomputes logits in backward to save memory."""
+    """Implementation of `--cross-entropy-loss-fusion`. linear also fuses the output layer into the loss and recomputes
+    logits in backward to save memory."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = close(
         "none", "local and transformer_engine are equivalent; no effect on a CPU"
     )
-    """Capture modules of layers, or whole iterations, as CUDA graphs and replay them."""
+    """Capture CUDA graphs and replay them: of single modules (local, transformer_engine), or of the full iteration."""
     cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"], ...] = close(
         (), "default: all modules that can be captured; moe can also be captured without a capacity factor"
     )
-    """Modules captured by `--cuda-graph-impl`."""
+    """Modules captured by `--cuda-graph-impl local` or `transformer_engine`."""
     cuda_graph_warmup_steps: int = close(3, "0 still runs one eager iteration", least=0)
-    """Eager iterations before capture."""
+    """Number of eager iterations before CUDA graphs are captured."""

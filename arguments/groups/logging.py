@@ -19,11 +19,11 @@ class LoggingFlags:
     progress_bar: bool = ours(True)
     """On a terminal, update one progress line in place instead of printing log lines; log.txt contains all lines."""
     plots: bool = ours(True)
-    """Write plots to the run folder at the end."""
+    """Write plots to the run folder when the run ends."""
     log_throughput: bool = close(False, "keys outside a sliding window are not counted (docs/model.md)")
     """Log TFLOP/s per GPU."""
     log_params_norm: bool = flag(False)
-    """Log the norm of the parameters."""
+    """Log the global L2 norm of the parameters."""
     log_num_zeros_in_grad: bool = flag(False)
     """Log the number of zeros in the gradients."""
     log_timers_to_tensorboard: bool = flag(False)
@@ -33,40 +33,40 @@ class LoggingFlags:
     log_memory_to_tensorboard: bool = flag(False)
     """Write memory usage to TensorBoard."""
     log_memory_interval: int | None = flag(None, least=1)
-    """Iterations between memory log lines. Not set: a single memory line, after the first log line."""
+    """Iterations between log lines about memory. Not set: only one such line, after the first log line."""
     log_device_memory_used: bool = flag(False)
-    """Also log the memory used by all processes on the device, as reported by the driver."""
+    """Add the memory used by all processes on the device, as reported by the driver, to the log lines about memory."""
     log_world_size_to_tensorboard: bool = flag(False)
     """Write the world size to TensorBoard."""
     log_progress: bool = flag(False)
     """Append a line to progress.txt in the checkpoint folder at every start and every checkpoint."""
     log_energy: bool = not_yet(False, "energy counters are not read", harmless=True)
-    """Log energy per GPU."""
+    """Log the energy used per GPU."""
     log_max_attention_logit: bool = not_yet(False, "attention logits are not recorded", harmless=True)
     """Log the maximum attention logit."""
     log_straggler: bool = close(False, "times one attention layer and the data loading of every rank")
     """Report slow ranks in every log line."""
     straggler_minmax_count: int = close(1, "lists only the slowest ranks, not the fastest", least=1)
-    """Number of slow ranks to list."""
+    """Number of slow ranks that `--log-straggler` lists."""
     timing_log_level: Literal[0, 1, 2] = flag(0)
-    """Level of detail of the timers."""
+    """Level of detail of the timers; higher levels time more parts of a step."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax")
-    """Aggregation of timers over ranks."""
+    """Timer values to log: the maximum over ranks, the minimum and maximum, or the values of all ranks."""
     tensorboard_dir: str | None = flag(None)
     """TensorBoard folder. Not set: tensorboard/ in the run folder."""
     tensorboard_log_interval: int = flag(1, least=1)
     """Iterations between TensorBoard writes."""
     wandb_project: str | None = flag(None)
-    """W&B project; enables W&B."""
+    """W&B project. Setting it enables W&B."""
     wandb_exp_name: str | None = flag(None)
     """W&B run name."""
     wandb_entity: str | None = flag(None)
-    """W&B entity."""
+    """W&B entity: user or team that owns the project."""
     wandb_save_dir: str | None = flag(None)
     """Folder for W&B files. Not set: the run folder."""
 
     profile: bool = flag(False)
-    """Profile selected iterations: mark them for an external profiler, or write a trace."""
+    """Profile iterations with an external profiler such as Nsight Systems, or with `--use-pytorch-profiler`."""
     profile_step_start: int = flag(10, least=0)
     """Last iteration before profiling starts."""
     profile_step_end: int = flag(12, least=1)
@@ -74,18 +74,18 @@ class LoggingFlags:
     profile_ranks: tuple[int, ...] = flag(())
     """Ranks to profile. Not set: all."""
     use_pytorch_profiler: bool = close(False, "traces go to profile/ in the run folder")
-    """Write a trace with torch.profiler."""
+    """With `--profile`: profile with torch.profiler and write a trace."""
     record_memory_history: bool = close(False, "snapshots go to profile/ in the run folder")
-    """Record allocator history; write a snapshot at every log interval and whenever the run ends, also on errors."""
+    """Record allocator history. Write snapshots at every log interval and when the run ends, even after an error."""
     memory_snapshot_path: str = flag("snapshot.pickle")
-    """File name of memory snapshots; the rank is appended."""
+    """File name of memory snapshots; the rank is added to it."""
     nvtx_ranges: bool = close(False, "covers forward passes of modules")
-    """Add NVTX ranges for the modules of the model."""
+    """Add NVTX ranges to the forward passes of the main modules, such as self-attention, router and experts."""
     pytorch_profiler_collect_shapes: bool = flag(False)
-    """Record tensor shapes in the trace."""
+    """Record tensor shapes in the trace of `--use-pytorch-profiler`."""
     pytorch_profiler_collect_callstack: bool = flag(False)
-    """Record call stacks in the trace."""
+    """Record call stacks in the trace of `--use-pytorch-profiler`."""
     save_tokens_per_expert_interval: int | None = not_yet(
         None, "expert loads are written to metrics.jsonl and plots/expert_load.png", harmless=True
     )
-    """Iterations between files with token counts per expert."""
+    """Iterations between files that contain the number of tokens routed to each expert."""

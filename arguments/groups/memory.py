@@ -19,7 +19,7 @@ class RecomputeFlags:
     """For `--recompute-granularity full`: recompute all layers in chunks (uniform), or the first layers of each virtual
     stage (block)."""
     recompute_num_layers: int | None = flag(None, least=1)
-    """For `--recompute-granularity full`: number of layers per chunk, where only the input of each chunk is saved
+    """For `--recompute-granularity full`: number of layers per recomputed chunk, of which only the input is saved
     (uniform), or number of recomputed layers per virtual stage (block)."""
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
@@ -35,21 +35,21 @@ class OffloadFlags:
     """Offload of activations and optimizer state to host memory. Saves device memory without changing results."""
 
     fine_grained_activation_offloading: bool = flag(False)
-    """Offload the saved tensors of `--offload-modules` to host memory between forward and backward."""
+    """Offload tensors saved by `--offload-modules` to host memory after forward and reload them for backward."""
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
     ] = close((), "a tensor saved by several modules is copied once")
-    """Modules for `--fine-grained-activation-offloading`."""
+    """Modules whose saved tensors `--fine-grained-activation-offloading` offloads."""
     min_offloaded_tensor_size: int = flag(1048576, least=0)
-    """Minimum number of elements of a tensor to offload, for `--fine-grained-activation-offloading`."""
+    """Number of elements below which `--fine-grained-activation-offloading` does not offload a tensor."""
     delay_offload_until_cuda_graph: bool = not_yet(False, "copies are not delayed; leave it out", harmless=True)
-    """Start offload copies after the replay of a captured module."""
+    """Start offload copies only after the CUDA graph of the module has been replayed."""
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, least=0)
     """Maximum number of concurrent offload copies per module."""
     cpu_offloading: bool = not_yet(False, _ACTIVATIONS_STAY, harmless=True)
     """Offload the activations of whole layers."""
     cpu_offloading_num_layers: int = not_yet(0, _ACTIVATIONS_STAY, harmless=True)
-    """Number of layers for `--cpu-offloading`."""
+    """Number of layers whose activations `--cpu-offloading` offloads."""
     optimizer_cpu_offload: bool = flag(False)
     """Keep optimizer state in host memory and run the optimizer step on the CPU."""
     optimizer_offload_fraction: float = close(
@@ -59,7 +59,7 @@ class OffloadFlags:
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False)
     """Overlap copies of gradients and weights with the CPU step of `--optimizer-cpu-offload`."""
     use_torch_optimizer_for_cpu_offload: bool = flag(False)
-    """Use torch's fused CPU kernel for `--optimizer-cpu-offload`."""
+    """Run the CPU step of `--optimizer-cpu-offload` with torch's fused kernel."""
     chunked_optimizer_state_offload: bool = flag(False)
     """Keep optimizer state in host memory between steps and copy it to the device in chunks for the step."""
     optimizer_state_offload_chunk_size_mb: int = close(0, "0: one flat buffer per chunk", least=0)
@@ -67,20 +67,20 @@ class OffloadFlags:
     optimizer_state_offload_fraction: float = flag(1.0, least=0)
     """Fraction of the optimizer state offloaded by `--chunked-optimizer-state-offload`."""
     moe_paged_stash: bool = close(False, "a step that overflows the buffer is rejected instead of repeated")
-    """Store the expert activations saved for backward in pages of a common buffer, sized by actual rather than
-    worst-case use."""
+    """Save expert activations for backward in pages of a shared buffer. Only rows in use take space, so the buffer is
+    smaller than the worst case."""
     moe_paged_stash_page_size: int = flag(64, least=1)
-    """Tokens per page of `--moe-paged-stash`."""
+    """Page size of `--moe-paged-stash`, in tokens."""
     moe_paged_stash_buffer_size_factor_cuda: float = close(
         1.1, "relative to the peak of in-flight rows, computed from the schedule", least=0
     )
-    """Size of the device buffer as a multiple of the size needed with evenly balanced experts."""
+    """Size of the `--moe-paged-stash` device buffer, as a multiple of the size needed with evenly balanced experts."""
     moe_paged_stash_buffer_size_factor_cpu: float = not_yet(0.0, _ON_DEVICE, harmless=True)
-    """Size of the host buffer as a multiple of the size needed with evenly balanced experts."""
+    """Size of the `--moe-paged-stash` host buffer, as a multiple of the size needed with evenly balanced experts."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
-    """Bytes per microbatch and model chunk by which each pipeline rank offloads less than the previous rank."""
+    """Pipeline rank r offloads r times this number of bytes less per microbatch and model chunk."""
     activation_offload_fraction: float = flag(1.0, least=0)
-    """Fraction of the groups of saved tensors to offload, counted from the first group of the forward pass."""
+    """Fraction of module calls per forward whose saved tensors are offloaded, starting with the first call."""
     pin_cpu_grads: bool = flag(True)
     """Use pinned host memory for the gradients of `--optimizer-cpu-offload`."""
     pin_cpu_params: bool = flag(True)

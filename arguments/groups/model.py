@@ -18,7 +18,7 @@ class ModelFlags:
     """Layers, widths, positions, norms, activations, vocabulary, initial values and multi-token prediction."""
 
     num_layers: int = flag(REQUIRED, least=1, below=100_000, essential=True)
-    """Number of transformer layers, not counting multi-token prediction."""
+    """Number of transformer layers, without multi-token prediction layers."""
     hidden_size: int = flag(REQUIRED, least=1, essential=True)
     """Hidden size: width of the residual stream."""
     ffn_hidden_size: int | None = flag(None, least=1, essential=True)
@@ -27,111 +27,111 @@ class ModelFlags:
     seq_length: int = flag(REQUIRED, least=1, essential=True)
     """Sequence length in tokens."""
     max_position_embeddings: int = flag(REQUIRED, least=1)
-    """Maximum position the model supports; at least `--seq-length`."""
+    """Maximum sequence length that the model supports; at least `--seq-length`."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = not_yet(
         "learned_absolute", "use rope, yarn or none", works=("rope", "yarn", "none")
     )
-    """Position embedding: a learned table added to the embedding, rotary embeddings of queries and keys, or none."""
+    """Position embedding: learned vectors added to token embeddings, rotary embeddings of queries and keys, or none."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
-    """Deprecated: `--no-position-embedding` conflicts with an explicit `--position-embedding-type learned_absolute`."""
+    """Deprecated. The only effect of `--no-position-embedding` is to reject learned_absolute position embeddings."""
     rotary_base: float = flag(10000.0, least=1)
     """Base (theta) of the rotary frequencies."""
     rotary_percent: float = flag(1.0, least=0)
-    """Fraction of the dimensions of each head that are rotated, starting with the first."""
+    """Fraction of the dimensions of each head to which rotary embeddings apply, starting with the first dimension."""
     rotary_interleaved: bool = flag(False)
-    """Rotate adjacent pairs of dimensions instead of pairs from the two halves of a head."""
+    """Rotate dimensions 2i and 2i + 1 as a pair, instead of i and i + D/2 (D: number of rotated dimensions)."""
     rotary_seq_len_interpolation_factor: int | None = flag(None, least=1)
     """Linear position interpolation: divide positions by this factor."""
     use_rope_scaling: bool = flag(False)
-    """Scale low rotary frequencies as in Llama 3."""
+    """Rescale low rotary frequencies for a longer context, as in Llama 3."""
     rope_scaling_factor: float = flag(8.0, least=1)
-    """Scaling factor for `--use-rope-scaling`."""
+    """Factor by which `--use-rope-scaling` extends the context."""
     no_rope_freq: LayerPattern | None = flag(None)
-    """Layers without RoPE: every n-th layer, or a list with 1 for layers without and 0 for layers with RoPE."""
+    """Layers without RoPE: every n-th layer, or a list with 1 (without RoPE) or 0 (with RoPE) per layer."""
     yarn_original_max_position_embeddings: int | None = flag(None, least=1)
     """YaRN without multi-latent attention: context length before extension. Not set: 4096."""
     yarn_beta_fast: float | None = flag(None, least=0)
     """YaRN: dimensions with more rotations than this over the original context keep their frequency. Not set: 32."""
     yarn_beta_slow: float | None = flag(None, least=0)
-    """YaRN: dimensions with fewer rotations than this are fully interpolated. Not set: 1."""
+    """YaRN: frequencies of dimensions with fewer rotations than this are divided by the scaling factor. Not set: 1."""
     yarn_correction_range_round_to_int: bool = flag(True)
-    """YaRN: round the bounds of the correction range to integers (GPT-OSS does not)."""
+    """YaRN: round the bounds of the interpolated range of dimensions to integers (GPT-OSS does not round)."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm")
-    """Normalization layer."""
+    """Type of all normalization layers."""
     norm_epsilon: float = flag(1e-5, least=0)
-    """Epsilon of every norm."""
+    """Epsilon of all normalization layers."""
     apply_layernorm_1p: bool = flag(False)
-    """Store the weight of each norm minus one, so that weight decay pulls the actual weight towards one."""
+    """Store w - 1 for the weight w of each norm, so that weight decay pulls w towards 1 instead of 0."""
     apply_residual_connection_post_layernorm: bool = flag(False)
     """Take the residual from the output of the norm instead of its input."""
     fp32_residual_connection: bool = not_yet(False, "the residual stream has the dtype of the parameters")
     """Keep the residual stream in fp32."""
 
     swiglu: bool = flag(False, essential=True)
-    """Gated MLPs with SiLU (SwiGLU)."""
+    """Use gated MLPs with SiLU (SwiGLU)."""
     quick_geglu: bool = flag(False)
-    """Gated MLPs with x * sigmoid(1.702 x) (GPT-OSS)."""
+    """Use gated MLPs with x * sigmoid(1.702 x) (GPT-OSS)."""
     geglu: bool = ours(False)
-    """Gated MLPs with GELU."""
+    """Use gated MLPs with GELU."""
     squared_relu: bool = flag(False)
-    """MLPs with squared ReLU, without a gate."""
+    """Use MLPs with squared ReLU and without a gate."""
     openai_gelu: bool = flag(False)
     """Use the tanh approximation of GELU."""
     glu_linear_offset: float = close(0.0, _GATED)
-    """Offset added to the linear half of a gated MLP (GPT-OSS: 1)."""
+    """Offset added to the linear half of a gated MLP, e.g. 1 for GPT-OSS."""
     activation_func_clamp_value: float | None = close(None, _GATED, least=0)
     """Clamp the inputs of a gated activation: the gate to at most this value, the linear half to [-value, value]."""
     add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
     """Add biases to linear layers, experts and router."""
     hidden_dropout: float = flag(0.1, least=0, below=1)
-    """Dropout after the embedding and on both residual branches of every layer."""
+    """Dropout probability after the embedding and on both residual branches of every layer."""
 
     untie_embeddings_and_output_weights: bool = flag(False)
     """Use separate weights for the embedding and the output layer."""
     make_vocab_size_divisible_by: int = flag(128, least=1)
-    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    """Pad the vocabulary size to a multiple of this number times the tensor-parallel size."""
     padded_vocab_size: int | None = flag(None, least=1)
-    """Padded vocabulary size (number of embedding rows); replaces the computed size."""
+    """Padded vocabulary size (number of embedding rows); overrides `--make-vocab-size-divisible-by`."""
     pad_vocab_size: bool = flag(True, off=("--disable-pad-vocab-size",))
-    """Pad the vocabulary."""
+    """Pad the vocabulary size (see `--make-vocab-size-divisible-by`)."""
 
     init_method_std: float = flag(0.02, least=0)
-    """Standard deviation of initial weights; output projections of attention and MLPs use it divided by sqrt(2 x
+    """Standard deviation of initial weights. For the output projections of attention and MLPs it is divided by sqrt(2 x
     layers)."""
     embedding_init_method_std: float | None = flag(None, least=0)
-    """Standard deviation of the initial embedding. Setting it also excludes the embedding from weight decay."""
+    """Standard deviation of initial embedding weights. Setting it also excludes the embedding from weight decay."""
     init_method: Literal["normal", "unit_gain"] = ours("normal")
-    """Initialization; unit_gain uses a standard deviation of 1/sqrt(fan-in) with random norm weights and biases, so
-    that every parameter affects the result when layouts are compared."""
+    """Initialization. unit_gain: standard deviation 1/sqrt(fan-in), and random norm weights and biases, so that
+    comparisons of parallel layouts detect an error in any parameter."""
     init_method_xavier_uniform: bool = flag(False)
-    """Initialize weight matrices uniformly within +-sqrt(6 / (fan-in + fan-out)), ignoring `--init-method-std`. If
-    given, `--embedding-init-method-std` still applies to the embedding."""
+    """Initialize weight matrices uniformly within +-sqrt(6 / (fan-in + fan-out)) instead of with `--init-method-std`.
+    The embedding uses `--embedding-init-method-std` if that is set."""
 
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
-    """Number of multi-token prediction depths."""
+    """Number of multi-token prediction layers, each of which predicts one token further ahead."""
     mtp_loss_scaling_factor: float = flag(0.1, least=0)
-    """Weight of the multi-token prediction loss, averaged over depths."""
+    """Weight of the multi-token prediction loss, which is averaged over its layers."""
     mtp_use_repeated_layer: bool = flag(False)
-    """Share one layer among all multi-token prediction depths."""
+    """Share the weights of one layer among all multi-token prediction layers."""
     mtp_detach_heads: bool = close(False, "gradient clipping still uses one norm over all parameters")
-    """Keep gradients of the multi-token prediction loss from the main layers, the embedding and the output layer."""
+    """Stop gradients of the multi-token prediction loss before the main layers, the embedding and the output layer."""
     calculate_per_token_loss: bool = flag(False)
     """Divide the summed loss by the number of tokens of the global batch instead of averaging over microbatches."""
 
     hybrid_layer_pattern: str | None = _hybrid(None, names=("--hybrid-override-pattern",))
-    """Layer types, one letter per layer."""
+    """Layer types, one letter per layer, such as Mamba, attention or MLP."""
     is_hybrid_model: bool = _hybrid(False)
-    """Mix attention with other sequence mixers."""
+    """Build a model of attention and Mamba layers."""
     enable_hyper_connections: bool = _hyper_connections(False, names=("--enable-mhc-connections",))
     """Use several residual streams with learned connections (hyper-connections)."""
     spec: tuple[str, ...] | None = refused(None, "layers are selected by flags, not by import paths")
-    """Import path of a layer specification."""
+    """Import path of a Python object that specifies the layers."""
     hybrid_attention_ratio: float = _hybrid(0.0)
-    """Fraction of attention layers."""
+    """Fraction of layers that are attention layers."""
     hybrid_mlp_ratio: float = _hybrid(0.0)
-    """Fraction of layers that are MLPs without a sequence mixer."""
+    """Fraction of layers that are MLP layers."""
     mamba_state_dim: int = _hybrid(128)
     """State dimension of Mamba layers."""
     mamba_head_dim: int = _hybrid(64)
@@ -143,4 +143,4 @@ class ModelFlags:
     num_residual_streams: int = _hyper_connections(4, names=("--mhc-num-residual-streams",))
     """Number of residual streams of hyper-connections."""
     mhc_sinkhorn_iterations: int = _hyper_connections(20)
-    """Sinkhorn iterations that normalize the connections between residual streams."""
+    """Number of Sinkhorn iterations that normalize the connections between residual streams."""

@@ -9,12 +9,12 @@ from arguments.values import LayerPattern
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFlags:
-    """Expert layers, router, load balancing, capacity, experts, token dispatch."""
+    """MoE layers: router, load balancing, expert capacity, experts and token dispatch."""
 
     num_experts: int | None = flag(None, least=0, essential=True)
     """Number of routed experts per MoE layer. Not set or 0: all layers are dense."""
     moe_layer_freq: LayerPattern = flag(1, essential=True)
-    """MoE layers: every n-th layer counted from the first, or a list with 1 for MoE layers: "([0]*3+[1]*58)"."""
+    """MoE layers: an interval n (layers 0, n, 2n, ...), or a list with 1 for MoE, 0 for dense: "([0]*3+[1]*58)"."""
     moe_ffn_hidden_size: int | None = flag(None, least=1, essential=True)
     """Hidden size of each routed expert. Not set: `--ffn-hidden-size`."""
     moe_router_topk: int = flag(2, least=1, essential=True)
@@ -26,7 +26,7 @@ class MoEFlags:
     moe_router_num_groups: int | None = flag(None, least=1)
     """Number of expert groups for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, least=1)
-    """Number of expert groups each token may select from, with `--moe-router-num-groups`."""
+    """Number of expert groups from which each token may select experts. Requires `--moe-router-num-groups`."""
     moe_router_topk_scaling_factor: float | None = flag(None, least=0)
     """Scaling factor of the final routing probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None)
@@ -38,8 +38,8 @@ class MoEFlags:
     moe_router_force_biased: float | None = close(
         None, "a positive value draws the bias once per step, not in every forward pass"
     )
-    """Replace router logits by random values plus a random bias per expert with this standard deviation, to measure
-    speed with unbalanced experts. If negative, its absolute value is used and the bias is drawn once per layer."""
+    """Replace router logits by random values plus a random bias per expert, to measure speed with unbalanced experts.
+    The absolute value is the standard deviation of the bias; a negative value draws the bias once per layer."""
     moe_enable_routing_replay: bool = not_yet(False, "routing is computed in every forward pass", harmless=True)
     """Record and replay routing decisions."""
 
@@ -53,10 +53,10 @@ class MoEFlags:
         "Megatron-LM has no expert_choice; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
     )
-    """Load balancing: an auxiliary loss per microbatch, per sequence or per global batch (several may be given), or
-    another routing method."""
+    """Load balancing: one or more auxiliary losses, computed per microbatch (aux_loss), sequence (seq_aux_loss) or
+    global batch (global_aux_loss); or one of the other methods, which replace the top-k selection; or none."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
-    """Coefficient of each balancing loss, in the order of the types."""
+    """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
     """Coefficient of the router z-loss, which keeps logits small."""
     moe_router_enable_expert_bias: bool = close(False, "not updated in a skipped step")
@@ -65,19 +65,21 @@ class MoEFlags:
     """Amount by which the expert bias changes per step: it increases for experts with fewer tokens than the mean and
     decreases for experts with more."""
     moe_router_quantile_balancing_ema: float = flag(0.0, least=0, below=1)
-    """Exponential moving average coefficient of the thresholds in quantile balancing."""
+    """Weight of the previous thresholds in the exponential moving average that quantile balancing uses."""
 
     moe_expert_capacity_factor: float | None = flag(None)
-    """Maximum number of tokens per expert as a multiple of the mean. Not set or negative: no token is dropped."""
+    """Maximum number of tokens per expert as a multiple of the mean over experts. Not set or negative: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs")
     """Tokens to drop if an expert exceeds its capacity: the tokens with the lowest probability, or the last tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float | None = close(
-        None, "read by the flex dispatcher; a step with more rows ends the run, no row is dropped", least=0
+        None,
+        "used by the flex dispatcher; a step that needs more rows is repeated with a larger bound, no token is dropped",
+        least=0,
     )
-    """Maximum number of expert rows per rank as a multiple of the even share, which sizes the buffers. Not set: the
-    maximum over all routings."""
+    """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
+    buffers. Not set: buffers are large enough for any routing."""
 
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
@@ -91,7 +93,7 @@ class MoEFlags:
     moe_shared_expert_overlap: bool = close(False, "available with every dispatcher")
     """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)
-    """Latent size of routed experts: tokens are projected to it before and back after the experts."""
+    """Input and output size of routed experts; tokens are projected to it before the experts and back afterwards."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
     moe_memory_efficient_permutation: bool = ours(True, "always on in Megatron-LM")
@@ -100,7 +102,7 @@ class MoEFlags:
     moe_use_upcycling: bool = close(False, "scales only the second matrix of each expert (docs/moe.md)")
     """Convert the dense checkpoint of `--load` into experts and continue training."""
     moe_upcycling_granularity: int = flag(1, least=1)
-    """Number of experts each dense MLP is split into."""
+    """Number of slices into which upcycling divides each dense MLP; every expert is initialized with one slice."""
     moe_per_layer_logging: bool = flag(False)
     """Log balancing losses per layer."""
 
@@ -108,19 +110,19 @@ class MoEFlags:
         "allgather",
         "if one rank holds all experts, every type is the same local permutation; flex works within one host",
     )
-    """Token dispatcher between expert-parallel ranks: all-gather of all tokens, all-to-all to the ranks of the selected
-    experts, or flex, which sends each token once to every rank that holds one of its experts."""
+    """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), the ranks of the selected
+    experts receive a token per choice (alltoall), or once for all choices (flex)."""
     moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
         "symmetric",
-        "the default writes to symmetric memory; it also replaces deepep where deep_ep is not installed, and hybridep "
-        "and ncclep",
+        "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; it replaces deepep if "
+        "deep_ep is not installed, and hybridep and ncclep",
     )
-    """Transport of the flex dispatcher."""
+    """Communication library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
-    """Streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
+    """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the default of the library."""
     moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
     moe_routing_trace_path: str | None = not_yet(
         None, "expert loads are logged, routing decisions are not", harmless=True
     )
-    """Folder for the routing decisions of every step."""
+    """Folder to which the routing decisions of every step are written."""

@@ -25,11 +25,11 @@ class OptimizerFlags:
     weight_decay: float = flag(0.01, least=0)
     """Decoupled weight decay coefficient."""
     start_weight_decay: float | None = flag(None, least=0)
-    """Initial weight decay of a schedule."""
+    """Initial weight decay of the schedule that `--weight-decay-incr-style` selects."""
     end_weight_decay: float | None = flag(None, least=0)
-    """Final weight decay of a schedule."""
+    """Final weight decay of the schedule that `--weight-decay-incr-style` selects."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
-    """Weight decay schedule."""
+    """Weight decay: constant (`--weight-decay`), or growth from `--start-weight-decay` to `--end-weight-decay`."""
     apply_wd_to_qk_layernorm: bool = flag(False)
     """Also apply weight decay to query and key norms."""
     overlap_optimizer_step: bool = ours(False)
@@ -52,15 +52,15 @@ class OptimizerFlags:
     lr_warmup_samples: int = flag(0, least=0)
     """Number of samples of linear warmup."""
     lr_warmup_fraction: float | None = flag(None, least=0, below=1)
-    """Length of the linear warmup as a fraction of the decay length."""
+    """Length of the linear warmup as a fraction of `--lr-decay-iters` or `--lr-decay-samples`."""
     lr_warmup_init: float = flag(0.0, least=0)
     """Initial learning rate of warmup."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential")
-    """WSD: decay function of the final phase."""
+    """Decay function of the final phase of the WSD schedule."""
     lr_wsd_decay_iters: int | None = flag(None, least=1)
-    """WSD: length of the final decay phase in iterations."""
+    """Length of the final decay phase of the WSD schedule in iterations."""
     lr_wsd_decay_samples: int | None = flag(None, least=1)
-    """WSD: length of the final decay phase in samples."""
+    """Length of the final decay phase of the WSD schedule in samples."""
     decoupled_lr: float | None = flag(None, least=0)
     """Maximum learning rate of the embedding and the output layer."""
     decoupled_min_lr: float | None = flag(None, least=0)

@@ -21,12 +21,12 @@ class ParallelFlags:
     expert_tensor_parallel_size: int | None = flag(None, least=1)
     """Tensor-parallel size of experts. Not set: the tensor-parallel size."""
     use_tp_pp_dp_mapping: bool = flag(False)
-    """Use rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: pipeline stages are nested inside data parallelism."""
+    """Rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: the pipeline rank varies faster than the dp rank."""
     cp_comm_type: tuple[Literal["p2p", "allgather", "all_gather", "a2a", "a2a+p2p"], ...] = flag(("p2p",))
-    """Context-parallel exchange of keys and values: ring (p2p), all-gather, all-to-all of heads, or both (a2a+p2p); one
-    value, or one per layer."""
+    """Context-parallel communication: ring (p2p) or all-gather of keys and values, all-to-all of heads (a2a), or
+    all-to-all and ring on two levels (a2a+p2p). Give one value for all layers or one per layer."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, least=1)
-    """For a2a+p2p: sizes of the all-to-all and of the ring; their product is the context-parallel size."""
+    """For `--cp-comm-type a2a+p2p`: all-to-all and ring group sizes, whose product is the context-parallel size."""
     distributed_timeout_minutes: int = flag(10, least=1)
     """Collective timeout in minutes."""
 
@@ -37,7 +37,7 @@ class ParallelFlags:
     delay_wgrad_compute: bool = close(
         False, "needs no other flag: a stage sends the gradient of its input before it computes weight gradients"
     )
-    """Delay the computation of weight gradients until after the input gradients."""
+    """Compute weight gradients separately after the input gradients, instead of together with them."""
 
     use_distributed_optimizer: bool = flag(False)
     """Shard optimizer state over data-parallel ranks (ZeRO-1)."""
@@ -52,11 +52,11 @@ class ParallelFlags:
     ddp_bucket_size: int | None = close(
         None, "applies to all pipeline stages, with and without --overlap-grad-reduce", least=1
     )
-    """Number of elements per gradient bucket. Not set: 40 million or 1 million per rank, whichever is larger."""
+    """Number of elements per gradient bucket. Not set: 40 million, or 1 million per data-parallel rank if larger."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
-    """Pad buckets to multiples of 2^16 elements."""
+    """Pad gradient buckets to multiples of 2^16 elements, for a higher NCCL bus bandwidth."""
     ddp_average_in_collective: bool = flag(False)
-    """Average gradients in the collective instead of scaling them."""
+    """Average gradients in the collective instead of summing them and scaling the sum."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False)
     """Communicate bf16 gradients but accumulate them in fp32."""
 
@@ -69,7 +69,7 @@ class ParallelFlags:
         "one group size per microbatch; several groups divide the sequences of the microbatch",
         names=("--dynamic-context-parallel",),
     )
-    """Choose the number of context-parallel ranks of each microbatch by the length of its longest document."""
+    """Split the sequences of each microbatch over only as many context-parallel ranks as its longest document needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
     """For --hybrid-context-parallel: maximum number of tokens of one document on each rank."""
     ep_overlap_early_attn_memory_release: bool = flag(False)
@@ -78,14 +78,15 @@ class ParallelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFlags:
-    """Assignment of layers to pipeline stages, and schedule."""
+    """Assignment of layers to pipeline stages, and pipeline schedule."""
 
     pipeline_model_parallel_size: int = flag(1, least=1)
     """Pipeline-parallel size: number of ranks among which the layers are divided."""
     pipeline_model_parallel_layout: str | None = close(
         None, "`auto` (not in Megatron-LM) computes a layout that balances FLOPs"
     )
-    """Layers of each stage, written as in Et*3|(tt|)*29m|L, or `auto`."""
+    """Contents of each stage, such as Et*3|(tt|)*29m|L, or `auto`. E: embedding, t: layer, m: MTP layer, L: loss, |:
+    end of a stage, *N: repeated N times."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, least=1)
     """Number of layers per virtual stage."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, least=1)
@@ -99,4 +100,4 @@ class PipelineFlags:
     account_for_loss_in_pipeline_split: bool = flag(False)
     """Count the output layer and loss as a layer of the last stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, least=1)
-    """Consecutive microbatches run on one virtual stage before the next stage. Not set: the pipeline-parallel size."""
+    """Number of consecutive microbatches that a rank runs per virtual stage. Not set: the pipeline-parallel size."""

@@ -16,7 +16,7 @@ class ResilienceFlags:
     on_nonfinite: Literal["stop", "skip"] = ours("stop")
     """Action on a non-finite loss or gradient: stop with a report of its origin, or skip the step."""
     max_skipped_iterations: int = ours(3, least=1)
-    """Consecutive iterations skipped by `--on-nonfinite skip` after which the run ends."""
+    """Number of consecutive iterations skipped by `--on-nonfinite` or `--on-spike` after which the run ends."""
     check_for_spiky_loss: bool = close(False, "--on-spike selects the action")
     """Report a loss above ten times the maximum of the last 100 iterations."""
     check_for_large_grads: bool = close(False, "uses the global norm; --on-spike selects the action")
@@ -27,7 +27,7 @@ class ResilienceFlags:
     check_weight_hash_across_dp_replicas_interval: int | None = close(
         None, "includes expert weights; a mismatch ends the run with code 12", least=1
     )
-    """Iterations between comparisons of the weights of data-parallel replicas."""
+    """Iterations between comparisons of the weights of data-parallel replicas. Not set: never compared."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = close(
         "validate_results",
         "exit code 16 if the recomputed result differs, 6 if it does not, 17 if the next start reproduces the failure",
@@ -39,10 +39,10 @@ class ResilienceFlags:
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"] = close(
         "SIGTERM", "added to the signals that are always handled"
     )
-    """Additional signal for `--exit-signal-handler`."""
+    """Signal that `--exit-signal-handler` handles in addition to SIGTERM, SIGINT and SIGUSR1."""
     start_deadline: int = ours(3600, least=0)
-    """Timeout in seconds from launch to the first step. On a timeout all stacks are written and the run exits with code
-    10; 0: no timeout."""
+    """Timeout in seconds from launch to the first step; 0 disables it. When a timeout expires, all stacks are written
+    and the run exits with code 10."""
     step_deadline: int = ours(600, least=0)
     """Timeout in seconds of each training step and each evaluation step."""
     save_deadline: int = ours(3600, least=0)

@@ -16,9 +16,9 @@ class TrainingFlags:
     rampup_batch_size: tuple[int, int, int] | None = flag(None, least=1)
     """START INCREMENT SAMPLES: ramp up the global batch size from START in steps of INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = not_yet(None, "use --rampup-batch-size")
-    """Global batch sizes at thresholds of consumed samples."""
+    """Global batch size as a step function of the number of consumed samples."""
     decrease_batch_size_if_needed: bool = not_yet(False, "choose a divisible batch size")
-    """Round down a batch size that is not divisible by the number of ranks."""
+    """Round the global batch size down to a multiple of microbatch size x data-parallel size."""
     train_iters: int | None = flag(None, least=1, essential=True)
     """Number of training iterations."""
     train_samples: int | None = flag(None, least=1)
@@ -26,7 +26,7 @@ class TrainingFlags:
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: no evaluation during training."""
     eval_iters: int | None = close(None, "in Megatron-LM the default is 100, also on mock data", least=0)
-    """Batches per evaluation. Not set: 100; on mock data at most the number of training iterations."""
+    """Number of global batches per evaluation. Not set: 100, but on mock data at most the training iterations."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)
@@ -38,11 +38,11 @@ class TrainingFlags:
     data_parallel_random_init: bool = refused(False, "data-parallel replicas always start with identical weights")
     """Initialize weights differently on each data-parallel rank."""
     manual_gc: bool = flag(False)
-    """Disable automatic garbage collection and collect at fixed intervals."""
+    """Disable automatic garbage collection; collect every `--manual-gc-interval` iterations instead."""
     manual_gc_interval: int = flag(0, least=0)
-    """Iterations between manual garbage collections."""
+    """Number of iterations between manual garbage collections; 0: none during training."""
     manual_gc_eval: bool = flag(True, off=("--disable-manual-gc-eval",))
-    """Collect garbage before and after evaluations."""
+    """With `--manual-gc`, also collect garbage before and after evaluations."""
     iterations_to_skip: tuple[int, ...] = close(
         (), "iterations are numbered as in the log; Megatron-LM's numbers are smaller by one", least=1
     )

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from megatron_moe.parallel.grid import FoldError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
-"""(axis, score added if the axis keeps more than one rank)."""
+"""(axis, points that a fold scores if the axis keeps more than one rank)."""
 _HIERARCHICAL_CP = 4
-"""Score added if hierarchical context parallelism keeps two ranks on both levels."""
+"""Points that a fold scores if hierarchical context parallelism keeps two ranks on both levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FoldRequest:
-    """Layout to fold."""
+    """Full-size layout to fold, with constraints on the result."""
 
     sizes: Sizes
     """Full-size layout. Axes of size 1 keep this size, except dp and edp, which take the remaining ranks."""
@@ -42,11 +42,11 @@ class FoldRequest:
     hierarchical_cp: bool = False
     """True if some layers use a2a+p2p, which needs four context-parallel ranks to have two levels."""
     fixed: Mapping[str, int] = field(default_factory=dict)
-    """Axis -> size that must not change."""
+    """Axis -> size that the folded layout must have."""
 
 
 def fold(request: FoldRequest, num_ranks: int) -> Sizes:
-    """Returns the sizes on `num_ranks` ranks that keep the most axes, with the smallest model-parallel sizes.
+    """Returns the sizes on `num_ranks` ranks with the highest score (`_WEIGHTS`); among equals, the smallest sizes.
 
     Raises FoldError if the fixed sizes do not fit.
     """
@@ -58,7 +58,7 @@ def fold(request: FoldRequest, num_ranks: int) -> Sizes:
 
 
 def smallest_fold(request: FoldRequest, max_ranks: int) -> tuple[int, Sizes]:
-    """Returns (number of ranks, sizes) of the smallest fold that keeps the most axes, on at most `max_ranks` ranks.
+    """Returns (number of ranks, sizes) of the fold with the highest score; among equals, on the fewest ranks.
 
     Raises FoldError if the fixed sizes fit no number of ranks up to `max_ranks`.
     """

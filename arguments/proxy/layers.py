@@ -19,19 +19,19 @@ class SelectedLayers:
 
 @dataclass
 class _ProxyStage:
-    """Stage of the proxy."""
+    """Pipeline stage of the proxy."""
 
     index: int
     """Index of the corresponding stage of the full-size model."""
     layers: list[int] = field(default_factory=list)
     candidates: list[int] = field(default_factory=list)
-    """Layers of that full-size stage, and of the following full-size stages that the proxy drops."""
+    """Full-size layers that may be placed here: those of stage `index` up to the next stage that the proxy keeps."""
 
 
 def select_layers(
     kinds: Sequence[Hashable], layout: PipelineLayout, *, pp: int, vpp: int, num_mtp: int, min_layers: int | None
 ) -> SelectedLayers:
-    """Selects pp x vpp stages of `layout`, and in each stage one layer of every kind.
+    """Selects pp x vpp stages of `layout`, and in each of these stages one layer of every kind that it contains.
 
     The first and the last stage are selected, and the stage with multi-token prediction if pp > 2. A layer of a kind
     that no selected stage contains is added to the selected stage before it. A single stage has one layer more than
@@ -63,7 +63,8 @@ def select_layers(
 
 
 def _select_stages(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
-    """Selects first, last and MTP stage, then stages with new kinds of layers, then common stages before MTP."""
+    """Returns the indices of the first, last and MTP stage, then of stages that add kinds of layers, then of stages
+    before the MTP stage, most common first, until there are `num_stages`."""
     kinds_of = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
     last = len(kinds_of) - 1
     selected = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]

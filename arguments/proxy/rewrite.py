@@ -20,7 +20,7 @@ _HIDDEN, _DENSE, _EXPERT, _HEAD, _LATENT, _VOCABULARY = 64, 128, 64, 16, 32, 512
 _MAX_TOPK, _NUM_EXPERTS, _MAX_GROUPS = 4, 8, 4
 _SEQUENCE, _WINDOW = 64, 16
 _BUCKET_SIZE = 16384
-"""Elements per gradient bucket, small enough for several buckets."""
+"""Number of elements per gradient bucket, small enough that the proxy has several buckets."""
 
 _RANDOM_TOKENS = "random tokens"
 _SHORT_RUN = f"a run of {ITERATIONS} iterations"
@@ -59,7 +59,7 @@ _AXES: Mapping[str, str] = MappingProxyType(
 
 
 class Draft:
-    """Copy of the settings whose values can be replaced, except those given after `--proxy`."""
+    """Modifiable copy of the settings. Values given after `--proxy` are pinned and cannot be replaced."""
 
     def __init__(self, settings: Settings, pinned: Mapping[str, Setting]) -> None:
         self.settings = replace(settings, values=dict(settings.values))
@@ -81,7 +81,7 @@ class Draft:
         self.notes.append(f"proxy: {flag.option} {flag.text(old)} -> {flag.text(value)} ({reason})")
 
     def lower(self, name: str, limit: int, reason: str) -> None:
-        """Replaces a number by `limit` if it is set and larger."""
+        """Lowers the value of a flag to `limit` if it is set and larger."""
         if self.value(name) is not None and self.value(name) > limit:
             self.put(name, limit, reason)
 
@@ -125,7 +125,7 @@ def proxied(settings: Settings, pinned: Mapping[str, Setting], num_ranks: int) -
 
 
 def fold_request(settings: Settings, pinned: Mapping[str, Setting]) -> FoldRequest:
-    """Returns the full-size layout. Its world size is unknown, so both grids are assumed to have data parallelism."""
+    """Returns the full-size layout to fold, with dp 2 and edp 2 in place of the unknown data-parallel sizes."""
     value = {axis: settings.setting(name).value for axis, name in _AXES.items()}
     etp = value["etp"]
     value |= {"etp": etp or value["tp"], "ep": value["ep"] if settings.setting("num_experts").value else 1}
@@ -181,7 +181,7 @@ def _replace_hardware(draft: Draft) -> None:
 
 
 def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
-    """Reduces the model to the fewest layers with every kind, on stages that resemble the full-size stages."""
+    """Reduces the model to the fewest layers that include every kind, on stages that resemble the full-size stages."""
     patterns = _patterns(draft, draft.value("num_layers"))
     full = derive.pipeline_layout(draft.settings.flags)
     draft.lower("mtp_num_layers", 2, "two consecutive MTP layers suffice")
@@ -204,7 +204,7 @@ def _reduce_layers(draft: Draft, sizes: Sizes) -> None:
 
 
 def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
-    """Flag -> one entry per layer, for the flags that distinguish layers."""
+    """Returns flag name -> tuple with one entry per layer, for the flags whose value can differ between layers."""
     moe = derive.moe_layers(num_layers, draft.value("num_experts"), draft.value("moe_layer_freq"))
     windowed = derive.windowed_layers(num_layers, draft.value("window_size"), draft.value("window_attn_skip_freq"))
     rotated = derive.rotated_layers(num_layers, draft.value("no_rope_freq"))
@@ -272,7 +272,8 @@ def _reduce_widths(draft: Draft, sizes: Sizes) -> None:
 
 
 def _reduce_experts(draft: Draft, sizes: Sizes) -> None:
-    """Reduces experts, groups and top-k; several choices per group and several experts per rank remain several."""
+    """Reduces experts, groups and top-k. If ranks hold several experts, or tokens select several experts per group, the
+    reduced values preserve this."""
     full, full_topk = draft.value("num_experts"), draft.value("moe_router_topk")
     full_groups, full_limit = draft.value("moe_router_num_groups") or 1, draft.value("moe_router_group_topk")
     groups = min(full_groups, _MAX_GROUPS)
@@ -306,7 +307,7 @@ def _fold_ranks(draft: Draft, sizes: Sizes) -> None:
 
 
 def _shorten_sequence(draft: Draft, sizes: Sizes) -> None:
-    """Shortens the sequence to a length divisible by the ranks; reduces windows and position table accordingly."""
+    """Shortens the sequence, keeping it divisible among tp x cp ranks, and reduces windows and maximum positions."""
     reason, full = "a shorter sequence", draft.value("seq_length")
     unit = lcm(2 * sizes.cp if sizes.cp > 1 else 1, sizes.cp * sizes.tp)
     draft.put("seq_length", _multiple(min(full, _SEQUENCE), unit), reason)

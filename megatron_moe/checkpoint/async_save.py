@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def submit(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
-    """Runs `call` in a daemon thread or synchronously. `Future.result` re-raises an exception of `call`."""
+    """Runs `call` in a daemon thread if `in_thread`, else immediately. The future holds its result or exception."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -32,10 +32,10 @@ def submit(call: Callable[[], Result], *, in_thread: bool) -> Future[Result]:
 
 
 def run_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Runs each call in its own thread, or a single call in this thread, and returns their results.
+    """Runs each call in its own thread, or a single call in this thread, and returns their results in order.
 
-    Waits for all calls even if one fails, then raises the first exception: no thread is still using the caller's
-    tensors on return.
+    Waits for all calls even if one fails, so that no thread still uses the caller's tensors on return. Then raises the
+    exception of the first failed call.
     """
     if len(calls) < 2:
         return [call() for call in calls]
@@ -45,7 +45,7 @@ def run_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def _with_torch_state(call: Callable[[], Result]) -> Callable[[], Result]:
-    """Wraps `call` to run with this thread's CUDA device and gradient mode, which threads do not inherit."""
+    """Wraps `call` to run with this thread's CUDA device and gradient mode, which new threads do not inherit."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     grad_enabled = torch.is_grad_enabled()
 
@@ -60,7 +60,7 @@ def _with_torch_state(call: Callable[[], Result]) -> Callable[[], Result]:
 
 @dataclass(frozen=True)
 class _ExceptionTo:
-    """Context manager that stores any exception in a future."""
+    """Context manager that stores an exception of its body in a future instead of raising it."""
 
     future: Future[Any]
 
@@ -76,7 +76,7 @@ class _ExceptionTo:
 class HostBuffer:
     """Host memory for a copy of this rank's tensors, page-locked if they are on a GPU.
 
-    Allocated by the first `copy` and reused by later ones, each of which overwrites the previous copy.
+    The first `copy` allocates the memory. Later copies reuse it and overwrite the previous copy.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class HostBuffer:
         self._pinned = False
 
     def copy(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """Copies the tensors to host memory. The originals may be modified once it returns."""
+        """Copies the tensors to this buffer and returns the copies. The originals may be modified after the return."""
         sources = [box.values() for tensor in tensors.values() for box in tensor.boxes]
         self._reserve(sum(map(_aligned_bytes, sources)), pinned=any(source.is_cuda for source in sources))
         copies = iter(self._copy_all(sources))

@@ -1,4 +1,4 @@
-"""Folder of checkpoints: listing, tracker file, clean-up after crashes, and retention."""
+"""Folder of checkpoints: listing, tracker file, clean-up after crashes, and retention policy."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _REPLACED = re.compile(r"\.replaced-(iter_\d{7,18})-\w+")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder named like a checkpoint."""
+    """A folder with the name of a checkpoint. Its content may be incomplete or damaged."""
 
     path: Path
     iteration: int
@@ -33,7 +33,7 @@ def iteration_folder(iteration: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> tuple[Candidate, ...]:
-    """Lists the `iter_NNNNNNN` of a folder, newest first; empty if the folder does not exist."""
+    """Lists the folders `iter_NNNNNNN` in a folder, newest iteration first; empty if the folder does not exist."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -66,7 +66,7 @@ def find_checkpoints(path: Path) -> tuple[Candidate, ...]:
 
 
 def read_tracker(folder: Path) -> str | None:
-    """Reads the tracker file, a hint for users and other tools; None if there is none."""
+    """Text of the tracker file, which is only a hint for users and other tools; None if the file is missing."""
     try:
         with open_regular(folder / TRACKER) as file:
             return file.read(64).decode(errors="replace").strip()
@@ -84,7 +84,7 @@ def write_tracker(folder: Path, iteration: int, storage: Storage) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Creates the folder if needed and writes a test file: permission bits are not reliable for root or on mounts.
+    """Creates the folder if needed and writes a test file, as permission bits are unreliable for root and on mounts.
 
     Raises:
         EnvironmentProblem: the folder cannot be created or written.
@@ -102,7 +102,7 @@ def check_writable(folder: Path) -> None:
 
 
 def clean_up(folder: Path, storage: Storage, say: Callable[[str], None]) -> None:
-    """Removes incomplete checkpoints left by crashed saves. The caller holds the folder's lock.
+    """Removes incomplete checkpoints left by crashed saves. The caller must hold the folder's lock.
 
     A checkpoint that was being replaced is restored if its replacement was not committed.
     """
@@ -146,15 +146,15 @@ class Retention:
     """Retention policy, applied after a save: keeps every checkpoint that at least one field selects."""
 
     keep_last: int | None = None
-    """Number of newest checkpoints to keep; None keeps all."""
+    """Number of newest checkpoints to keep. None: all checkpoints are kept."""
     interval: int | None = None
-    """Keeps checkpoints whose iteration is a multiple of this; None: selects no checkpoints."""
+    """The policy keeps checkpoints whose iteration is a multiple of `interval`. None: selects no checkpoints."""
     keep_best: bool = False
-    """Keeps the checkpoint whose train_state.json has the lowest validation loss; the newest on a tie."""
+    """Keeps the checkpoint with the lowest validation loss in train_state.json, and on a tie the newest of them."""
 
     def apply(self, folder: Path, protected: Iterable[Path], storage: Storage, say: Callable[[str], None]) -> None:
-        """Deletes all checkpoints of the folder that are neither selected nor in `protected`. Failures are only
-        logged."""
+        """Deletes all checkpoints in `folder` that are neither in `protected` nor selected by a field. Failures are
+        only logged."""
         if self.keep_last is None:
             return
         kept = {path.resolve() for path in protected}
@@ -167,7 +167,7 @@ class Retention:
 
 
 def _delete(candidate: Candidate, storage: Storage, say: Callable[[str], None]) -> None:
-    """Renames before deleting, so that a half-deleted folder is never named like a checkpoint."""
+    """Deletes a checkpoint. Renames it first, so that a half-deleted folder never has the name of a checkpoint."""
     renamed = candidate.path.parent / f".old-{candidate.path.name}-{uuid.uuid4().hex[:12]}"
     try:
         storage.rename(candidate.path, renamed)

@@ -1,8 +1,8 @@
 """Selects the checkpoint of a run, verifies it, and loads it into any parallel layout.
 
 The source is `--ckpt-step`, else the run's own `--save` folder, else `--load`, else `--pretrained-checkpoint`. Within a
-folder, the newest checkpoint that verifies on all ranks is loaded; every byte that is read is verified. If no
-checkpoint verifies, the run ends: silently restarting from iteration 0 would be far more expensive.
+folder, the newest checkpoint that verifies on all ranks is loaded. Every byte that is read is verified. If no
+checkpoint verifies, the run ends, as a silent restart from iteration 0 would be far more expensive.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -42,9 +42,9 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 HUGGING_FACE = "hf:"
-"""Prefix of `--load` and `--pretrained-checkpoint` for a Hugging Face folder."""
+"""Prefix of the values of `--load` and `--pretrained-checkpoint` that name a Hugging Face folder."""
 CheckState = Callable[[Mapping[str, Any], int], None]
-"""Validates the content of train_state.json against the manifest's iteration. Raises CorruptCheckpoint."""
+"""Function that checks the content of train_state.json against the manifest's iteration. Raises CorruptCheckpoint."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CheckpointSource:
     origin: Literal["--ckpt-step", "--save", "--load", "--pretrained-checkpoint"]
     location: str
     candidates: tuple[Candidate, ...]
-    """Newest first; empty for a Hugging Face folder."""
+    """Checkpoints to try, newest first; empty for a Hugging Face folder."""
     optimizer: bool = True
     """True: load weights and optimizer state; False: weights only."""
     train_state: bool = True
@@ -77,7 +77,7 @@ class LoadedCheckpoint:
 def find(
     config: CheckpointConfig, context: ParallelContext, *, say: Callable[[str], None] = print
 ) -> CheckpointSource | None:
-    """The first rank chooses the folder to load from for all ranks; None if the run starts from random weights.
+    """Folder to load from, chosen by the first rank for all ranks; None if the run starts from random weights.
 
     Raises:
         CheckpointProblem: a requested checkpoint does not exist.
@@ -103,12 +103,12 @@ def load(
     say: Callable[[str], None] = print,
     check_state: CheckState | None = None,
 ) -> LoadedCheckpoint:
-    """Fills `tensors` (by `tensor_key`) from the newest candidate that verifies on every rank.
+    """Fills `tensors` (keyed by `tensor_key`) from the newest checkpoint in `source` that verifies on every rank.
 
-    Without `source.optimizer` only weights and buffers are filled, cast to the run's dtype where it differs.
+    Without `source.optimizer`, only weights and buffers are filled, and their values are cast to the run's dtypes.
 
     Raises:
-        CheckpointProblem: no candidate verifies, or its tensors do not match this run's.
+        CheckpointProblem: no checkpoint verifies, or the tensors of an intact one do not match this run's.
     """
     wanted = tensors if source.optimizer else {key: t for key, t in tensors.items() if is_weight(key)}
     # world: 8 bytes per tensor of every rank
@@ -133,7 +133,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """Reason why this run cannot load an intact checkpoint. Unlike a corrupt checkpoint, it ends the search."""
+    """Reason why this run cannot load an intact checkpoint. Unlike damage, a mismatch ends the search."""
 
     message: str
 
@@ -172,7 +172,7 @@ def _choose(config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointS
 
 
 def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], None]) -> CheckpointSource | None:
-    """Source for `--load`; None if the folder has no checkpoint and the run may start without a checkpoint."""
+    """Source for `--load`; None if the folder has no checkpoint and no flag requires one."""
     source = _source("--load", location, config)
     if source is not None:
         if source.candidates:
@@ -197,7 +197,7 @@ def _given_folder(location: str, config: CheckpointConfig, say: Callable[[str], 
 
 
 def _candidates(location: str) -> tuple[Candidate, ...]:
-    """The checkpoint at `location`, or all checkpoints in this folder or run folder, newest first."""
+    """The checkpoint `location`, or all checkpoints in the folder or run folder `location`, newest first."""
     itself = as_checkpoint(Path(location))
     if itself and (itself.path / MANIFEST).exists():
         return (itself,)
@@ -256,9 +256,9 @@ def _attempt(
     *,
     casting: bool,
 ) -> "LoadedCheckpoint | _Mismatch | str":
-    """Loads one candidate, or returns a mismatch, or a description of its damage.
+    """Loads one checkpoint. Returns a description of its damage if it is corrupt, or a mismatch if it does not fit.
 
-    `known`: digests of the keys that any rank loads.
+    `known`: digests of the tensor keys that any rank loads. `casting`: loads only weights, cast from any dtype.
     """
     try:
         reader = CheckpointReader(candidate.path)
@@ -296,7 +296,7 @@ def _fill_all(path: Path, manifest: Manifest, wanted: Mapping[str, TensorShard])
 
 
 def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[str]:
-    """Files that contain a piece of a wanted shard, and all text files."""
+    """Names of the files to verify: those that contain a piece of a wanted shard, and all text files."""
     wanted_pieces = (
         piece for key, target in wanted.items() for piece in manifest.tensors[key].pieces if overlaps(target, piece)
     )
@@ -306,7 +306,7 @@ def _used_files(wanted: Mapping[str, TensorShard], manifest: Manifest) -> list[s
 
 
 def mismatches(wanted: Mapping[str, TensorShard], known: Set[bytes], manifest: Manifest, casting: bool) -> list[str]:
-    """Lists all differences in keys, shapes and dtypes between this run and the checkpoint."""
+    """Lists differences in keys, shapes and dtypes between run and checkpoint. `known`: digests of all ranks' keys."""
     saved = {key: entry for key, entry in manifest.tensors.items() if not casting or is_weight(key)}
     problems = [f"missing in the checkpoint: {key}" for key in wanted if key not in saved]
     problems += [f"unknown to this run: {key}" for key in saved if key not in wanted and digest(key) not in known]

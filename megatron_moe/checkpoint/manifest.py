@@ -1,9 +1,9 @@
 """Checkpoint manifest: data classes, encoding, and validation.
 
-A checkpoint is a folder `iter_NNNNNNN` of safetensors files and text files. `manifest.json` is written last and lists
-every file with its size and every tensor as n-d boxes with a crc32 each; its own crc32 is its last entry. Tensors are
-keyed by kind and global parameter name, experts stacked along dim 0 by global id, so the format is independent of the
-parallel layout. docs/checkpoint-format.md specifies it.
+A checkpoint is a folder `iter_NNNNNNN` of safetensors files, text files and `manifest.json`, which is written last. The
+manifest lists every file with its size and every tensor as n-d boxes, each with a crc32. Its last entry is its own
+crc32. Tensor keys are the kind and the global parameter name, and experts are stacked along dim 0 by global id, so the
+format is independent of the parallel layout. docs/checkpoint-format.md specifies it.
 """
 
 import json
@@ -48,7 +48,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
-"""Element types by safetensors dtype name."""
+"""torch dtypes by safetensors dtype name."""
 
 _FILE_NAME = re.compile(rf"(?!{re.escape(MANIFEST)}$)[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}")
 _TENSOR_KEY = re.compile(r"[a-z_]{1,32}\.[A-Za-z0-9_.\-]{1,400}")
@@ -69,11 +69,11 @@ class NewerFormat(Exception):
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a tensor, stored contiguously in row-major order in one file."""
+    """A box (contiguous n-d range) of a tensor, stored in row-major order in one file."""
 
     file: str
     start: int
-    """First byte in the file."""
+    """Offset in bytes from the start of the file."""
     offset: tuple[int, ...]
     """Start index in the tensor, per dim."""
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file. `crc32` covers its first `head` bytes: the safetensors header, or a whole text file."""
+    """One file. `crc32` covers the first `head` bytes: the header of a safetensors file, or the whole text file."""
 
     size: int
     head: int
@@ -103,19 +103,19 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `tensors` is keyed by "<kind>.<global name>"; kind "model" is weights and buffers."""
+    """Contents of a checkpoint. Keys of `tensors` are "<kind>.<global name>"; weights and buffers have kind "model"."""
 
     iteration: int
     writer: str
-    """Name and version of the program that wrote it."""
+    """Name and version of the program that wrote the checkpoint."""
     ranks: Mapping[str, int]
-    """Size of each parallel axis of the run that wrote it; informational."""
+    """Size of each parallel axis of the run that wrote the checkpoint. Loading does not use it."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 def merged(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Merges the tensor entries of several ranks, each of which lists the pieces in its own files."""
+    """Merges the tensor entries of several ranks. Each rank lists only the pieces in the files that it wrote."""
     entries: dict[str, TensorEntry] = {}
     for part in parts:
         for key, entry in part.items():
@@ -148,11 +148,11 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes) -> Manifest:
     """Decodes and validates a manifest.
 
-    Every size, offset, shape and name of the result is consistent, so a reader can safely allocate and seek by it.
+    All sizes, offsets, shapes and names in the result are consistent, so readers can rely on them to allocate and seek.
 
     Raises:
         CorruptCheckpoint: the crc32 differs, or the content is inconsistent.
-        NewerFormat: written by a later version of the format.
+        NewerFormat: the format version is later than this program's.
     """
     trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
     found = checksum(data[:-_TRAILER_BYTES])
@@ -177,7 +177,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint and NewerFormat."""
+    """Reads and validates the manifest of a checkpoint folder. Raises CorruptCheckpoint or NewerFormat."""
     try:
         data = read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
     except OSError as error:
@@ -186,7 +186,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """Parses a JSON object. Raises CorruptCheckpoint if it is invalid or has duplicate keys."""
+    """Parses a JSON object. Raises CorruptCheckpoint if `data` is not valid JSON or has duplicate keys."""
     try:
         body = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -197,7 +197,7 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
 
 
 Extent = tuple[int, str, tuple[int, ...]]
-"""(first byte in the file, dtype, shape) of a piece."""
+"""(first byte in the file, safetensors dtype name, shape) of a piece."""
 
 
 def extents_by_file(manifest: Manifest) -> dict[str, list[Extent]]:
@@ -211,7 +211,7 @@ def extents_by_file(manifest: Manifest) -> dict[str, list[Extent]]:
 
 
 def check_header(name: str, head: bytes, extents: Iterable[Extent]) -> None:
-    """Raises CorruptCheckpoint unless a safetensors header describes exactly the manifest's `extents` of that file."""
+    """Raises CorruptCheckpoint unless the safetensors header `head` describes exactly the pieces `extents`."""
     (length,) = struct.unpack_from("<Q", head) if len(head) >= 8 else (0,)
     if length != len(head) - 8:
         raise CorruptCheckpoint(f"{name}: header: length {length}, the manifest says {len(head) - 8}")
@@ -261,7 +261,7 @@ def _decode_piece(entry: Any) -> TensorPiece:
 
 
 def _check_boxes(manifest: Manifest) -> None:
-    """Checks that the boxes of every tensor are within its shape and cover it exactly once."""
+    """Checks that the pieces of every tensor are within its shape and cover it exactly once."""
     for key, entry in manifest.tensors.items():
         for piece in entry.pieces:
             dims = len(entry.shape)
@@ -277,7 +277,7 @@ def _check_boxes(manifest: Manifest) -> None:
 
 
 def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
-    """True if two pieces overlap. Sweeps along dim 0 and compares only boxes that overlap in that dim."""
+    """True if two pieces overlap. Sweeps along dim 0 and compares only pieces that overlap in this dim."""
     active: list[TensorPiece] = []
     for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[:1]):
         active = [other for other in active if not other.shape or other.offset[0] + other.shape[0] > piece.offset[0]]
@@ -290,7 +290,7 @@ def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Checks that header and pieces fill every file without overlap or gap."""
+    """Checks that every file is filled by its header and pieces without overlap or gap."""
     spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.head)] for name, file in manifest.files.items()}
     for key, entry in manifest.tensors.items():
         for piece in entry.pieces:
@@ -307,7 +307,7 @@ def _check_bytes(manifest: Manifest) -> None:
 
 
 def _field(entry: Any, name: str, kind: type[JsonType]) -> JsonType:
-    """Value of the key `name`. Raises CorruptCheckpoint unless it has the type `kind`."""
+    """Value of the key `name` in the JSON object `entry`. Raises CorruptCheckpoint unless its type is `kind`."""
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, kind):
         raise CorruptCheckpoint(f"{MANIFEST}: {name!r} is not of type {kind.__name__}: {value!r:.80}")

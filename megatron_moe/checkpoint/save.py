@@ -1,12 +1,11 @@
 """Atomic checkpoint saving, synchronous or in background threads.
 
-All files are written to a temporary folder, the manifest last; renaming the folder commits the checkpoint. A crash
-leaves earlier checkpoints untouched and at most a temporary folder, which the next start removes. Ranks gather their
-results instead of using a barrier, which a failed rank would never reach.
+All files are written to a temporary folder, the manifest last. Renaming this folder commits the checkpoint. A crash
+does not affect earlier checkpoints; a temporary folder that it leaves is removed at the next start.
 
-A save has two stages, each optionally in a thread: every rank writes its files, then the first rank commits. Only the
-main threads communicate, between the stages and over a host (gloo) group: collectives from a background thread would
-interleave with those of the training step in a different order on each rank.
+A save has two stages: all ranks write their files, then the first rank commits. Each stage may run in a background
+thread. Between the stages, the main threads gather the results or errors of all ranks over a gloo group. The background
+threads run no collectives: these would interleave with those of the training step in a different order on each rank.
 """
 
 import errno
@@ -59,24 +58,24 @@ from megatron_moe.parallel.context import ParallelContext
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
 _CLOSE_TIMEOUT_S = 10.0
-"""Seconds for which `close` waits for a cancelled writer: a thread that uses tensors during interpreter shutdown aborts
-the process and loses its exit code."""
+"""Maximum time for which `close` waits for a cancelled writer thread. If the thread still used tensors during
+interpreter shutdown, the process would abort and its exit code would be lost."""
 
 
 @dataclass(frozen=True)
 class _RankPlan:
-    """Number of files and bytes that one rank will write."""
+    """Numbers of files and bytes that one rank will write."""
 
     temporary: str
-    """Name of the temporary folder; all ranks use the first rank's."""
+    """Proposed name of the temporary folder; all ranks use the name that the first rank proposes."""
     num_files: Mapping[str, int]
-    """Number of files by prefix, "model" and "optim"."""
+    """Number of files by file name prefix ("model" or "optim")."""
     num_bytes: int
 
 
 @dataclass
 class _WriteResult:
-    """Manifest entries of the files that one rank wrote, or its error."""
+    """Manifest entries of the files that one rank wrote; `error` is set if the rank failed."""
 
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class _WriteResult:
 
 
 _CommitResult = tuple[str | None, list[str]]
-"""(error, warnings for the log) of the commit."""
+"""(error message or None, warnings to log)."""
 
 
 @dataclass
@@ -96,22 +95,22 @@ class _PendingSave:
     final: Path
     temporary: Path
     tensors: Mapping[str, TensorShard]
-    """Boxes that this rank writes."""
+    """Boxes that this rank writes, by tensor key."""
     texts: Mapping[str, str]
     plans: Sequence[_RankPlan]
     in_thread: bool
     begin: float
     blocked: float = 0.0
-    """Seconds for which the caller was blocked so far."""
+    """Time for which training was blocked so far, in seconds."""
     write_seconds: float = 0.0
-    """Write time of the slowest rank."""
+    """Time that the slowest rank took to write its files."""
     writing: Future[_WriteResult] | None = None
     committing: Future[_CommitResult] | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors of all ranks."""
+        """Total size in bytes of the tensors that all ranks write."""
         return sum(plan.num_bytes for plan in self.plans)
 
     @property
@@ -131,30 +130,30 @@ class SavedCheckpoint:
 
     iteration: int
     path: Path | None
-    """The checkpoint's folder; None if the save failed, which was logged; its files were removed."""
+    """Folder of the checkpoint. None if the save failed; then the error was logged and the files were removed."""
     num_bytes: int
-    """Bytes of the tensors of all ranks."""
+    """Total size in bytes of the tensors that all ranks wrote."""
     seconds: float
-    """Time from the call to the commit, the grace period that a preemption needs."""
+    """Time from the start of the save to its commit. A preempted run needs at least this long before SIGKILL."""
     blocked_seconds: float
-    """Part of `seconds` for which the caller was blocked."""
+    """Part of `seconds` during which training was blocked."""
     write_seconds: float
-    """Write time of the slowest rank."""
+    """Time that the slowest rank took to write its files."""
 
 
 class CheckpointSaver:
     """Writes the checkpoints of one run into one folder, which stays locked until `close`.
 
-    All methods are collective. Each rank writes its own files, with the boxes that no lower rank holds.
+    All ranks call the constructor and every method together. The lowest of the ranks that hold a box writes it.
 
     Args:
         keep_last: number of newest checkpoints to keep; None keeps all, or only the newest if `retain_interval` is set.
-        retain_interval: also keeps iterations that are multiples of this.
-        keep_best: also keeps the checkpoint whose train_state.json has the lowest validation loss.
-        fresh: moves existing checkpoints of the folder into a subfolder (`--fresh`).
+        retain_interval: additionally keep checkpoints whose iteration is a multiple of this number.
+        keep_best: additionally keep the checkpoint whose train_state.json has the lowest validation loss.
+        fresh: move existing checkpoints of the folder into a subfolder (`--fresh`).
         stop_after: number of consecutive failed saves after which SaveProblem is raised.
-        expected_bytes: size of one checkpoint, for the check of free disk space.
-        say: logs a line, on the first rank.
+        expected_bytes: expected size of one checkpoint, which is compared with the free disk space.
+        say: logs a line; called on the first rank only.
     Raises:
         EnvironmentProblem: the folder is not writable, lacks space for one checkpoint, or is locked by another job.
     """
@@ -177,7 +176,7 @@ class CheckpointSaver:
         keep_last = 1 if keep_last is None and retain_interval else keep_last
         self.retention = Retention(keep_last, retain_interval, keep_best)
         self.loaded_from: Path | None = None
-        """Checkpoint that the run was loaded from, which retention never deletes. Set after loading."""
+        """Checkpoint from which the run was loaded; it is never deleted. The caller sets this field after loading."""
         self.last: SavedCheckpoint | None = None
         """The last successful save."""
         self._context = context
@@ -192,11 +191,11 @@ class CheckpointSaver:
         on_first_rank(partial(self._open, fresh, expected_bytes), context)
 
     def close(self) -> int | None:
-        """Unlocks the folder. A save that is still being written is cancelled (call `wait` first to keep it); a commit
-        that has begun is completed.
+        """Unlocks the folder. Cancels a save whose files are still being written (call `wait` first to complete it).
+        Completes a commit that has begun.
 
         Returns:
-            Iteration of the completed commit, on the first rank.
+            Iteration of the commit that was completed, on the first rank; else None.
         """
         save, self._pending = self._pending, None
         committed = None
@@ -221,10 +220,10 @@ class CheckpointSaver:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> Path | None:
-        """Writes one checkpoint; arguments as for `start`.
+        """Writes one checkpoint and returns after its commit. `start` describes the arguments.
 
         Returns:
-            The checkpoint's folder; None if the save failed, which was logged; its files were removed.
+            Folder of the checkpoint. None if the save failed; then the error was logged and the files were removed.
         Raises:
             SaveProblem: `stop_after` consecutive saves failed.
         """
@@ -240,15 +239,16 @@ class CheckpointSaver:
         texts: Mapping[str, str] | None = None,
         in_thread: bool = True,
     ) -> SavedCheckpoint | None:
-        """Starts to write one checkpoint, replacing any checkpoint of the same iteration; `poll` or `wait` complete it.
+        """Starts to write one checkpoint, which replaces any checkpoint of the same iteration. Call `poll` or `wait` to
+        complete it. Raises SaveProblem like `poll`.
 
         Args:
-            tensors: by `tensor_key`. Tensors on a device are copied to the host one at a time.
-            train_state: written as train_state.json.
-            texts: additional text files by name, e.g. run.yaml.
-            in_thread: copy the tensors to host memory and write them in a thread; else write before returning.
+            tensors: shards by `tensor_key`.
+            train_state: content of train_state.json.
+            texts: contents of additional text files by file name, e.g. run.yaml.
+            in_thread: copy all tensors to host memory, return, and write in a thread. Else write before returning.
         Returns:
-            None; or the result if the save has already failed.
+            None if the save has started; its result if it failed at once.
         """
         assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
         begin, first = time.monotonic(), self._context.is_first
@@ -272,16 +272,16 @@ class CheckpointSaver:
 
     @property
     def pending(self) -> int | None:
-        """Iteration of the unfinished save, if any."""
+        """Iteration of the unfinished save; None if there is none."""
         return None if self._pending is None else self._pending.iteration
 
     def poll(self) -> SavedCheckpoint | None:
-        """Advances an asynchronous save by one stage if all ranks have finished the current one; does not wait.
+        """Advances the unfinished save by one stage if all ranks have finished the current stage, else returns at once.
 
-        All ranks call it at every step. It communicates only while a save is unfinished.
+        All ranks call this method at every training step. It communicates only while a save is unfinished.
 
         Returns:
-            The result once the save has finished, else None.
+            Result of the save if this call finished it, else None.
         Raises:
             SaveProblem: `stop_after` consecutive saves failed.
         """
@@ -295,7 +295,7 @@ class CheckpointSaver:
             return self._advance(self._pending)
 
     def wait(self) -> SavedCheckpoint | None:
-        """Completes the unfinished save and returns its result; None if there is none.
+        """Completes the unfinished save and returns its result. Returns None if no save is unfinished.
 
         Raises:
             SaveProblem: `stop_after` consecutive saves failed.
@@ -307,7 +307,7 @@ class CheckpointSaver:
         return saved
 
     def _advance(self, save: _PendingSave) -> SavedCheckpoint | None:
-        """Waits for the current stage and starts the next one. Returns the result after the last stage."""
+        """Waits for the current stage and starts the next one. After the last stage or an error, returns the result."""
         assert save.writing is not None, f"the save of iteration {save.iteration} was not started"
         if save.committing is None:
             results = self._gather(save.writing.result())
@@ -359,7 +359,7 @@ class CheckpointSaver:
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """Selects the boxes that this rank writes: boxes that no lower rank holds."""
+        """Selects the boxes of `tensors` that this rank writes, which are those that no lower rank holds."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
@@ -371,7 +371,7 @@ class CheckpointSaver:
         return {key: tensor for key, tensor in kept.items() if tensor.boxes}
 
     def _make_temporary(self, save: _PendingSave) -> str | None:
-        """Creates the temporary folder, on the first rank. Returns an error message on failure or lack of space."""
+        """Creates the temporary folder. Returns an error message if this fails or if disk space is insufficient."""
         try:
             self._storage.make_dir(save.temporary)
             if self._storage.free_bytes(save.temporary) < save.needed_bytes:
@@ -381,7 +381,7 @@ class CheckpointSaver:
         return None
 
     def _write(self, save: _PendingSave) -> _WriteResult:
-        """Writes this rank's files."""
+        """Writes the files of this rank into the temporary folder."""
         result, begin = _WriteResult(), time.monotonic()
         calls = [
             partial(write_tensors, self._storage, save.temporary / name, part, save.cancelled.is_set)
@@ -403,8 +403,8 @@ class CheckpointSaver:
         return result
 
     def _commit(self, save: _PendingSave, written: Sequence[_WriteResult]) -> _CommitResult:
-        """Writes the manifest and renames the folder; then updates the tracker and applies retention, whose failures
-        are warnings."""
+        """Writes the manifest and renames the temporary folder. Then updates the tracker file and deletes old
+        checkpoints; failures of these two steps are only warnings."""
         ranks = {axis: self._context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
         files = {name: entry for part in written for name, entry in part.files.items()}
         manifest = Manifest(save.iteration, WRITER, ranks, files, merged([part.tensors for part in written]))
@@ -424,7 +424,7 @@ class CheckpointSaver:
         return None, messages
 
     def _rename(self, save: _PendingSave, messages: list[str]) -> None:
-        """Renames the temporary folder to its final name, restoring a checkpoint of that name on failure."""
+        """Renames the temporary folder to its final name. A checkpoint of this name is replaced, or kept on failure."""
         if not save.final.exists():
             self._storage.rename(save.temporary, save.final)
             return
@@ -456,10 +456,10 @@ class CheckpointSaver:
         if self._failures >= self._stop_after:
             raise SaveProblem(f"{sentence}; failure {self._failures} in a row: free disk space or repair the folder")
         if self._context.is_first:
-            self._say(f"{sentence}; training continues; failure {self._failures} in a row, {self._stop_after} stop it")
+            self._say(f"{sentence}; training continues; failure {self._failures} of {self._stop_after} in a row")
 
     def _update_folder(self, saved: Candidate, messages: list[str]) -> None:
-        """Updates the tracker file and applies retention."""
+        """Updates the tracker file and deletes checkpoints that are not retained. Appends failures to `messages`."""
         try:
             directory.write_tracker(self.folder, saved.iteration, self._storage)
         except OSError as error:
@@ -473,14 +473,14 @@ class CheckpointSaver:
 
 
 def _file_names(prefix: str, plans: Sequence[_RankPlan], rank: int) -> list[str]:
-    """Names of a rank's files, numbered consecutively over all ranks."""
+    """Names of the files with this prefix that `rank` writes. Files are numbered consecutively over all ranks."""
     num_files = [plan.num_files[prefix] for plan in plans]
     first, total = sum(num_files[:rank]), sum(num_files)
     return [f"{prefix}-{first + number:05d}-of-{total:05d}.safetensors" for number in range(num_files[rank])]
 
 
 def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, TensorShard]]]:
-    """Partitions a rank's tensors over its files, by file prefix."""
+    """Assigns the tensors of one rank to files. Returns, by file name prefix, the tensors of each file."""
     weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in weights}
     return {"model": in_parts(weights), "optim": in_parts(others)}

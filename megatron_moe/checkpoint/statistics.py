@@ -1,4 +1,4 @@
-"""Per-tensor statistics of a checkpoint and differences between two, in bounded memory. All bytes read are verified."""
+"""Statistics of the tensors of a checkpoint and differences between two checkpoints, in bounded memory."""
 
 import math
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ class Statistics:
     """Statistics of one tensor, computed in fp64 over its finite elements."""
 
     norm: float
-    """Euclidean norm."""
+    """L2 norm."""
     largest: float
-    """Largest magnitude."""
+    """Largest absolute value."""
     num_nonfinite: int
     num_elements: int
 
@@ -32,21 +32,21 @@ class Statistics:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of one tensor between two checkpoints."""
+    """Description of how one tensor differs between two checkpoints."""
 
     key: str
     kind: str
-    """Description of a missing tensor or of differing shapes or dtypes; "values" if only values differ."""
+    """"values" if only values differ, else a text such as "missing in PATH" or the two shapes or dtypes."""
     largest: float = 0.0
-    """Largest absolute difference."""
+    """Largest absolute difference between two elements."""
     relative: float = 0.0
-    """Norm of the difference divided by the norm in the first checkpoint."""
+    """L2 norm of the difference, divided by the L2 norm of the tensor in the first checkpoint."""
 
 
 class OpenCheckpoint:
-    """Read access to one checkpoint, piece by piece.
+    """Read access to one checkpoint. Tensors are read piece by piece, and every piece is verified.
 
-    Raises CheckpointProblem if the manifest cannot be read or a file has another size than it lists.
+    Raises CheckpointProblem if the manifest cannot be read or a file does not have the size listed in the manifest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class OpenCheckpoint:
         self.manifest = self._reader.manifest
 
     def text(self, name: str) -> str | None:
-        """Content of a text file of the checkpoint, such as run.yaml; None if there is none."""
+        """Content of a text file of the checkpoint, such as run.yaml. None if the checkpoint has no such file."""
         if name not in self.manifest.files:
             return None
         with self._reporting():
@@ -77,7 +77,7 @@ class OpenCheckpoint:
         return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
     def difference(self, key: str, other: "OpenCheckpoint") -> TensorDifference | None:
-        """Compares a tensor in two checkpoints, which may split it differently; None if equal (NaN equals NaN)."""
+        """Compares a tensor in two checkpoints, also of different layouts. None if it is equal (NaN equals NaN)."""
         a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
         if a is None or b is None:
             return TensorDifference(key, f"missing in {self.path if a is None else other.path}")
@@ -104,7 +104,7 @@ class OpenCheckpoint:
         return self._reader.mapped(key, piece)
 
     def _read_box(self, key: str, box: TensorPiece) -> Tensor:
-        """Reads the elements of a box, which need not be one of this checkpoint's pieces."""
+        """Reads a box of a tensor. The box may overlap several stored pieces."""
         entry = self.manifest.tensors[key]
         same = next((p for p in entry.pieces if (p.offset, p.shape) == (box.offset, box.shape)), None)
         if same is not None:
@@ -115,7 +115,7 @@ class OpenCheckpoint:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Context manager that converts errors of its body to CheckpointProblem."""
+        """Context manager that converts CorruptCheckpoint and NewerFormat errors to CheckpointProblem."""
         try:
             yield
         except (CorruptCheckpoint, NewerFormat) as problem:

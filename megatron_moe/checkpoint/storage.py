@@ -1,5 +1,5 @@
-"""File-system operations of checkpoints: `Storage` for saving, which tests replace to inject faults, and bounded reads
-of files that other programs may have written."""
+"""File-system operations for checkpoints: `Storage`, which tests replace to inject faults into saves, and functions
+that safely open and read files that other programs may have written."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Storage:
-    """A local or mounted file system. Every method raises OSError on failure."""
+    """File-system operations for saving checkpoints. Every method raises OSError on failure."""
 
     def make_dir(self, path: Path) -> None:
         path.mkdir()
@@ -25,7 +25,7 @@ class Storage:
             os.fsync(file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames atomically. Replaces a target file; raises for a non-empty target directory."""
+        """Renames atomically. An existing target file is replaced; a non-empty target directory raises OSError."""
         os.rename(source, target)
 
     def sync_dir(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Storage:
 def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file for reading, in binary mode.
 
-    A fifo, device or directory raises OSError. `O_NONBLOCK` keeps `open` from waiting for the writer of a fifo.
+    Raises OSError if the path is a FIFO, a device or a directory.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,7 +1,7 @@
-"""Shards of global tensors as n-d boxes, and their storage in safetensors files.
+"""Shards of global tensors, and their storage in safetensors files.
 
-A rank's shard of a tensor is one or more boxes. Saving writes the boxes; loading fills them from the overlapping boxes
-of the checkpoint, whichever layout wrote it.
+A rank's shard of a tensor is one or more boxes (n-d slices). Saving writes the boxes. Loading fills them from the
+overlapping boxes of a checkpoint, which may have been written with another parallel layout.
 """
 
 import errno
@@ -40,12 +40,12 @@ _MAX_THREADS = 3
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a global tensor that this rank holds."""
+    """Box (n-d slice) of a global tensor; this rank holds its values."""
 
     offset: tuple[int, ...]
-    """Start index in the global tensor, per dim."""
+    """Start index of the box in each dim of the global tensor."""
     data: Tensor
-    """Values of the box; loading writes into them."""
+    """Values of the box. Loading writes into this tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,9 +58,9 @@ class TensorBox:
 
 @dataclass(frozen=True)
 class PendingBox(TensorBox):
-    """A box whose values are computed when written, so that a model larger than memory can be saved.
+    """A box whose values are computed by `make` when it is written, so that a model larger than memory can be saved.
 
-    `data` is on the meta device and gives shape and dtype only.
+    `data` is a meta tensor that only defines the shape and dtype of the box.
     """
 
     make: Callable[[], Tensor]
@@ -81,7 +81,7 @@ class TensorShard:
 
     @classmethod
     def whole(cls, data: Tensor) -> "TensorShard":
-        """Builds an unsharded tensor."""
+        """Builds the shard of a rank that holds the entire tensor."""
         return cls(tuple(data.shape), (TensorBox((0,) * data.dim(), data),))
 
     @classmethod
@@ -92,8 +92,8 @@ class TensorShard:
 
         Args:
             shape: shape of the global tensor.
-            boxes: boxes of the global tensor; the local tensor is the concatenation of the boxes along `dim`.
-            flat: [n], elements `start` to `start + n` of the local tensor in row-major order. The boxes are views.
+            boxes: boxes of the global tensor whose concatenation along `dim` is the local tensor.
+            flat: [n], elements `start` to `start + n` of the local tensor in row-major order; the shard is a view.
         """
         size = list(boxes[0].size)
         if size:
@@ -116,7 +116,7 @@ class TensorShard:
 
 
 def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Splits the row-major elements `start` to `end` into blocks (offset, shape), in order."""
+    """Splits a range of row-major indices of a tensor into rectangular blocks. Yields (offset, shape) of each block."""
     if not shape:
         yield (), ()
         return
@@ -137,7 +137,7 @@ def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tupl
 def _placed(
     boxes: Sequence[param_meta.ParamBox], dim: int, offset: tuple[int, ...], data: Tensor
 ) -> Iterator[TensorBox]:
-    """Splits a block at `offset` of the concatenation of `boxes` along `dim` into boxes of the global tensor."""
+    """Splits a block of the local tensor (see `TensorShard.part`), which starts at `offset`, into global boxes."""
     begin, end = offset[dim], offset[dim] + data.shape[dim]
     before = 0
     for box in boxes:
@@ -150,9 +150,8 @@ def _placed(
 
 
 def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
-    """Partitions the tensors into parts of similar size, one per I/O thread. Returns a single part if there are few
-    bytes or any `PendingBox`, which needs memory when written; an empty list without tensors.
-    """
+    """Partitions the tensors into parts of similar size, one per I/O thread. Small tensors are one part, and so are
+    tensors with a `PendingBox`, to limit the memory for computed values. Returns an empty list without tensors."""
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):
         return [dict(tensors)] if tensors else []
@@ -166,7 +165,7 @@ def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]
 
 
 def digest(*facts: object) -> bytes:
-    """8-byte hash that ranks exchange to compare keys and boxes."""
+    """8-byte hash of `facts`. Ranks exchange hashes to compare tensor keys and boxes."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -175,7 +174,7 @@ def split_digests(joined: bytes) -> list[bytes]:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Key of a tensor in a checkpoint. `kind` is "model" for weights and buffers, else a kind of optimizer state."""
+    """Key of a tensor in a checkpoint. `kind`: "model" for weights and buffers, else e.g. "exp_avg"."""
     return f"{kind}.{name}"
 
 
@@ -190,9 +189,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_tensors(
     storage: Storage, path: Path, tensors: Mapping[str, TensorShard], cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Writes a safetensors file, one box at a time in host memory.
+    """Writes the tensors to a safetensors file. Copies one box at a time to host memory.
 
-    Returns the manifest entries of the file and of its tensors, with the pieces in this file only.
+    Returns the manifest entries of the file and of its tensors. A tensor's entry lists only the pieces in this file.
 
     Raises:
         OSError: the file cannot be written, or `cancelled` returned True.
@@ -229,7 +228,7 @@ def write_tensors(
 
 
 def _label(key: str, tensor: TensorShard, box: TensorBox) -> str:
-    """Name of a box in the safetensors header. Unsharded weights have their global names, for other programs."""
+    """Name of a box in the safetensors header. A whole weight has its parameter name, which other programs expect."""
     name = key.removeprefix("model.")
     if tuple(box.data.shape) == tensor.shape:
         return name
@@ -237,7 +236,7 @@ def _label(key: str, tensor: TensorShard, box: TensorBox) -> str:
 
 
 def safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Header of a safetensors file with the tensors in this order; uses their shapes and dtypes only."""
+    """Header of a safetensors file that stores the tensors in this order. Meta tensors are sufficient."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for label, tensor in tensors.items():
@@ -250,23 +249,23 @@ def safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def bytes_of(data: Tensor) -> memoryview:
-    """Row-major bytes of a tensor, in host memory."""
+    """Row-major bytes of a tensor in host memory. Shares memory with contiguous CPU tensors."""
     flat = data.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class CheckpointReader:
-    """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint.
+    """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint if verification fails.
 
     Args:
-        manifest: manifest of the folder; None reads it from the folder, which may also raise NewerFormat.
+        manifest: manifest of the folder. None: it is read from the folder, which may also raise NewerFormat.
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.manifest = manifest or read_manifest(folder)
         self._folder = folder
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        """Scratch buffer; reused, because reading into memory that was touched before is several times faster."""
+        """Reused scratch buffer, because reading into newly allocated memory is several times slower."""
 
     def check_sizes(self) -> None:
         """Raises CorruptCheckpoint if a file is missing or its size differs from the manifest's."""
@@ -279,7 +278,7 @@ class CheckpointReader:
                 raise CorruptCheckpoint(f"{name}: {size} bytes, the manifest says {entry.size}")
 
     def head(self, name: str) -> bytes:
-        """Reads and verifies the safetensors header of a file, or a whole text file."""
+        """Reads and verifies the header of a safetensors file, or all of a text file."""
         entry = self.manifest.files.get(name)
         if entry is None:
             raise CorruptCheckpoint(f"{name}: not in the manifest")
@@ -292,7 +291,7 @@ class CheckpointReader:
 
         Args:
             out: contiguous tensor of the piece's shape and dtype; its contents are undefined if the piece is corrupt.
-                None: the reader's scratch memory, which the next call overwrites.
+                None: returns a tensor in the reader's scratch memory, which the next call overwrites.
         """
         entry = self.manifest.tensors[key]
         num_bytes = entry.num_bytes(piece)
@@ -304,13 +303,13 @@ class CheckpointReader:
         return out
 
     def check(self, key: str, piece: TensorPiece) -> None:
-        """Verifies one piece without keeping its values. Raises CorruptCheckpoint."""
+        """Verifies one piece without keeping its values. Raises CorruptCheckpoint if it is damaged."""
         entry = self.manifest.tensors[key]
         label = key if piece.shape == entry.shape else f"{key} at {list(piece.offset)}"
         self._read(piece.file, piece.start, entry.num_bytes(piece), piece.crc32, label)
 
     def mapped(self, key: str, piece: TensorPiece) -> Tensor:
-        """Memory-maps one piece, which the caller has verified; pages are read on access."""
+        """Memory-maps one piece without verifying it; call `check` first."""
         entry = self.manifest.tensors[key]
         dtype = TORCH_DTYPES[entry.dtype]
         if not prod(piece.shape):
@@ -320,7 +319,7 @@ class CheckpointReader:
         return stored[piece.start : piece.start + entry.num_bytes(piece)].view(dtype).view(piece.shape)
 
     def _read(self, name: str, start: int, size: int, crc32: str, what: str, out: memoryview | None = None) -> None:
-        """Reads and verifies a range, into `out` if given, in chunks that stay in the CPU cache for their checksum."""
+        """Verifies a byte range of a file and reads it into `out` if given, in chunks that fit in the CPU cache."""
         buffer = memoryview(bytearray(min(size, _READ_BYTES))) if out is None else out
         num_read = found = 0
         try:
@@ -343,10 +342,10 @@ class CheckpointReader:
 
 
 def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, Tensor | None], Tensor]) -> None:
-    """Fills the boxes of `target` from the overlapping pieces of a saved tensor, casting to their dtype.
+    """Fills the boxes of `target` from the overlapping pieces of a saved tensor. Values are cast to the boxes' dtype.
 
-    `read(piece, out)` returns the values of a piece. `out` is the destination if the piece can be read directly into
-    it, else None.
+    `read(piece, out)` returns the values of a piece. `out` is the destination tensor if the piece can be read into it
+    directly, else None.
     """
     for piece in entry.pieces:
         overlaps = [(box, found) for box in target.boxes if (found := _intersection(box, piece))]
@@ -364,18 +363,18 @@ def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, T
 
 
 def block_slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Converts (begin, end) in the global tensor to slices of a block that starts at `offset`."""
+    """Slices that select the range `block` = (begin, end) of the global tensor from a box that starts at `offset`."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
 
 
 def _reads_directly(out: Tensor, shape: tuple[int, ...], dtype: str) -> bool:
-    """True if bytes of the file can be read into `out` without a copy."""
+    """True if a stored piece of this shape and dtype can be read into `out` without an intermediate copy."""
     same = tuple(out.shape) == shape and out.dtype == TORCH_DTYPES[dtype]
     return same and out.device.type == "cpu" and out.is_contiguous()
 
 
 def overlaps(tensor: TensorShard, piece: TensorPiece) -> bool:
-    """True if any box of the tensor shares an element with the piece."""
+    """True if any box of the shard overlaps the piece."""
     return any(_intersection(box, piece) for box in tensor.boxes)
 
 
@@ -386,7 +385,7 @@ def _intersection(box: TensorBox, piece: TensorPiece) -> tuple[tuple[int, ...], 
 def intersection(
     offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Intersection of two blocks as (begin, end) in the global tensor; None if empty."""
+    """Intersection of two boxes of a tensor as (begin, end) index tuples; None if they do not overlap."""
     begin = tuple(max(a, b) for a, b in zip(offset, other_offset, strict=True))
     ends = zip(offset, shape, other_offset, other_shape, strict=True)
     end = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -394,7 +393,7 @@ def intersection(
 
 
 def float64_chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Converts a tensor to fp64 in flat chunks of at most 32 MiB."""
+    """Yields the elements of a tensor in row-major order, as 1-d fp64 chunks of at most 32 MiB."""
     for chunk in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
         yield chunk.double()
 

@@ -1,4 +1,4 @@
-"""Full verification of a checkpoint, in bounded memory, without loading it into a model."""
+"""Verification of all files of a checkpoint, in bounded memory and without building a model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ class VerificationReport:
 
     path: Path
     manifest: Manifest | None
-    """None if the manifest cannot be read; then nothing else was verified."""
+    """Manifest of the checkpoint. None if it cannot be read; then no other file was verified."""
     problems: tuple[str, ...]
     """Errors, each of which makes the checkpoint unusable."""
     remarks: tuple[str, ...]
@@ -50,8 +50,8 @@ def verify_checkpoint(
     """Verifies every byte of a checkpoint folder and collects all problems.
 
     Args:
-        check_state: validates the content of train_state.json.
-        check_finite: also report tensors with NaN or infinite values.
+        check_state: function that validates the content of train_state.json.
+        check_finite: report tensors with NaN or infinite values as problems too.
     """
     try:
         reader = CheckpointReader(path)
@@ -71,9 +71,9 @@ def verify_checkpoint(
 
 
 def open_verified(path: Path) -> CheckpointReader:
-    """Verifies a checkpoint and opens it for `CheckpointReader.mapped`.
+    """Verifies a checkpoint and opens it, so that `CheckpointReader.mapped` can be used safely.
 
-    Raises CheckpointProblem that lists all problems.
+    Raises CheckpointProblem, listing all problems, if the checkpoint is damaged.
     """
     report = verify_checkpoint(path)
     if report.manifest is None or not report.valid:
@@ -82,7 +82,7 @@ def open_verified(path: Path) -> CheckpointReader:
 
 
 def _verify_files(reader: CheckpointReader, problems: list[str], check_state: CheckState | None) -> int:
-    """Verifies safetensors headers and text files. Returns the number of verified bytes."""
+    """Verifies safetensors headers and text files and appends to `problems`. Returns the number of verified bytes."""
     manifest, extents = reader.manifest, extents_by_file(reader.manifest)
     for name in manifest.files:
         with _collecting(problems):
@@ -116,7 +116,7 @@ def _verify_pieces(reader: CheckpointReader, problems: list[str], check_finite: 
 
 @contextmanager
 def _collecting(problems: list[str]) -> Iterator[None]:
-    """Context manager that appends a CorruptCheckpoint error of its body to `problems`."""
+    """Context manager that catches CorruptCheckpoint and appends its message to `problems`."""
     try:
         yield
     except CorruptCheckpoint as problem:
@@ -124,7 +124,7 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 
 def sizes_by_kind(manifest: Manifest) -> Mapping[str, int]:
-    """Total bytes per kind of tensor ("model", "master", "exp_avg", ...)."""
+    """Total size in bytes of the tensors of each kind ("model", "master", "exp_avg", ...)."""
     sizes: dict[str, int] = {}
     for key, entry in manifest.tensors.items():
         kind = key.partition(".")[0]

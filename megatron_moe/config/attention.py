@@ -10,11 +10,11 @@ class NormConfig:
     """RMSNorm or LayerNorm over the last dim."""
 
     kind: Literal["RMSNorm", "LayerNorm"] = "LayerNorm"
-    """`--normalization`"""
+    """Type of norm (`--normalization`)."""
     eps: float = 1e-5
-    """`--norm-epsilon`"""
+    """Constant added to the variance or mean square (`--norm-epsilon`)."""
     zero_centered: bool = False
-    """Stores gamma - 1, initialised to 0 (`--apply-layernorm-1p`)."""
+    """Stores the weight as gamma - 1, initialised to 0 (`--apply-layernorm-1p`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,44 +22,44 @@ class RopeConfig:
     """Rotary position embedding (arXiv 2104.09864) and its context extensions."""
 
     dim: int
-    """Rotated channels per head: head_dim * rotary_percent, or `qk_rope_dim` of MLA."""
+    """Number of rotated channels per head: head_dim * rotary_percent, or `qk_rope_dim` for MLA."""
     base: float = 10000.0
     interleaved: bool = False
     """Rotates the channel pairs (0, 1), (2, 3), … instead of (0, D/2), (1, D/2 + 1), …"""
     scaling: Literal["none", "llama3", "linear", "yarn"] = "none"
     scaling_factor: float = 1.0
-    """Context extension factor of llama3, linear and yarn scaling."""
+    """llama3, linear and yarn only: factor by which the context is extended."""
     original_max_positions: int = 4096
     """llama3 and yarn only: context length before the extension."""
     low_freq_factor: float = 1.0
-    """llama3 only: wavelengths above `original_max_positions` / `low_freq_factor` are scaled by `scaling_factor`."""
+    """llama3 only: wavelengths above `original_max_positions / low_freq_factor` are multiplied by `scaling_factor`."""
     high_freq_factor: float = 4.0
-    """llama3 only: wavelengths below `original_max_positions` / `high_freq_factor` are unchanged."""
+    """llama3 only: wavelengths below `original_max_positions / high_freq_factor` are unchanged."""
     beta_fast: float = 32.0
-    """yarn only: dims with more rotations than this over the original context keep their frequency."""
+    """yarn only: channel pairs with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """yarn only: dims with fewer rotations than this over the original context are scaled by `scaling_factor`."""
+    """yarn only: frequencies with fewer rotations than this are divided by `scaling_factor`; see `beta_fast`."""
     mscale: float = 1.0
-    """yarn only."""
+    """yarn only: coefficient in the factor on cos and sin; see `concentration`."""
     mscale_all_dim: float = 0.0
-    """yarn only; also part of MLA's softmax scale."""
+    """yarn only: coefficient in the divisor of the factor on cos and sin, and in the softmax scale of MLA."""
     truncate: bool = True
-    """yarn only: rounds the correction range to whole dims (`--yarn-correction-range-round-to-int`)."""
+    """yarn only: rounds the bounds of the interpolated range to integers (`--yarn-correction-range-round-to-int`)."""
     concentration: float | None = None
-    """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(factor) + 1). None: yarn_mscale(factor, mscale) /
-    yarn_mscale(factor, mscale_all_dim)."""
+    """yarn only: factor on cos and sin (GPT-OSS: 0.1 ln(scaling_factor) + 1). None: the factor is
+    yarn_mscale(scaling_factor, mscale) / yarn_mscale(scaling_factor, mscale_all_dim)."""
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature correction for a context extended by `factor` (arXiv 2309.00071 equation 22).
+    """Attention scale of YaRN for a context extended by `factor` (arXiv 2309.00071 equation 22); 1 if not extended.
 
-    With m = yarn_mscale(factor, mscale_all_dim), MLA's softmax scale is m^2 / sqrt(q_head_dim).
+    The softmax scale of MLA with YaRN is yarn_mscale(factor, mscale_all_dim)^2 / sqrt(q_head_dim).
     """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 ContextExchange = Literal["p2p", "allgather", "a2a", "a2a+p2p"]
-"""Exchange of keys and values between context-parallel ranks (`--cp-comm-type`)."""
+"""Context-parallel communication (`--cp-comm-type`): ring, all-gather of k and v, all-to-all, or all-to-all + ring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class CoreAttentionConfig:
     softmax_scale: float
     causal: bool = True
     window: tuple[int, int] | None = None
-    """Sliding window: number of keys to the (left, right) of the query's position that it attends to, -1 without limit;
+    """Sliding window (left, right): maximum number of visible keys before and after the query's position; -1: no limit.
     (127, 0) is a causal window of 128 tokens. None: no window."""
     sinks: bool = False
     """Adds one learned logit per head to the softmax denominator (`--softmax-type learnable`)."""
@@ -77,7 +77,7 @@ class CoreAttentionConfig:
     """Adds a constant zero logit to the softmax denominator (`--softmax-type off-by-one`)."""
     dropout: float = 0.0
     context_exchange: ContextExchange = "p2p"
-    """Exchange of keys and values, used only with several context-parallel ranks."""
+    """Communication of context-parallel attention; has no effect with one context-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +86,22 @@ class AttentionConfig:
 
     hidden_size: int
     num_heads: int
-    """`--num-attention-heads`"""
+    """Number of query heads (`--num-attention-heads`)."""
     num_query_groups: int
     head_dim: int
     core: CoreAttentionConfig
     rope: RopeConfig | None
-    """None: no rotation (learned absolute positions, or a layer without position embedding)."""
+    """Rotary embedding of q and k. None: no rotation (learned absolute positions or no position embedding)."""
     qk_norm: Literal["none", "per_head", "full", "l2"] = "none"
     """Norm of q and k. per_head: over each head (Qwen3); full: over all heads jointly (OLMoE, MiniMax); l2: over each
     head, without a weight (Llama 4)."""
     norm: NormConfig = NormConfig()
-    """Kind and epsilon of `qk_norm`."""
+    """Kind and epsilon of the norm that `qk_norm` selects."""
     qkv_bias: bool = False
     out_bias: bool = False
-    """`--add-bias-linear`"""
+    """Adds a bias to the output projection (`--add-bias-linear`)."""
     output_gate: bool = False
-    """Multiplies the attention output by sigmoid(gate), projected with q, k and v (`--attention-output-gate`)."""
+    """Multiplies the output by sigmoid(gate); the QKV projection also computes `gate` (`--attention-output-gate`)."""
 
     @property
     def q_head_dim(self) -> int:
@@ -123,12 +123,12 @@ class AttentionConfig:
 
     @property
     def kv_width(self) -> int:
-        """Width of k (equal to the width of v) over all query groups."""
+        """Width of k over all query groups, which is also the width of v."""
         return self.num_query_groups * self.head_dim
 
     @property
     def keys_values_width(self) -> int:
-        """Width of k and v together."""
+        """Width of k and v together, over all query groups."""
         return 2 * self.kv_width
 
     @property
@@ -138,17 +138,17 @@ class AttentionConfig:
 
     @property
     def matrix_elements(self) -> int:
-        """Elements of the projections."""
+        """Number of elements of all projection matrices."""
         return self.hidden_size * (self.qkv_width + self.q_width)
 
     def groups_divide_over(self, tp: int) -> bool:
-        """Whether each tensor-parallel rank holds whole query groups, or each group is shared by equally many ranks."""
+        """True if `tp` ranks can shard the query groups: whole groups per rank, or equally many ranks per group."""
         groups = self.num_query_groups
         return groups % tp == 0 or tp % groups == 0 and 2 * self.kv_width % tp == 0
 
     def shard(self, tp: int) -> "AttentionConfig":
-        """Config of one tensor-parallel rank's heads, with at least one query group. Ranks that share a query group
-        each hold only a part of its k and v projection."""
+        """Config with the heads and query groups of one of `tp` tensor-parallel ranks. If several ranks share a query
+        group, each has one group in this config but holds only a part of the group's k and v projection."""
         groups = max(self.num_query_groups // tp, 1)
         return replace(self, num_heads=self.num_heads // tp, num_query_groups=groups)
 
@@ -159,22 +159,22 @@ class MLAConfig:
 
     hidden_size: int
     num_heads: int
-    """`--num-attention-heads`"""
+    """Number of heads of q, k and v (`--num-attention-heads`)."""
     q_lora_rank: int | None
-    """Width of the compressed q; None: q is projected directly from the hidden state."""
+    """Width of the compressed q. None: q is projected from the hidden state without compression."""
     kv_lora_rank: int
-    """Width of the compressed k and v."""
+    """Width of the joint compression of k and v."""
     qk_head_dim: int
-    """Channels of a q or k head without position embedding."""
+    """Channels per q or k head that are not rotated."""
     qk_rope_dim: int
-    """Rotated channels per q head, and of the single rotated k head that all heads share (`--qk-pos-emb-head-dim`)."""
+    """Rotated channels per q or k head (`--qk-pos-emb-head-dim`). All k heads share the same rotated channels."""
     v_head_dim: int
     core: CoreAttentionConfig
     rope: RopeConfig
     qk_norm: bool
     """Normalises the compressed q and the compressed kv (`--qk-layernorm`)."""
     norm: NormConfig = NormConfig(kind="RMSNorm")
-    """Kind and epsilon of `qk_norm`."""
+    """Kind and epsilon of the norm that `qk_norm` enables."""
 
     @property
     def q_head_dim(self) -> int:
@@ -197,12 +197,12 @@ class MLAConfig:
 
     @property
     def kv_up_width(self) -> int:
-        """Output width of the up-projection of the compressed kv: k without its rotated channels, and v."""
+        """Output width of the up-projection of the compressed kv, which computes v and the unrotated channels of k."""
         return self.num_heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
     def matrix_elements(self) -> int:
-        """Elements of the projections."""
+        """Number of elements of all projection matrices."""
         down = self.kv_lora_rank + self.qk_rope_dim + self.out_width
         if self.q_lora_rank is None:
             query = self.hidden_size * self.q_width
@@ -211,5 +211,5 @@ class MLAConfig:
         return query + self.hidden_size * down + self.kv_lora_rank * self.kv_up_width
 
     def shard(self, tp: int) -> "MLAConfig":
-        """Config of one tensor-parallel rank's heads."""
+        """Config with the heads of one of `tp` tensor-parallel ranks."""
         return replace(self, num_heads=self.num_heads // tp)

@@ -9,34 +9,34 @@ class CheckpointConfig:
     """Locations, contents and retention of checkpoints."""
 
     save: Path | None = None
-    """Directory of the run's checkpoints; None: nothing is saved."""
+    """Directory in which the run saves its checkpoints. None: no checkpoints are saved."""
     save_interval: int | None = None
-    """Iterations between saves."""
+    """Number of iterations between saves."""
     load: str | None = None
     """Checkpoint directory, or `hf:DIR` for a local Hugging Face folder."""
     pretrained_checkpoint: str | None = None
-    """Checkpoint whose weights are loaded, as with `finetune`, if `load` has none (`--pretrained-checkpoint`)."""
+    """Checkpoint to load, as with `finetune`, if `load` holds no checkpoint (`--pretrained-checkpoint`)."""
     ckpt_step: int | None = None
-    """Iteration to load; None: the newest verified checkpoint."""
+    """Iteration of the checkpoint to load. None: the newest checkpoint that passes verification."""
     finetune: bool = False
-    """Loads weights only and starts at iteration 0."""
+    """Loads only the weights of `load`, without optimizer and training state, and starts at iteration 0."""
     skip_train: bool = False
-    """Evaluation only (`--skip-train`): skips the optimizer state and casts weights to the run's format."""
+    """Evaluates without training (`--skip-train`): loads no optimizer state and casts weights to the run's dtype."""
     load_optim: bool = True
     save_optim: bool = True
     exit_on_missing_checkpoint: bool = False
-    """Exits if `load` has no checkpoint."""
+    """Exits with an error if `load` holds no checkpoint."""
     override_ckpt_iteration: int | None = None
-    """Replaces the iteration recorded in the checkpoint of `load`; no effect if the run resumes from `save`
-    (`--override-ckpt-iteration`)."""
+    """Iteration at which the run starts instead of that of the loaded checkpoint; has no effect if the run resumes from
+    `save` (`--override-ckpt-iteration`)."""
     fresh: bool = False
-    """Starts at iteration 0 even if `save` has checkpoints."""
+    """Ignores existing checkpoints in `save` (they are moved to a subfolder) instead of resuming from them."""
     keep_last_checkpoints: int | None = None
-    """Number of newest checkpoints to keep (`--keep-last-checkpoints`); None: all."""
+    """Number of newest checkpoints to keep (`--keep-last-checkpoints`). None: all, or 1 with `save_retain_interval`."""
     save_retain_interval: int | None = None
-    """Also keeps checkpoints whose iteration is a multiple of this (`--save-retain-interval`)."""
+    """Additionally keeps checkpoints whose iteration is a multiple of this number (`--save-retain-interval`)."""
     keep_best_checkpoint: bool = False
-    """Also keeps the checkpoint with the lowest validation loss (`--keep-best-checkpoint`)."""
+    """Additionally keeps the checkpoint with the lowest validation loss (`--keep-best-checkpoint`)."""
     async_save: bool = False
     """Writes checkpoints in the background while training continues (`--async-save`)."""
     max_save_failures: int = 3
@@ -44,8 +44,8 @@ class CheckpointConfig:
     moe_use_upcycling: bool = False
     """Loads a dense checkpoint into an MoE model (`--moe-use-upcycling`)."""
     moe_upcycling_granularity: int = 1
-    """Number of experts into which each dense MLP is divided (`--moe-upcycling-granularity`)."""
+    """FFN hidden size of the dense checkpoint divided by that of an expert (`--moe-upcycling-granularity`)."""
     save_hf_interval: int | None = None
-    """Iterations between exports as Hugging Face folders; None: no exports."""
+    """Number of iterations between exports of the model as a Hugging Face folder. None: no exports."""
     save_hf_config: Path | None = None
-    """Folder whose config.json and tokenizer files are copied into exports."""
+    """Folder whose config.json and tokenizer files are copied into each Hugging Face export."""

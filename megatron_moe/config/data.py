@@ -9,12 +9,12 @@ from typing import Literal
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )
-"""Megatron's aliases of `TokenizerConfig.tokenizer_type`."""
+"""Other names that Megatron accepts for a tokenizer type -> `TokenizerConfig.tokenizer_type`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Tokenizer (`--tokenizer-*`)."""
+    """Type, files and vocabulary of the tokenizer (`--tokenizer-*`)."""
 
     tokenizer_type: Literal[
         "SentencePieceTokenizer",
@@ -26,19 +26,19 @@ class TokenizerConfig:
     ]
     tokenizer_model: Path | None = None
     vocab_file: Path | None = None
-    """GPT2BPETokenizer only."""
+    """GPT2BPETokenizer only: vocabulary file."""
     merge_file: Path | None = None
-    """GPT2BPETokenizer only."""
+    """GPT2BPETokenizer only: BPE merges file."""
     null_tokenizer_eod_id: int | None = None
-    """NullTokenizer: id of the end-of-document token; None: the last id."""
+    """NullTokenizer only: id of the end-of-document token. None: the last id of the vocabulary."""
     null_tokenizer_pad_id: int = -1
-    """NullTokenizer: id of the padding token; -1: none."""
+    """NullTokenizer only: id of the padding token. -1: no padding token."""
     vocab_size: int | None = None
-    """NullTokenizer: vocabulary size; TikTokenizer: maximum vocabulary size. Others read the size from their files."""
+    """NullTokenizer: vocabulary size. TikTokenizer: maximum vocabulary size. Other tokenizers ignore it."""
     tiktoken_pattern: str | None = None
-    """TikTokenizer: pre-tokenization pattern, v1 or v2; None: v2."""
+    """TikTokenizer only: pre-tokenization pattern, "v1" or "v2". None: "v2"."""
     tiktoken_num_special_tokens: int = 1000
-    """TikTokenizer only."""
+    """TikTokenizer only: number of ids at the start of the vocabulary that are special tokens."""
     tokenizer_special_tokens: tuple[str, ...] = ()
 
 
@@ -47,27 +47,27 @@ class DataConfig:
     """Datasets, batch contents and data loader."""
 
     train_data_path: tuple[str, ...] = ()
-    """Prefixes of the training datasets, or alternating weights and prefixes (`--train-data-path`); empty: the
-    training part of `data_path`."""
+    """Path prefixes of the training datasets, or alternating blend weights and prefixes (`--train-data-path`). Empty:
+    the training part of `data_path` is used."""
     valid_data_path: tuple[str, ...] = ()
-    """Same as `train_data_path`, for validation (`--valid-data-path`)."""
+    """Validation datasets, in the form of `train_data_path` (`--valid-data-path`)."""
     test_data_path: tuple[str, ...] = ()
-    """Same as `train_data_path`, for testing (`--test-data-path`)."""
+    """Test datasets, in the form of `train_data_path` (`--test-data-path`)."""
     data_path: tuple[str, ...] = ()
-    """Prefixes, or alternating weights and prefixes, divided by `split` (`--data-path`)."""
+    """Datasets that `split` divides into three parts, in the form of `train_data_path` (`--data-path`)."""
     split: str = "969, 30, 1"
-    """Proportions of training, validation and test data in `data_path`."""
+    """Relative sizes of the training, validation and test parts of `data_path`."""
     mock_data: bool = False
-    """Synthetic data (`--mock-data`)."""
+    """Uses synthetic data instead of datasets (`--mock-data`)."""
     mock_documents: int = 100_000
-    """Documents of the synthetic data: 205 million tokens, as in Megatron. Tests with short sequences use fewer."""
+    """Number of synthetic documents. The default equals Megatron's and gives 205 million tokens."""
     data_cache_path: Path | None = None
-    """Directory of index caches (`--data-cache-path`)."""
+    """Directory for cached dataset indices (`--data-cache-path`). None: cache/ below the path prefix."""
     seq_length: int
     seed: int = 1234
     tokenizer: TokenizerConfig
     vocab_size: int
-    """Vocabulary size without padding; token ids in the data that are not below it are an error."""
+    """Vocabulary size without padding. Token ids in the data must be below it."""
     eod_mask_loss: bool = False
     """Excludes end-of-document tokens from the loss."""
     reset_position_ids: bool = False
@@ -77,14 +77,14 @@ class DataConfig:
     mmap_bin_files: bool = True
     """Memory-maps .bin files instead of reading them."""
     num_workers: int = 0
-    """Above 0: one thread per rank reads the next batches ahead; 0: the training thread reads them."""
+    """0: the training thread reads each batch. Above 0: one background thread per rank prefetches batches."""
     drop_last_partial_validation: bool = True
     """Drops the last sample of a validation dataset if it is shorter than `seq_length`."""
     multiple_validation_sets: bool = False
     """Reports a loss for each validation dataset instead of blending them."""
     full_validation: bool = False
-    """An evaluation covers each validation dataset once, regardless of `LoopConfig.eval_iters`."""
+    """Each evaluation reads every validation dataset once and ignores `--eval-iters`."""
     mid_level_dataset_surplus: float = 0.005
-    """Extra samples built per dataset of a weighted blend, as a fraction (`--mid-level-dataset-surplus`)."""
+    """Fraction of additional samples indexed for each dataset of a weighted blend (`--mid-level-dataset-surplus`)."""
     dataloader_type: Literal["single", "cyclic"] = "single"
-    """single: samples in index order; cyclic: shuffled anew in each epoch (`--dataloader-type`)."""
+    """single: reads samples in index order; cyclic: reshuffles them in each epoch (`--dataloader-type`)."""

@@ -1,4 +1,4 @@
-"""Memory emulation (`--fake-init-process-group`): emulated ranks and the expert load assumed on them."""
+"""Memory emulation of single ranks (`--fake-init-process-group`): options and assumed expert load."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,23 +9,23 @@ class EmulationConfig:
     """Options of a memory emulation."""
 
     ranks: tuple[int, ...] = ()
-    """Global ranks to emulate, one after the other; empty: the first rank of every pipeline stage."""
+    """Global ranks to emulate, one after the other. Empty: one rank of every pipeline stage."""
     emulate_imbalance: float = 1.0
-    """Number of rows that the emulated rank's experts receive, as a multiple of an even load."""
+    """Number of tokens routed to the emulated rank's experts, as a multiple of the number at an even load."""
     gpu: str = "h100"
-    """Kind of GPU to emulate (`cost_model.hardware.GPUS`)."""
+    """GPU model to emulate, a key of `cost_model.hardware.GPUS`."""
     emulate_json: Path | None = None
-    """Output file of the results."""
+    """JSON output file of the results. None: not written."""
     emulate_plot: Path | None = None
-    """Output file of the memory timeline, a PNG."""
+    """PNG output file with a plot of memory over time. None: not written."""
 
 
 @dataclass(frozen=True)
 class RoutedLoad:
-    """Assumed distribution of routed rows over experts; it is the same for every sending rank.
+    """Assumed distribution of routed tokens over experts, which is the same for the tokens of every rank.
 
     Expert-parallel rank `hot` receives `imbalance` times an even share, divided equally over its experts. The experts
-    of all other ranks receive equal numbers of the remaining rows.
+    of all other ranks receive equal numbers of the remaining tokens.
     """
 
     num_ranks: int
@@ -37,7 +37,7 @@ class RoutedLoad:
         assert 0.0 <= self.imbalance <= self.num_ranks, f"imbalance {self.imbalance} over {self.num_ranks} ranks"
 
     def counts(self, num_experts: int, num_choices: int) -> tuple[int, ...]:
-        """Number of rows per expert if the tokens of one rank select `num_choices` experts in total."""
+        """Number of tokens per global expert if the tokens of one rank select `num_choices` experts in total."""
         num_local = num_experts // self.num_ranks
         first = self.hot * num_local
         num_hot = num_choices if self.num_ranks == 1 else round(num_choices * self.imbalance / self.num_ranks)

@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
     RENDEZVOUS = 13
     LAUNCHER = 14
     NOT_READY = 15
-    """A dry run found a valid plan that cannot start: an input or a feature is missing."""
+    """A dry run found the configuration valid, but the run cannot start because an input or a feature is missing."""
     RERUN_DISAMBIGUATE = 16
     RERUN_FAILED = 17
     PREEMPTED_SAVED = 75
@@ -36,17 +36,17 @@ class ExitCode(IntEnum):
 
 
 class RunError(Exception):
-    """An error that ends the run and that the user can resolve.
+    """Error that ends the run and that the user can resolve.
 
-    The message is one sentence with the problem, its numbers, its origin and the remedy. `pretrain_moe.py` and the
-    tools print it without a traceback and exit with `code`.
+    The message states the problem with its numbers, its origin and the remedy. `pretrain_moe.py` and the tools print
+    the message without a traceback and exit with `code`.
     """
 
     code: ExitCode = ExitCode.BUG
 
 
 class EnvironmentProblem(RunError):
-    """Problem with the world size, a package, a port, a directory or a lock."""
+    """Problem with the world size, a Python package, a network port, a directory or a lock file."""
 
     code = ExitCode.ENVIRONMENT
 
@@ -64,19 +64,19 @@ class CheckpointProblem(RunError):
 
 
 class NumericsProblem(RunError):
-    """A non-finite loss or gradient."""
+    """The loss or a gradient is NaN or infinite."""
 
     code = ExitCode.NUMERICS
 
 
 class MemoryProblem(RunError):
-    """Out of memory on the host or the device."""
+    """The host or the device has run out of memory."""
 
     code = ExitCode.MEMORY
 
 
 class SaveProblem(RunError):
-    """Saving failed repeatedly."""
+    """Too many consecutive checkpoint saves failed."""
 
     code = ExitCode.SAVE_FAILED
 
@@ -87,20 +87,20 @@ class OtherRankProblem(RunError):
     code = ExitCode.OTHER_RANK
 
     def __init__(self, message: str, rank: int | None = None, code: ExitCode = ExitCode.OTHER_RANK) -> None:
-        """`rank`: the rank that failed first, if known."""
+        """`rank`: global rank that failed first; None if unknown."""
         super().__init__(message)
         self.rank = rank
         self.code = code
 
 
 class DriftProblem(RunError):
-    """Data-parallel replicas of the same weights differ."""
+    """Replicas of a weight on different ranks are not equal."""
 
     code = ExitCode.DRIFT
 
 
 class Preempted(RunError):
-    """The run exits because of a signal. This is not a failure; the next start resumes from the last checkpoint."""
+    """The run exits because of a signal, which is not a failure. The next start resumes from the last checkpoint."""
 
     def __init__(self, message: str, *, saved: bool) -> None:
         super().__init__(message)
@@ -108,11 +108,11 @@ class Preempted(RunError):
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Joins lines into an indented list for the end of a message: the first 20, then the number of further lines."""
+    """Joins lines into an indented list for the end of a message. After the first 20, lines are only counted."""
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "\n  ".join([*lines[:_MAX_LISTED], *more])
 
 
 def counted(number: int, noun: str) -> str:
-    """Formats a number with its noun, in the plural unless the number is 1: `1 rank`, `8 ranks`."""
+    """Formats a number and a noun, for example `1 rank` or `8 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 ALLOWED = "MEGATRON_MOE_ALLOW_FAULTS"
-"""Environment variable that must be 1 to allow `--inject`."""
+"""Name of the environment variable that must be 1 to allow `--inject`."""
 
 KINDS = MappingProxyType(
     {
@@ -27,7 +27,7 @@ KINDS = MappingProxyType(
         "disk-full": "no space left on the device during a save",
     }
 )
-"""Description of each kind of fault."""
+"""Kind of fault -> description."""
 
 PHASES = ("step", "forward", "backward", "evaluation", "save", "exit")
 _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<phase>[a-z]+))?")
@@ -35,13 +35,13 @@ _FORM = re.compile(r"(?P<kind>[a-z-]+)@(?P<rank>\d+):(?P<iteration>\d+)(:(?P<pha
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """One fault, injected on one rank whenever it reaches the iteration, also after a restart at an earlier one."""
+    """One fault for one rank. It is injected each time the rank reaches `iteration`, also after a restart."""
 
     kind: str
     rank: int
     iteration: int
     phase: str
-    """Part of the iteration: its start ("step"), its forward or backward, or an evaluation, save or exit after it."""
+    """Point of injection: "step" (start of the iteration), "forward", "backward", or "evaluation", "save" or "exit"."""
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, iteration {self.iteration}, {self.phase}"
@@ -49,7 +49,7 @@ class FaultConfig:
 
 
 def parse_fault(text: str) -> FaultConfig:
-    """Parses `kill@1:7` or `kill@1:7:save`. Raises ValueError if the text is invalid."""
+    """Parses `kind@rank:iteration[:phase]`, e.g. `kill@1:7:save`. Raises ValueError if the text is invalid."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not of the form kind@rank:iteration or kind@rank:iteration:phase")

@@ -10,11 +10,11 @@ class LoggingConfig:
     """Contents, intervals and destinations of logs."""
 
     run_dir: Path | None = None
-    """Run directory with log, metrics, status and plots; None: no such directory."""
+    """Directory for log, metrics, status and plots of the run. None: these files are not written."""
     log_interval: int = 100
     log_style: Literal["megatron", "short"] = "megatron"
     progress_bar: bool = True
-    """Replaces step lines by one live line if the output is a terminal."""
+    """Shows one continuously updated line instead of a line per report if the output is a terminal."""
     tensorboard_dir: Path | None = None
     tensorboard_log_interval: int = 1
     wandb_project: str | None = None
@@ -26,17 +26,17 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = False
     log_memory_to_tensorboard: bool = False
     log_memory_interval: int | None = None
-    """Iterations between memory lines; None: one line, after the first log line."""
+    """Number of iterations between log lines with memory use. None: logs memory use once, after the first report."""
     log_device_memory_used: bool = False
-    """Adds the memory used by all processes on the device to memory lines (`--log-device-memory-used`)."""
+    """Also logs the device memory used by all processes (`--log-device-memory-used`)."""
     log_timers_to_tensorboard: bool = False
     log_validation_ppl_to_tensorboard: bool = False
     log_world_size_to_tensorboard: bool = False
     log_straggler: bool = False
     straggler_minmax_count: int = 1
-    """Number of slowest ranks to report (`--straggler-minmax-count`)."""
+    """Number of slowest ranks that each straggler report lists (`--straggler-minmax-count`)."""
     log_progress: bool = False
-    """Appends a line per start and checkpoint to progress.txt in the checkpoint directory."""
+    """Appends a line to progress.txt in the checkpoint directory at each start of the run and each checkpoint."""
     timing_log_level: Literal[0, 1, 2] = 0
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     moe_per_layer_logging: bool = False
@@ -50,18 +50,18 @@ class ProfileConfig:
     """Profiler traces, NVTX ranges and the history of device memory."""
 
     tool: Literal["none", "cuda", "torch"] = "none"
-    """cuda: delimits the steps for an external profiler (cudaProfilerStart and Stop); torch: writes a trace."""
+    """cuda: calls cudaProfilerStart and cudaProfilerStop for an external profiler; torch: writes a PyTorch trace."""
     profile_step_start: int = 10
-    """Number of iterations before the first profiled one (`--profile-step-start`)."""
+    """Number of completed iterations at which profiling starts (`--profile-step-start`)."""
     profile_step_end: int = 12
     """Last profiled iteration (`--profile-step-end`)."""
     profile_ranks: tuple[int, ...] = ()
-    """Profiled ranks; empty: all."""
+    """Global ranks to profile. Empty: all ranks."""
     pytorch_profiler_collect_shapes: bool = False
-    """Records tensor shapes in the trace."""
+    """Records the shapes of op inputs in the trace."""
     pytorch_profiler_collect_callstack: bool = False
-    """Records Python stacks in the trace."""
+    """Records Python call stacks in the trace."""
     nvtx_ranges: bool = False
-    """Adds NVTX ranges around the forward of each module (`--nvtx-ranges`)."""
+    """Adds NVTX ranges around the forwards of attention, MLP, router, experts, ... (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None
-    """Output file of the memory allocation history (`--memory-snapshot-path`), suffixed with the rank; None: none."""
+    """File for the history of memory allocations, one per rank (`--memory-snapshot-path`). None: not recorded."""

@@ -1,4 +1,4 @@
-"""Activation memory: recompute, offload and paged stash; CUDA graphs."""
+"""Options for activation memory (recompute, offload and paged stash) and for CUDA graphs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,14 +10,14 @@ class RecomputeConfig:
 
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """Full recompute only. uniform: all layers, in chunks of `recompute_num_layers`; block: the first
-    `recompute_num_layers` layers of each stage, one at a time."""
+    """Full recompute only. uniform: recomputes all layers, in chunks of `recompute_num_layers`. block: recomputes the
+    first `recompute_num_layers` layers of each pipeline stage, one at a time."""
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
-    """Modules of selective recompute."""
+    """Modules to recompute if `recompute_granularity` is "selective"."""
     distribute_saved_activations: bool = False
-    """Full recompute without sequence parallelism: shards the saved layer inputs over tensor-parallel ranks
-    (`--distribute-saved-activations`)."""
+    """With full recompute, each tensor-parallel rank saves only its shard of the layer inputs. Requires that sequence
+    parallelism is disabled (`--distribute-saved-activations`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +27,26 @@ class ActivationOffloadConfig:
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved tensors are offloaded (`--offload-modules`)."""
     activation_offload_fraction: float = 1.0
-    """Fraction of these modules' saved bytes that is offloaded (`--activation-offload-fraction`)."""
+    """Fraction of the bytes saved by `offload_modules` that is offloaded (`--activation-offload-fraction`)."""
     min_offloaded_tensor_size: int = 1 << 20
-    """Tensors with fewer elements than this are not offloaded (`--min-offloaded-tensor-size`)."""
+    """Minimum number of elements of an offloaded tensor (`--min-offloaded-tensor-size`)."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Pipeline rank r offloads r times this number of bytes less per microbatch than without this option
+    """Per microbatch, pipeline rank r keeps r times this number of bytes on the device instead of offloading them
     (`--delta-offload-bytes-across-pp-ranks`)."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Maximum number of concurrent offload copies of one module; None: unlimited."""
+    """Maximum number of concurrent copies to the host per module name. None: unlimited."""
     optimizer_fraction: float = 0.0
-    """Fraction of master weights and moments that is in host memory during forward and backward."""
+    """Fraction of the master weights and optimizer moments that is in host memory during forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStashConfig:
-    """Paged stash: saves only the used expert rows for backward, in pages, instead of whole worst-case buffers."""
+    """Paged stash of expert activations: saves only the used rows of worst-case buffers for backward, in pages."""
 
     moe_paged_stash_page_size: int = 64
-    """Rows per page."""
+    """Number of activation rows per page."""
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
-    """Capacity of the stash as a multiple of the number of in-flight rows at an even expert load."""
+    """Capacity of the stash, as a multiple of the number of rows saved at the peak with an even expert load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class MemoryConfig:
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
     paged_stash: PagedStashConfig | None = None
-    """None: saves whole buffers of expert rows, including unused rows."""
+    """Paged stash of expert activations. None: whole buffers are saved for backward, including unused rows."""
     moe_expert_wgrad_interval: int = 1
-    """Computes expert weight gradients once every this many microbatches (`--moe-expert-wgrad-interval`). The expert
-    rows of these microbatches are kept until then and multiplied in one GEMM, which changes the rounding."""
+    """Number of microbatches whose expert weight gradients are computed in one GEMM (`--moe-expert-wgrad-interval`).
+    The operands of these microbatches are kept until then. Values above 1 change the rounding."""
 
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
@@ -67,11 +67,11 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"]
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """CUDA graphs of layer modules or of the full iteration."""
+    """CUDA graphs, either of modules of the decoder layers or of the full iteration."""
 
     cuda_graph_modules: tuple[GraphModule, ...] = ()
-    """Decoder layer modules to capture; empty: none."""
+    """Modules of the decoder layers to capture as CUDA graphs. Empty: none."""
     full_iteration: bool = False
-    """Captures forward and backward of all microbatches of a step as one graph."""
+    """Captures forward and backward of all microbatches of a step as one CUDA graph."""
     cuda_graph_warmup_steps: int = 3
-    """Number of steps before capture."""
+    """Number of steps that run without graphs before the capture."""

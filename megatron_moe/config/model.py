@@ -1,4 +1,4 @@
-"""Model architecture: layers, multi-token prediction, initialisation and the GPT itself."""
+"""Model architecture: transformer layers, multi-token prediction, initial weights and the complete GPT."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,21 +11,21 @@ from megatron_moe.config.parallel import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One transformer layer: norm, attention, norm and feed-forward, with two residual connections."""
+    """Pre-norm transformer layer: attention and feed-forward, each with a norm and a residual connection."""
 
     mixer: AttentionConfig | MLAConfig
     feed_forward: MLPConfig | MoEConfig
     norm: NormConfig
     hidden_dropout: float = 0.0
     residual_from_norm: bool = False
-    """The residual is the output of the norm instead of its input (`--apply-residual-connection-post-layernorm`)."""
+    """Uses the norm's output, not its input, as the residual (`--apply-residual-connection-post-layernorm`)."""
 
     @property
     def is_moe(self) -> bool:
         return isinstance(self.feed_forward, MoEConfig)
 
     def shard(self, parallel: ParallelConfig) -> "LayerConfig":
-        """Config of one rank's shard of the layer."""
+        """Config of the part of the layer that one rank holds."""
         mixer, feed_forward = self.mixer.shard(parallel.tp), self.feed_forward.shard(parallel)
         return replace(self, mixer=mixer, feed_forward=feed_forward)
 
@@ -43,7 +43,7 @@ class MTPConfig:
 
     @property
     def num_distinct_layers(self) -> int:
-        """Number of MTP layers with their own weights: 1 if all depths share one layer."""
+        """Number of MTP layers with separate weights: 1 if all depths share one layer, else `num_layers`."""
         return 1 if self.repeated_layer else self.num_layers
 
 
@@ -54,13 +54,13 @@ class InitConfig:
     std: float = 0.02
     """Standard deviation of matrices that read the residual stream (`--init-method-std`)."""
     output_std: float = 0.02
-    """Standard deviation of matrices that write to the residual stream; Megatron: std / sqrt(2 * num_layers)."""
+    """Standard deviation of matrices that write to the residual stream. Megatron uses std / sqrt(2 * num_layers)."""
     embedding_std: float | None = None
-    """Standard deviation of the embedding (`--embedding-init-method-std`); None: `std`."""
+    """Standard deviation of the embedding (`--embedding-init-method-std`). None: equal to `std`."""
     method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
-    """normal: with the standard deviations above.
-    xavier_uniform: uniform within sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010); `embedding_std` still applies.
-    unit_gain: std = 1 / sqrt(fan_in), with random norm weights, biases and expert biases; for numerical tests."""
+    """normal: with `std`, `output_std` and `embedding_std`.
+    xavier_uniform: uniform in +-sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010); `embedding_std` applies if set.
+    unit_gain: std = 1 / sqrt(fan_in); norm weights, biases and expert biases are random too; for numerical tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +69,36 @@ class ModelConfig:
 
     hidden_size: int
     vocab_size: int
-    """Rows of the embedding, padding included."""
+    """Number of rows of the embedding, including padding."""
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
-    """Final norm."""
+    """Norm after the last layer."""
     position_embedding: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     max_positions: int = 4096
-    """Rows of the learned position embedding (`--max-position-embeddings`)."""
+    """Number of rows of the learned position embedding (`--max-position-embeddings`)."""
     tied_embeddings: bool = True
     head_bias: bool = False
     loss_chunk: int | None = None
-    """Tokens per chunk of the fused linear cross-entropy, which recomputes the logits of a chunk in backward. None:
-    the logits of the whole microbatch are materialised and saved."""
+    """Number of tokens per chunk of the fused linear cross-entropy, which recomputes the logits of each chunk in
+    backward. None: the logits of the whole microbatch are computed at once and saved."""
     embedding_dropout: float = 0.0
-    """`--hidden-dropout`"""
+    """Dropout probability of the embedding output (`--hidden-dropout`)."""
     mtp: MTPConfig | None = None
     init: InitConfig = InitConfig()
 
     @property
     def num_mtp(self) -> int:
-        """Depths of multi-token prediction."""
+        """Number of depths of multi-token prediction; 0 if disabled."""
         return self.mtp.num_layers if self.mtp else 0
 
     @property
     def moe_configs(self) -> tuple[MoEConfig, ...]:
-        """MoE configurations of the layers that have experts, one per layer."""
+        """Config of each MoE layer, in the order of the layers."""
         return tuple(layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig))
 
 
 def with_experts(config: ModelConfig, change: Callable[[MoEConfig], MoEConfig]) -> ModelConfig:
-    """Returns the model with `change` applied to the config of every MoE layer."""
+    """Returns a copy of the model config in which `change` is applied to the config of every MoE layer."""
 
     def changed(layer: LayerConfig) -> LayerConfig:
         if not isinstance(layer.feed_forward, MoEConfig):

@@ -15,7 +15,8 @@ _WITHOUT_EFFECT = frozenset(
         *("init", "max_positions", "vocab_size"),
     )
 )
-"""Fields that do not affect a trained model's output. `vocab_size` may be padded, and shapes are compared elsewhere."""
+"""Config fields that are not compared, because they do not affect a trained model's output or, like `vocab_size`, may
+include padding."""
 _TRAINING = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "mtp", "capacity", "dtype"),
@@ -23,23 +24,23 @@ _TRAINING = frozenset(
         *("force_balancing", "force_biased"),
     )
 )
-"""Fields that affect training but not the meaning of the weights."""
+"""Config fields that affect training but not the meaning of trained weights."""
 _SELECTIONS = frozenset(("sinkhorn", "quantile_balancing", "expert_choice"))
-"""Entries of `RouterConfig.balancing` that replace the top-k selection."""
+"""Load-balancing methods (values in `RouterConfig.balancing`) that replace the top-k selection of experts."""
 
 
 class ModelDifference(NamedTuple):
     """A config field whose values differ between two models."""
 
     line: str
-    """Message with the layers, the field and both values."""
+    """Message that names the layers, the config field and its two values."""
     training: bool
-    """True if the field affects training but not the meaning of the weights."""
+    """True if the field affects training but not the meaning of trained weights."""
 
 
 def recorded(config: Any) -> Any:
-    """Converts a config to JSON values: a dataclass becomes a dict with its class name as "type". Equivalent models
-    have equal records. Checkpoints store them, so names of model fields are part of the checkpoint format."""
+    """Converts a config to JSON values, without fields that do not affect a trained model's output. A dataclass becomes
+    a dict with its class name as "type". Checkpoints store the result: field names are part of their format."""
     if is_dataclass(config) and not isinstance(config, type):
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
@@ -49,19 +50,17 @@ def recorded(config: Any) -> Any:
 
 
 def recorded_model(model: ModelConfig) -> dict[str, Any]:
-    """Record of a model: "kinds" lists its distinct layer configs, "layers" has each layer's index into "kinds"."""
+    """Converts a model config to JSON values: "kinds" lists the distinct layer configs, and "layers" has one index into
+    "kinds" per layer. Models that differ only in equivalent settings have equal results."""
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(model.layers))}
     rest = recorded(replace(model, layers=()))
     return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}
 
 
 def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[ModelDifference]:
-    """Fields in which a model differs from a record made by `recorded_model`, with equal lines of layers merged. Fields
-    that only one of them has are skipped: an older version may have written the record.
-
-    Args:
-        name: name of the other model in the messages.
-    """
+    """Config fields whose values differ between `model` and `other`, a result of `recorded_model`. A difference that
+    several layers have in common is one entry. Fields that only one model has are skipped, because an older version of
+    this program may have written `other`. `name`: name of the other model in the messages."""
     record = recorded_model(model)
     if len(record["layers"]) != len(other["layers"]):
         line = f"number of layers: {len(record['layers'])}, {name} {len(other['layers'])}"
@@ -79,8 +78,8 @@ def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -
 
 
 def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
-    """One message, with layers and both values, per field that makes `model` interpret the weights of `published`
-    differently: rope base, norm epsilon, softmax scale, top-k, score function and so on."""
+    """Messages about config fields with which `model` computes other outputs than `published` from equal weights, such
+    as RoPE base, norm epsilon, softmax scale, top-k or score function. A message has the layers and both values."""
     found = model_differences(model, recorded_model(published), "published")
     return [difference.line for difference in found if not difference.training]
 
@@ -98,12 +97,12 @@ def _compare(path: tuple[str, ...], value: Any, other: Any, name: str) -> Iterat
 
 
 def _kind(table: Mapping[str, Any]) -> str:
-    """Class name in a record, without its suffix Config (Spec in older checkpoints)."""
+    """Class name of a recorded config, without the suffix Config (in older checkpoints: Spec)."""
     return str(table["type"]).removesuffix("Config").removesuffix("Spec")
 
 
 def _canonical(config: Any) -> Any:
-    """Maps equivalent settings to one form: a single group, a factor of 1, unused options."""
+    """Resets options without effect (a single expert group, a factor of 1), to make equivalent configs equal."""
     if isinstance(config, RouterConfig):
         grouped = (config.num_groups or 1) > 1
         return replace(

@@ -19,9 +19,10 @@ class ActivationConfig:
     kind: ActivationKind = "gelu"
     gated: bool = False
     clamp: float | None = None
-    """Clamps the gate projection to at most c and the up projection to [-c, c] (`--activation-func-clamp-value`)."""
+    """Limit c (`--activation-func-clamp-value`): the gate projection is clamped to (-inf, c] and the up projection to
+    [-c, c]; None: no clamping."""
     linear_offset: float = 0.0
-    """Offset added to the up projection (GPT-OSS: 1; `--glu-linear-offset`)."""
+    """Offset that is added to the up projection (`--glu-linear-offset`). GPT-OSS uses 1."""
 
     @property
     def fan(self) -> int:
@@ -35,10 +36,10 @@ class MLPConfig:
 
     hidden_size: int
     ffn_hidden_size: int
-    """`--ffn-hidden-size`, `--moe-ffn-hidden-size` or `--moe-shared-expert-intermediate-size`"""
+    """Inner width (`--ffn-hidden-size`, `--moe-ffn-hidden-size` or `--moe-shared-expert-intermediate-size`)."""
     activation: ActivationConfig
     bias: bool = False
-    """`--add-bias-linear`"""
+    """Adds biases to fc1 and fc2 (`--add-bias-linear`)."""
 
     @property
     def matrix_elements(self) -> int:
@@ -52,7 +53,7 @@ class MLPConfig:
         return self.matrix_elements + (biases if self.bias else 0)
 
     def shard(self, parallel: ParallelConfig) -> "MLPConfig":
-        """Config of one tensor-parallel rank's ffn channels."""
+        """Config of one tensor-parallel rank's shard: 1 / tp of the ffn channels."""
         return replace(self, ffn_hidden_size=self.ffn_hidden_size // parallel.tp)
 
 
@@ -67,32 +68,32 @@ class RouterConfig:
     pre_softmax: bool = False
     """Applies the softmax to all logits before the top-k, instead of to the selected logits after it."""
     num_groups: int | None = None
-    """Expert groups of group-limited routing (arXiv 2412.19437 section 2.1.2); None: no group limit."""
+    """Number of expert groups in group-limited routing (arXiv 2412.19437 section 2.1.2); None: no group limit."""
     group_topk: int | None = None
     """Number of groups from which a token may select experts."""
     scaling_factor: float | None = None
     """Factor on the probabilities of the selected experts (`--moe-router-topk-scaling-factor`)."""
     expert_bias: bool = False
-    """Auxiliary-loss-free balancing (arXiv 2408.15664): a per-expert bias on the selection scores, updated once per
-    global batch."""
+    """Balancing without auxiliary loss (arXiv 2408.15664): a per-expert bias is added to the scores for selection only,
+    and updated once per global batch."""
     bias_update_rate: float = 1e-3
     balancing: tuple[Balancing, ...] = ("none",)
-    """`--moe-router-load-balancing-type`"""
+    """Load-balancing methods (`--moe-router-load-balancing-type`)."""
     aux_loss_coeffs: tuple[float, ...] = (0.0,)
     """Coefficients of the balancing losses (`--moe-aux-loss-coeff`), one per entry of `balancing`."""
     z_loss_coeff: float | None = None
     input_jitter_eps: float | None = None
     dtype: Literal["fp32", "fp64"] | None = None
-    """Number format of the gating linear (`--moe-router-dtype`); None: same as the activations."""
+    """Number format of the router's linear layer (`--moe-router-dtype`); None: the format of the activations."""
     force_balancing: bool = False
     """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
-    """Replaces the logits by random ones with a random bias of this standard deviation per expert, to benchmark uneven
-    load; negative: the bias is drawn once per layer (`--moe-router-force-biased`)."""
+    """Replaces the logits by random ones plus a random bias per expert, to benchmark uneven load. The value is the
+    bias's standard deviation. If negative, the bias is drawn once, else every step (`--moe-router-force-biased`)."""
     linear_bias: bool = False
-    """Adds a learned bias to the gating linear (`--add-bias-linear`, GPT-OSS)."""
+    """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     quantile_ema: float = 0.0
-    """Decay of the moving average of the quantile thresholds (`--moe-router-quantile-balancing-ema`)."""
+    """Weight of old thresholds in quantile balancing's moving average (`--moe-router-quantile-balancing-ema`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,24 +101,24 @@ class CapacityConfig:
     """Expert capacity: maximum number of tokens that one expert accepts from one rank's microbatch."""
 
     factor: float
-    """Capacity as a multiple of the tokens per expert at an even load (`--moe-expert-capacity-factor`)."""
+    """Capacity, as a multiple of the number of tokens per expert at an even load (`--moe-expert-capacity-factor`)."""
     policy: Literal["probs", "position"] = "probs"
-    """Tokens that an expert keeps if over capacity: the most probable, or the first (`--moe-token-drop-policy`)."""
+    """Tokens that a full expert keeps: those of highest probability, or the earliest (`--moe-token-drop-policy`)."""
     pad: bool = False
     """Pads every expert's input to its capacity (`--moe-pad-expert-input-to-capacity`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(MLPConfig):
-    """Routed experts; the sizes are per expert. In a latent space, `hidden_size` is the latent width."""
+    """Routed experts of an MoE layer. Sizes are per expert. With a latent space, `hidden_size` is the latent width."""
 
     num_experts: int
     grouped: bool = True
     """Computes all experts in one grouped GEMM (`--moe-grouped-gemm`) instead of one GEMM per expert."""
     probs_on_input: bool = False
-    """Multiplies rows by their probability before fc1 instead of before fc2 (`--moe-apply-probs-on-input`; top-1)."""
+    """Multiplies rows by their probability before fc1, not before fc2 (`--moe-apply-probs-on-input`). Top-1 only."""
     probs_on_output: bool = False
-    """Multiplies rows by their probability after fc2, whose output is then saved for backward
+    """Multiplies rows by their router probability after fc2, not before it; fc2's output is then saved for backward
     (`--no-moe-memory-efficient-permutation`)."""
 
 
@@ -130,7 +131,7 @@ class SharedExpertsConfig:
 
     @property
     def num_params(self) -> int:
-        """Elements of the MLP and the gate."""
+        """Number of parameters of the MLP and the gate."""
         return self.mlp.num_params + (self.mlp.hidden_size if self.gate else 0)
 
 
@@ -141,10 +142,10 @@ class MoEConfig:
     router: RouterConfig
     experts: ExpertsConfig
     capacity: CapacityConfig | None = None
-    """None: dropless."""
+    """Limit on tokens per expert; None: no token is dropped."""
     shared: SharedExpertsConfig | None = None
     latent_size: int | None = None
-    """Width of the latent space of the routed experts (`--moe-latent-size`); None: experts read the hidden state."""
+    """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
     expert_rank_capacity_factor: float | None = None
@@ -156,7 +157,7 @@ class MoEConfig:
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
     shared_overlap: bool = False
-    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`; no latent space)."""
+    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); excludes `latent_size`."""
 
     @property
     def latent_elements(self) -> int:
@@ -164,7 +165,7 @@ class MoEConfig:
         return 2 * self.router.hidden_size * self.latent_size if self.latent_size else 0
 
     def shard(self, parallel: ParallelConfig) -> "MoEConfig":
-        """Config of one rank's experts (with channels sharded over etp) and shared experts (sharded over tp)."""
+        """Config of one rank's shard: experts sharded over ep, their channels over etp, shared experts over tp."""
         experts = replace(
             self.experts,
             num_experts=self.experts.num_experts // parallel.ep,

@@ -6,23 +6,23 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffloadConfig:
-    """Offload of master weights and moments to host memory."""
+    """Offload of optimizer state (master weights and moments) to host memory."""
 
     fraction: float = 0.0
-    """Fraction of a rank's optimizer state to offload: the first elements of each buffer, in whole blocks."""
+    """Fraction of a rank's optimizer state that is offloaded."""
     cpu_step: bool = False
     """Runs the update of offloaded state on the CPU (`--optimizer-cpu-offload`) instead of copying the state to the
     device for the update (`--chunked-optimizer-state-offload`)."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """CPU step: overlaps the copies of gradients and weights with the update."""
+    """With `cpu_step`, overlaps the copies of gradients to the host and of weights to the device with the update."""
     use_torch_optimizer_for_cpu_offload: bool = False
-    """CPU step: uses torch's fused AdamW, which is faster and rounds differently from the reference."""
+    """With `cpu_step`, uses torch's fused AdamW, which is faster than the default and rounds differently."""
     pin_cpu_grads: bool = True
-    """CPU step: page-locked buffers for gradients."""
+    """With `cpu_step`, allocates the host buffers of gradients in page-locked memory."""
     pin_cpu_params: bool = True
-    """CPU step: page-locked buffers for weights."""
+    """With `cpu_step`, allocates the host buffers of weights in page-locked memory."""
     chunk_bytes: int = 0
-    """Device step: bytes of state per chunk, with two chunks on the device at a time; 0: all state at once."""
+    """Bytes per chunk for the update on the device, which holds two chunks of offloaded state; 0: all state at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,38 +37,38 @@ class OptimizerConfig:
     apply_wd_to_qk_layernorm: bool = False
     """Applies weight decay to q and k norms (`--apply-wd-to-qk-layernorm`)."""
     decoupled_lr: float | None = None
-    """Learning rate of embedding and head; None: `LRConfig.max_lr`."""
+    """Maximum learning rate of embedding and output layer; None: `LRConfig.max_lr`."""
     decoupled_min_lr: float | None = None
     offload: OptimizerOffloadConfig = OptimizerOffloadConfig()
     overlap_optimizer_step: bool = False
-    """Overlaps the update with the next forward, bucket by bucket (`--overlap-optimizer-step`)."""
+    """Updates weights bucket by bucket, overlapped with the next forward (`--overlap-optimizer-step`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRConfig:
-    """Schedules of learning rate and weight decay. Every `*_samples` counts sequences."""
+    """Schedules of learning rate and weight decay. Lengths are in samples (sequences)."""
 
     max_lr: float
-    """`--lr`"""
+    """Maximum learning rate, reached at the end of warm-up (`--lr`)."""
     min_lr: float = 0.0
     init_lr: float = 0.0
-    """`--lr-warmup-init`"""
+    """Learning rate at the start of warm-up (`--lr-warmup-init`)."""
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     warmup_samples: float = 0
-    """Samples of linear warm-up; fractional if set as a fraction of `decay_samples`."""
+    """Length of the linear warm-up; fractional if computed as `--lr-warmup-fraction` times `decay_samples`."""
     decay_samples: int
-    """Samples until `min_lr` is reached."""
+    """Samples from the start of the run until `min_lr` is reached, including warm-up."""
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """`--lr-wsd-decay-style`"""
+    """Shape of the final decay of style WSD (`--lr-wsd-decay-style`)."""
     wsd_decay_samples: int | None = None
-    """Samples of the final decay of style WSD."""
+    """Length of the final decay of style WSD, in samples."""
     start_weight_decay: float = 0.01
     end_weight_decay: float = 0.01
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """`--weight-decay-incr-style`"""
+    """Shape of the change of weight decay from start to end value (`--weight-decay-incr-style`)."""
     weight_decay_samples: int | None = None
-    """Samples over which weight decay changes from start to end (Megatron: the whole run); None: `decay_samples`."""
+    """Samples over which weight decay changes (with flags: the whole run, as in Megatron); None: `decay_samples`."""
     override_opt_param_scheduler: bool = False
-    """Uses the command line's schedule if the checkpoint has a different one (`--override-opt-param-scheduler`)."""
+    """Uses the command line's schedule if the checkpoint has another one (`--override-opt-param-scheduler`)."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """Uses the checkpoint's schedule (`--use-checkpoint-opt-param-scheduler`)."""
+    """Uses the checkpoint's schedule if the command line has another one (`--use-checkpoint-opt-param-scheduler`)."""

@@ -16,13 +16,13 @@ class Launch:
     master_port: int = 29500
     launcher: Literal["none", "torchrun", "slurm", "openmpi", "dry run"] = "none"
     supervised: bool = False
-    """True if the parent process is a launcher (torchrun, srun) rather than a shell in which the variables were set by
-    hand. The rank then monitors whether the launcher is alive."""
+    """True if the parent process is a launcher such as torchrun or srun; the rank then exits when the launcher dies.
+    False if the user set the environment variables of the rank in a shell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the attention grid (pp, dp, cp, tp) and the expert grid (pp, edp, ep, etp) over the same ranks."""
+    """Sizes of two grids over the same ranks: attention (pp, dp, cp, tp) and experts (pp, edp, ep, etp)."""
 
     tp: int = 1
     pp: int = 1
@@ -34,22 +34,22 @@ class ParallelConfig:
     virtual_stages: int = 1
     """Virtual pipeline stages (model chunks) per pipeline rank."""
     embedding_ranks: tuple[int, ...] | None = None
-    """Pipeline ranks with a copy of the embedding, the owner first; None: the first and the last."""
+    """Pipeline ranks that hold a copy of the word embedding, in stage order; None: the first and the last rank."""
     cp_split: Literal["zigzag", "contiguous"] = "zigzag"
     """Assignment of sequence positions to context-parallel ranks (`parallel/context_parallel.py`)."""
     cp_sub_axes: tuple[int, int] | None = None
-    """Sizes (a2a, p2p) of hierarchical context parallelism, whose product is cp. Adjacent ranks are an all-to-all group
-    (`--hierarchical-context-parallel-sizes`)."""
+    """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group), with product cp. The ranks
+    of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Dynamic context parallelism (`--hybrid-context-parallel`): each microbatch uses the smallest number of cp ranks
-    that keeps a rank's share of its longest document within this many tokens. None: all cp ranks."""
+    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank. The
+    longest document of a microbatch determines over how many ranks sequences are split. None: always over cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
-    """Order of the axes, fastest varying first."""
+    """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     distributed_timeout_minutes: float = 10.0
-    """Timeout of collectives (`--distributed-timeout-minutes`)."""
+    """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
     debug_collectives: bool = False
-    """Verifies before each collective that all its ranks call it with the same shapes (torch.distributed's debug level
-    DETAIL)."""
+    """Checks before each collective that all ranks of the group call it with equal shapes (torch.distributed's debug
+    level DETAIL)."""
 
     @property
     def dp(self) -> int:
@@ -73,13 +73,13 @@ class DataParallelConfig:
     overlap_param_gather: bool = False
     """Gathers updated weights bucket by bucket, overlapped with the next forward."""
     ddp_bucket_size: int | None = None
-    """Number of elements per bucket; None: Megatron's default, unless `ddp_num_buckets` is set."""
+    """Number of elements per bucket; None: from `ddp_num_buckets`, or Megatron's default if that is None too."""
     ddp_num_buckets: int | None = None
     """Approximate number of buckets per rank, as an alternative to `ddp_bucket_size`."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pads buckets to multiples of 2^16 elements, for full NCCL bus bandwidth."""
     ddp_average_in_collective: bool = False
-    """Averages gradients inside the collective instead of scaling their sum."""
+    """Averages gradients in the collective, instead of summing them and scaling the result."""
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
-    """Communicates gradients in their own format but accumulates them in fp32
+    """Reduce-scatter communicates gradients in the format of the gradient buffers but sums them in fp32
     (`--ddp-reduce-scatter-with-fp32-accumulation`)."""

@@ -11,9 +11,9 @@ class PipelineConfig:
     """Placement of layers on pipeline stages, and the schedule."""
 
     layout: PipelineLayout | None = None
-    """None: the same number of layers on every stage."""
+    """Layers of every pipeline stage; None: the same number of layers on every stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Consecutive microbatches per virtual stage (`--microbatch-group-size-per-virtual-pipeline-stage`); None: pp."""
+    """Number of consecutive microbatches that a rank runs on one virtual stage before the next one; None: pp."""
     overlap: bool = False
     """Interleaves the forward of one microbatch with the backward of another to hide expert communication
     (`--overlap-moe-expert-parallel-comm`)."""
@@ -24,7 +24,7 @@ class PipelineConfig:
     (`--ep-overlap-early-attn-memory-release`)."""
 
     def schedule(self, layout: PipelineLayout, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
-        """Schedule of one training step, or of an evaluation (`forward_only`), for a model with this layout."""
+        """Parameters of the pipeline schedule of one training step or, if `forward_only`, of an evaluation."""
         return ScheduleConfig(
             num_microbatches=num_microbatches,
             pp=layout.pp,

@@ -13,21 +13,21 @@ class PrecisionConfig:
     """Number formats of a run."""
 
     params: FloatName = "fp32"
-    """Parameters and activations. Softmax, norms and losses compute in promote(fp32, params)."""
+    """Format of parameters and activations. Softmax, norms and losses compute in fp32, or in fp64 if this is fp64."""
     grads: FloatName = "fp32"
-    """Gradient accumulation and reduction."""
+    """Format in which gradients are accumulated and reduced."""
     main_params_dtype: FloatName = "fp32"
-    """Master weights of the optimizer; not stored separately if equal to `params` (`--main-params-dtype`)."""
+    """Format of master weights (`--main-params-dtype`). If equal to `params`, no separate master weights are stored."""
     deterministic_mode: bool = False
     """Selects bitwise reproducible kernels (`--deterministic-mode`)."""
     exp_avg_dtype: StateName = "fp32"
-    """Adam's first moment (`--exp-avg-dtype`); ignored if `main_params_dtype` is fp64: the moment is fp64 too."""
+    """Format of Adam's first moment (`--exp-avg-dtype`). If `main_params_dtype` is fp64, the moment is always fp64."""
     exp_avg_sq_dtype: StateName = "fp32"
-    """Adam's second moment (`--exp-avg-sq-dtype`); ignored if `main_params_dtype` is fp64: the moment is fp64 too."""
+    """Format of Adam's second moment (`--exp-avg-sq-dtype`). If `main_params_dtype` is fp64, it is always fp64."""
     store_param_remainders: bool = False
-    """Stores only the low 16 bits of fp32 master weights, as the bf16 parameters are their high 16 bits: 2 bytes
-    instead of 4, without loss (`--store-param-remainders`)."""
+    """Stores only the low 16 bits of fp32 master weights; the bf16 parameters are the high 16 bits. This is lossless
+    (`--store-param-remainders`)."""
     low_precision: LowPrecision | None = None
-    """Scaling recipe of FP8 or FP4 GEMMs (`--fp8-recipe`, `--fp4-recipe`); None: all GEMMs use `params`."""
+    """Scaling recipe of FP8 or FP4 GEMMs (`--fp8-recipe`, `--fp4-recipe`); None: GEMMs use the format `params`."""
     low_precision_params: bool = False
-    """Stores and gathers the weights of these GEMMs in FP8 or FP4 (`--fp8-param-gather`, `--fp4-param-gather`)."""
+    """Stores and gathers weights of FP8 or FP4 GEMMs in that format (`--fp8-param-gather`, `--fp4-param-gather`)."""

@@ -1,4 +1,4 @@
-"""The RunPlan: the complete, resolved configuration of a run, built by `arguments/resolve.py`."""
+"""Complete configuration of a run, which `arguments/resolve.py` builds from the flags."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,14 @@ from megatron_moe.pipeline.schedule import ScheduleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Kernel backends and compilation."""
+    """Selection of kernel backends, and kernel compilation."""
 
     kernel_backend: str = "auto"
-    """Kernel backend of all ops (`--kernel-backend`)."""
+    """Kernel backend of ops that `kernel_per_op` does not list (`--kernel-backend`)."""
     kernel_per_op: tuple[tuple[str, str], ...] = ()
     """Pairs (op, backend) that override `kernel_backend` (`--kernel-per-op`)."""
     kernel_cache_dir: Path | None = None
-    """Directory of compiled kernels, with a subdirectory per node; None: the user's cache directory."""
+    """Directory in which every node has a folder of compiled kernels; None: a folder in the user's cache directory."""
     compile_first: bool = False
     """Compiles all kernels before the first step (GPU only)."""
 
@@ -60,24 +60,24 @@ class RunPlan:
     environment: tuple[tuple[str, str], ...] = ()
     """Environment variables to set before torch is imported, as (name, value)."""
     environment_reasons: tuple[str, ...] = ()
-    """Reason for each entry of `environment`."""
+    """Why each variable of `environment` is set, in the same order."""
     resolved_yaml: str = ""
-    """Text of run.yaml: every value with its origin."""
+    """Text of run.yaml, which lists every flag value and its origin."""
     command_line: str = ""
     notes: tuple[str, ...] = ()
-    """Notes on flags, one line each: flags without effect, aliases, duplicates."""
+    """Notes for the user about flags without effect, aliases and duplicates, one line each."""
     emulation: EmulationConfig | None = None
-    """Runs a memory emulation instead of training; None: training."""
+    """Options of a memory emulation, which runs instead of training; None: the run trains."""
     missing_inputs: tuple[str, ...] = ()
-    """Dry run only: missing or invalid inputs, without which the run cannot start."""
+    """Inputs that are missing or invalid, so that the run cannot start; filled in dry runs only."""
     blockers: tuple[str, ...] = ()
-    """Dry run only: unavailable features that training would need."""
+    """Requested features that are not available, so that the run cannot train; filled in dry runs only."""
     unknown_layers: tuple[str, ...] = ()
-    """Dry run only: flags that request unsupported layers, which `model` does not contain."""
+    """Flags that request unsupported layers, which are missing in `model`; filled in dry runs only."""
 
     @property
     def layout(self) -> PipelineLayout:
-        """Layers of every pipeline stage."""
+        """Assignment of layers to pipeline stages."""
         if self.pipeline.layout is not None:
             return self.pipeline.layout
         vpp = self.parallel.virtual_stages
@@ -85,9 +85,9 @@ class RunPlan:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per step at the full global batch size."""
+        """Microbatches per step and data-parallel rank, at the full global batch size (after its ramp-up)."""
         return self.batch.global_batch_size // (self.batch.micro_batch_size * self.parallel.dp)
 
     def schedule(self, num_microbatches: int, *, forward_only: bool = False) -> ScheduleConfig:
-        """See `PipelineConfig.schedule`."""
+        """Parameters of the pipeline schedule of one training step or, if `forward_only`, of an evaluation."""
         return self.pipeline.schedule(self.layout, num_microbatches, forward_only=forward_only)

@@ -1,4 +1,4 @@
-"""Run settings that a checkpoint records in addition to tensors."""
+"""Run settings that are saved in a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_moe.config.training import BatchConfig, LoopConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStateConfig:
-    """Settings recorded in train_state.json and needed to convert samples to iterations, tokens and FLOPs."""
+    """Settings saved in a checkpoint and used to convert samples to iterations, tokens and FLOPs."""
 
     model: ModelConfig
     batch: BatchConfig
@@ -18,6 +18,6 @@ class TrainStateConfig:
     seq_length: int
     data_seed: int
     training: Mapping[str, Any]
-    """Other training settings, by flag; a resumed run reports settings that changed."""
+    """Flag -> value of other training settings. A resumed run reports values that differ from the checkpoint's."""
     run_yaml: str
-    """Text of run.yaml."""
+    """Text of run.yaml, which lists every flag value and its origin."""

@@ -1,4 +1,4 @@
-"""Batch sizes, and length and intervals of training."""
+"""Batch sizes, training length, and intervals of evaluation, exit and garbage collection."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -13,10 +13,10 @@ class BatchConfig:
     global_batch_size: int
     """Sequences per step over all ranks, after the ramp-up."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """(start size, increment, samples of the ramp-up) (`--rampup-batch-size`)."""
+    """Initial global batch size, increment, and ramp-up length in samples (`--rampup-batch-size`); None: no ramp-up."""
 
     def size_at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that follows `consumed_samples` samples. Increments are equally spaced."""
+        """Global batch size of the step after `consumed_samples` samples. It is ramped up at equal intervals."""
         if self.rampup_batch_size is None:
             return self.global_batch_size
         start, increment, over = self.rampup_batch_size
@@ -26,7 +26,7 @@ class BatchConfig:
         return start + increment * int(consumed_samples / (over / num_increments)) if over else start
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
-        """Number of full batches from sample `consumed` to sample `samples`."""
+        """Number of steps with full global batches between sample `consumed` and sample `samples`."""
         steps, ramp_samples = 0, self.rampup_batch_size[2] if self.rampup_batch_size else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
             equal = self._steps_of_equal_size(consumed, min(ramp_samples, samples))
@@ -37,8 +37,8 @@ class BatchConfig:
     def megatron_steps_for(self, samples: int) -> int:
         """Number of iterations that Megatron-LM computes for `samples` (`update_train_iters` of its training.py).
 
-        Megatron-LM counts from the first sample with the current batch sizes, even in a resumed run. Within the
-        ramp-up it adds batches until more than `samples` samples are consumed, so the run may exceed `samples`.
+        Even in a resumed run, Megatron-LM counts from sample 0 with the current batch sizes. If the run ends within
+        the ramp-up, Megatron-LM adds batches until more than `samples` samples are consumed.
         """
         steps = consumed = 0
         while self.rampup_batch_size is not None and consumed <= min(self.rampup_batch_size[2], samples):
@@ -47,7 +47,7 @@ class BatchConfig:
         return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def _steps_of_equal_size(self, consumed: int, end: int) -> int:
-        """Number of steps, from sample `consumed` up to `end`, until the batch size changes; at least 1."""
+        """Number of steps of equal batch size from sample `consumed` to at most sample `end`; at least 1."""
         assert self.rampup_batch_size is not None, "only called during a ramp-up"
         size, (start, increment, over) = self.size_at(consumed), self.rampup_batch_size
         num_increments = (self.global_batch_size - start) // increment
@@ -63,10 +63,10 @@ class LoopConfig:
     """Length of training, evaluation, exit conditions and garbage collection."""
 
     train_iters: int
-    """Number of training iterations. If `train_samples` is set, the number that a run starting at sample 0 needs
-    (for resumed runs, see `TrainState.last_iteration`)."""
+    """Number of training iterations. If `train_samples` is set, the number that a run from sample 0 needs; a resumed
+    run uses `TrainState.last_iteration` instead."""
     train_samples: int | None = None
-    """Samples to train instead of iterations."""
+    """Number of training samples (sequences); None: `train_iters` determines the length."""
     eval_interval: int | None = None
     eval_iters: int = 100
     exit_interval: int | None = None
@@ -74,12 +74,12 @@ class LoopConfig:
     seed: int = 1234
     skip_train: bool = False
     calculate_per_token_loss: bool = False
-    """Divides the loss by the tokens of the global batch instead of averaging over microbatches
+    """Averages the loss over all tokens of the global batch, instead of averaging the mean losses of microbatches
     (`--calculate-per-token-loss`)."""
     check_for_nan_in_loss_and_grad: bool = True
     """Checks loss and gradients for non-finite values (`--check-for-nan-in-loss-and-grad`)."""
     iterations_to_skip: tuple[int, ...] = ()
-    """Iterations, counted from 1, whose samples are skipped."""
+    """Iterations, counted from 1, whose samples are skipped without a training step."""
     manual_gc: bool = False
     manual_gc_interval: int = 0
     manual_gc_eval: bool = True

@@ -1,8 +1,8 @@
-"""Tensors that one rank saves for backward, per layer and stage and for one microbatch.
+"""Tensors that one rank saves for the backward of one microbatch, by layer and by pipeline stage.
 
-Our kernels save the minimum: norms and activations save their input; attention saves q, k, v, its output and the
-log-sum-exp; RoPE, permutation and sums save nothing. Attention dropout runs in plain torch, which saves values per
-query-key pair. Sizes are per rank, with the letters of docs/shapes.md:
+Norms and activation functions save their input; attention saves q, k, v, its output and the log-sum-exp; RoPE,
+permutation and sums save nothing. Attention with dropout runs in unfused torch ops, which save tensors with one element
+per query-key pair. Sizes are per rank. Letters in shapes, as in docs/shapes.md:
 
   T tokens of the residual stream: S / (cp * tp) * B with sequence parallelism, else S / cp * B
   U tokens inside attention and MLP: S / cp * B
@@ -24,7 +24,7 @@ from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
-"""Entry in `SavedTensor.recomputed_by`: uniform full recompute frees this tensor of an MTP layer."""
+"""Entry in `SavedActivation.recomputed_by`: uniform full recompute of an MTP layer frees the tensor."""
 _INDEX = 8
 """Bytes per index (int64)."""
 
@@ -39,24 +39,24 @@ class SavedActivation:
     """One tensor saved for backward."""
 
     module: str
-    """Module: input_norm, attention, mlp_norm, mlp, router, experts, shared, head, mtp, embedding or positions."""
+    """input_norm, attention, mlp_norm, mlp, router, experts, shared, final_norm, head, mtp, embedding or positions."""
     name: str
     shape: str
     bytes: int
     elements: int
     low: bool = False
-    """True if only GEMMs read the tensor, so that FP8 and FP4 recipes save it in their format."""
+    """True if only GEMMs read the tensor: with an FP8 or FP4 recipe, it is then saved in that format."""
     recomputed_by: tuple[str, ...] = ()
-    """Modules whose selective recompute frees this tensor."""
+    """Values of `--recompute-modules` that free this tensor after forward, and possibly `WHOLE_LAYER`."""
     offloaded_by: str = ""
-    """Module whose activation offload moves this tensor to host memory; empty: none."""
+    """Value of `--offload-modules` that moves this tensor to host memory; empty: the tensor is never offloaded."""
     even_bytes: int = 0
-    """Bytes at an even expert load, for expert rows in the paged stash; 0: the tensor is never stashed."""
+    """Bytes of a tensor of expert rows at an even load, for the paged stash; 0: the tensor is never stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSizes:
-    """Tokens of one microbatch on a rank, and bytes per element."""
+    """Token counts of one microbatch on one rank, and bytes per element."""
 
     residual: int
     """Number of tokens in this rank's shard of the residual stream (dimension T)."""
@@ -65,15 +65,15 @@ class ActivationSizes:
     activation: int
     """Bytes per activation element."""
     internal: int
-    """Bytes per element of the internal format, promote(fp32, activation format)."""
+    """Bytes per element of values that are computed in fp32, or in fp64 if activations are fp64."""
     length: int
-    """Sequence length over all ranks, S."""
+    """Full sequence length S, before context parallelism splits it."""
     imbalance: float = 1.0
-    """Expert rows of the most loaded rank as a multiple of the mean."""
+    """Number of expert rows of the most loaded expert-parallel rank, divided by the mean over ranks."""
 
     @classmethod
     def of(cls, plan: RunPlan, imbalance: float = 1.0) -> "ActivationSizes":
-        """Token counts and element sizes for one microbatch of the plan."""
+        """Sizes for one microbatch of a run."""
         parallel, activation = plan.parallel, num_bytes(plan.precision.params)
         inner = plan.data.seq_length // parallel.cp * plan.batch.micro_batch_size
         return cls(
@@ -87,10 +87,10 @@ class ActivationSizes:
 
 
 def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
-    """Number of rows R that a rank's experts process for a microbatch with `num_tokens` tokens per rank.
-
-    With several expert-parallel ranks, this is `imbalance` times an even load. Exceptions: padded capacity fixes the
-    number of rows, and the all-gather dispatcher allocates rows for the upper bound.
+    """Number of rows R (pairs of token and selected expert) that the experts of the most loaded rank process for one
+    microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times the even load, with
+    two exceptions: padding to the expert capacity makes R constant, and the all-gather dispatcher allocates buffers for
+    the largest possible R.
     """
     ranks, router = parallel.ep * parallel.etp, config.router
     local = router.num_experts // parallel.ep
@@ -142,7 +142,7 @@ def stage_tensors(
 
 
 def _rotations(model: ModelConfig, stage: StageLayout, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """RoPE tables cos and sin that a stage saves, once per distinct RoPE configuration of its layers."""
+    """Cos and sin tables that a stage saves: one pair per distinct RoPE config of its layers."""
     layers = [model.layers[index] for index in stage.layers] + [model.layers[-1]] * bool(stage.num_mtp)
     for rope in dict.fromkeys(layer.mixer.rope for layer in layers):
         if rope is not None:
@@ -174,8 +174,8 @@ def _norm(
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that attention saves. The QKV projection's output is saved because v is a view of it, as is k without
-    norm and RoPE. q is a copy unless there is only one query group."""
+    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of it. Without norm
+    and RoPE, k is a view of it too, and so is q if there is only one query group."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
     # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
@@ -205,7 +205,7 @@ def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSiz
 
 
 def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that fused attention saves: its output (input of the output projection) and log-sum-exp."""
+    """Tensors that fused attention saves in addition to q, k and v: its output and the log-sum-exp."""
     rows = sizes.inner * config.num_heads
     count = sizes.inner * config.out_width
     yield _tensor("attention", "output", "U N E", count, sizes.activation, offloaded_by="attn_proj")
@@ -213,13 +213,13 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves tensors with one element per query-key pair. True with dropout, unless context
-    parallelism computes attention block by block over the keys of other ranks and recomputes the blocks in backward."""
+    """Whether attention saves tensors with one element per query-key pair. True with dropout, except under context
+    parallelism with an exchange other than a2a, which computes attention by blocks and recomputes them in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
 def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that unfused attention saves: softmax, dropout mask, their product [U, N, S]; q, k, v of all heads."""
+    """Tensors that unfused attention saves: q, k, v of all heads; softmax, dropout mask and their product [U, N, S]."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
     yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)
@@ -228,7 +228,7 @@ def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def _mla(config: MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that MLA saves. Latents are saved for this rank's T tokens; backward gathers those of all U tokens."""
+    """Tensors that MLA saves. Latents are saved for this rank's T tokens; backward gathers them for all U tokens."""
     tokens, local, size = sizes.inner, sizes.residual, sizes.activation
     marks = {"recomputed_by": ("mla_up_proj",), "offloaded_by": "core_attn"}
     if config.q_lora_rank is not None:
@@ -259,7 +259,7 @@ def _moe(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) ->
 
 
 def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that the router saves in addition to its input (the norm's output), which is counted with the norm."""
+    """Tensors that the router saves, except its input, which is counted as the output of the norm."""
     router, tokens = config.router, sizes.residual
     losses = any(router.aux_loss_coeffs) and any(kind.endswith("aux_loss") for kind in router.balancing)
     number = sizes.activation if router.dtype is None else num_bytes(router.dtype)
@@ -271,7 +271,7 @@ def _router(config: MoEConfig, sizes: ActivationSizes) -> Iterator[SavedActivati
 
 
 def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that routed experts save. fc2's output is saved only if it is multiplied by the probs."""
+    """Tensors that routed experts save. The output of fc2 is saved only with `probs_on_output`."""
     experts, size = config.experts, sizes.activation
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance)
     fan, ffn = experts.activation.fan, experts.ffn_hidden_size
@@ -308,7 +308,7 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that head and loss save, without the final norm's output. A chunked loss saves no logits."""
+    """Tensors that output layer and loss save, without the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)

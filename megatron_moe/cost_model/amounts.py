@@ -1,4 +1,4 @@
-"""Base class of cost records with one number per kind of cost."""
+"""Base class of dataclasses with one number per kind of cost."""
 
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -8,7 +8,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class Amounts(Generic[Number]):
-    """Record of numbers that supports addition and multiplication by a factor, field by field."""
+    """Base of dataclasses whose fields are all numbers. Supports field-wise addition and multiplication by a factor."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(**{name: value + getattr(other, name) for name, value in vars(self).items()})

@@ -1,7 +1,7 @@
-"""Number of ranks per token and of rows per rank under uniformly random routing.
+"""Expert load under uniformly random routing: ranks to which a token is sent, and rows that a rank receives.
 
-Each token selects K of E experts, with all sets of K equally likely. With group limits, it first selects g of G groups
-and then K experts of these groups. Counts are hypergeometric; docs/communication-volume.md has the derivations.
+Each token selects K of E experts, and all sets of K experts are equally likely. With group limits, a token first
+selects g of G groups, then K experts of these groups. docs/communication-volume.md derives the distributions.
 """
 
 from collections import Counter, defaultdict
@@ -25,7 +25,7 @@ class LoadSpread:
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """Random selection of `topk` experts from `group_topk` of the `num_groups` groups of consecutive experts."""
+    """Random routing: a token selects `group_topk` of `num_groups` groups of experts, then `topk` of their experts."""
 
     num_experts: int
     topk: int
@@ -34,13 +34,13 @@ class LoadChoice:
 
     @classmethod
     def of(cls, router: RouterConfig) -> "LoadChoice":
-        """Random selection with the number of experts, the groups and the top-k of `router`."""
+        """Random routing with the top-k and the numbers of experts and groups of `router`."""
         if not router.num_groups or not router.group_topk:
             return cls(router.num_experts, router.topk)
         return cls(router.num_experts, router.topk, router.num_groups, router.group_topk)
 
     def destinations(self, num_parts: int) -> LoadSpread:
-        """Number of parts (ranks or domains with E / num_parts consecutive experts each) to which a token is sent."""
+        """Number of parts to which a token is sent. A part (rank or domain) has E / num_parts consecutive experts."""
         equal = self._parts_are_equal(num_parts)
         hit = [1 - self._missed([part], num_parts) for part in range(1 if equal else num_parts)]
         hit *= num_parts // len(hit)
@@ -55,22 +55,22 @@ class LoadChoice:
         return LoadSpread(mean=mean, std=sqrt(variance) if variance > _ROUNDING * mean * mean else 0.0)
 
     def rows(self, num_parts: int, num_tokens: int) -> LoadSpread:
-        """Number of rows that one part receives if `num_tokens` tokens select experts independently."""
+        """Number of rows that one of `num_parts` ranks receives if `num_tokens` tokens select experts independently."""
         mean = self.topk / num_parts
         variance = max(0.0, self._mean_square(num_parts) - mean * mean)
         return LoadSpread(mean=num_tokens * mean, std=sqrt(num_tokens * variance))
 
     def _parts_are_equal(self, num_parts: int) -> bool:
-        """Whether all parts are aligned with the groups in the same way."""
+        """Whether a part consists of whole groups or a group of whole parts; all parts then have equal loads."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         return max(per_group, per_part) % min(per_group, per_part) == 0
 
     def _missed(self, parts: Sequence[int], num_parts: int) -> float:
-        """Probability that a token has no expert on any of the parts."""
+        """Probability that a token selects no expert on any of the given parts (part indices)."""
         return sum(weight * _none(self._candidates, held, self.topk) for held, weight in self._held(parts, num_parts))
 
     def _mean_square(self, num_parts: int) -> float:
-        """Mean of the square of the number of a token's experts on one part."""
+        """Mean of the squared number of experts that a token selects on part 0."""
         total, candidates = 0.0, self._candidates
         for held, weight in self._held([0], num_parts):
             mean = self.topk * held / candidates
@@ -84,7 +84,7 @@ class LoadChoice:
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """Distribution of the number of experts on `parts` that are in a selected group: (number, probability)."""
+        """Distribution of the number of experts on `parts` that are in selected groups: (number, probability)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
         by_group = Counter(expert // per_group for expert in experts)
@@ -106,5 +106,5 @@ def _none(total: int, held: int, drawn: int) -> float:
 
 
 def fullest(spread: LoadSpread, num_parts: int) -> float:
-    """Approximate number of rows of the most loaded part: mean + sqrt(2 ln num_parts) standard deviations."""
+    """Approximate mean of the maximum of `num_parts` row counts: mean + sqrt(2 ln num_parts) standard deviations."""
     return spread.mean + spread.std * sqrt(2 * log(num_parts)) if num_parts > 1 else spread.mean

@@ -10,33 +10,33 @@ from megatron_moe.config.precision import FloatName
 from megatron_moe.cost_model.amounts import Amounts
 
 _PER_MULTIPLY_ADD = 6
-"""FLOPs per multiply-add: 2 each in the forward, for the input gradient and for the weight gradient."""
+"""Training FLOPs per multiply-add of a GEMM: 2 in forward, 2 for the input gradient, 2 for the weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount(Amounts[int]):
-    """FLOPs of forward and backward by kind, excluding recompute."""
+    """FLOPs of forward and backward by part of the model, excluding recompute."""
 
     attention: int = 0
-    """Projections of attention."""
+    """Linear projections of attention."""
     core_attention: int = 0
-    """GEMMs q k^T and probs v of attention."""
+    """The two GEMMs of attention: queries times keys, and probabilities times values."""
     dense_mlp: int = 0
     experts: int = 0
-    """`topk` routed experts per token, and their latent projections."""
+    """Routed experts (`topk` per token) and the projections into and out of their latent space."""
     shared: int = 0
     mtp: int = 0
-    """Layers and projections of multi-token prediction, without its logits."""
+    """Layers and input projections of multi-token prediction; `head` includes its logits."""
     head: int = 0
-    """Output projection to logits, for the next token and for each depth of multi-token prediction."""
+    """Projection to logits, for the next token and for every depth of multi-token prediction."""
 
 
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
     """FLOPs of one step over `num_sequences` sequences of `seq_length` tokens.
 
-    This is Megatron's formula for "throughput per GPU": GEMMs only, without router, norms, embedding lookup, padding
-    and recompute, and with S^2 / 2 query-key pairs for causal attention. Unlike Megatron's formula, it excludes keys
-    outside a sliding window.
+    Only GEMMs are counted, without router and recompute, and with S^2 / 2 query-key pairs for causal attention. This is
+    Megatron's formula for "throughput per GPU", including its terms for the norms of MLA latents and of multi-token
+    prediction. Unlike Megatron's formula, it excludes keys outside a sliding window.
     """
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
     count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))
@@ -46,12 +46,12 @@ def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> Flop
 
 
 def flops_per_step(model: ModelConfig, num_sequences: int, seq_length: int) -> int:
-    """Total FLOPs of `count_flops`, the basis of throughput and MFU."""
+    """FLOPs of one step over all parts of the model, from which throughput and MFU are computed."""
     return count_flops(model, num_sequences, seq_length).total
 
 
 def _mtp_depth(model: ModelConfig, seq_length: int) -> int:
-    """FLOPs of one MTP depth: a copy of the last layer, the projection [H, 2H] and, as in Megatron, three norms."""
+    """FLOPs of one MTP depth for one sequence: a decoder layer, the projection [H, 2H] and, as in Megatron, 3 norms."""
     hidden = model.hidden_size
     own = seq_length * (2 * hidden * hidden + 3 * hidden) * _PER_MULTIPLY_ADD
     return own + count_layer_flops(model.layers[-1], seq_length).total
@@ -77,8 +77,8 @@ def count_layer_flops(layer: LayerConfig, seq_length: int) -> FlopCount:
 
 
 def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
-    """Twice the number of query-key pairs of one sequence. Pairs are counted as a continuous area: S^2 / 2 under the
-    causal mask, w S - w^2 / 2 with a window of w tokens."""
+    """Twice the number of query-key pairs of one sequence, as an integer. The number of pairs is approximated by an
+    area: S^2 / 2 for causal attention, and w S - w^2 / 2 with a window of w tokens."""
     if not core.causal:
         return 2 * seq_length * seq_length
     left = core.window[0] if core.window else -1
@@ -88,7 +88,7 @@ def _doubled_num_pairs(core: CoreAttentionConfig, seq_length: int) -> int:
 
 @dataclass(frozen=True)
 class _Device:
-    """Dense TFLOP/s of devices whose name contains `name`; None: unsupported or unpublished."""
+    """Peak dense TFLOP/s of devices whose name contains `name`; None: format not supported or rate not published."""
 
     name: str
     fp64: float | None
@@ -116,14 +116,13 @@ _DEVICES = (
     _Device("L40S", None, 91.6, 362.0, 362.0),
     _Device("V100", 7.8, 15.7, 125.0, None),
 )
-"""From NVIDIA's data sheets: A100, H100 (SXM, PCIe, NVL), H200, HGX B200 and B300, GB200 NVL72, Vera
-Rubin NVL72 (preliminary), L40S, V100. Figures published for 2:4 sparsity are halved. fp32 is the rate without TF32,
-torch's default. The first matching entry is used."""
+"""Rates from NVIDIA's data sheets (VR200: preliminary), halved where published for 2:4 sparsity. fp32 rates are without
+TF32, which torch does not use by default. If several entries match a device name, the first one is used."""
 
 
 def peak_flops(device_name: str, dtype: FloatName) -> float | None:
-    """Peak dense FLOP/s of a device, by the name that `torch.cuda.get_device_name` returns; None for a CPU, an unknown
-    device or an unsupported dtype."""
+    """Peak dense FLOP/s of a device; None for a CPU, an unknown device or an unsupported dtype. `device_name`: name as
+    returned by `torch.cuda.get_device_name`."""
     for device in _DEVICES:
         if device.name in device_name:
             tflops: float | None = getattr(device, dtype)

@@ -1,4 +1,4 @@
-"""Capabilities of GPUs and their machines, from data sheets."""
+"""Memory, compute rates and link rates of GPUs in their usual servers, from data sheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,64 +12,64 @@ GpuKind = Literal["a100", "h100", "h200", "gh200", "b200", "b300", "gb200", "gb3
 
 GIB = 1 << 30
 LINK_EFFICIENCY = 0.7
-"""Fraction of a link's peak rate that large collectives reach. Measured on H200 with rows of 4 KB: 0.54 (NCCL) to 0.76
-(our kernels) of NVLink."""
+"""Fraction of a link's peak rate that large collectives reach. Measured on the NVLink of H200, with rows of 4 KB: 0.54
+with NCCL, 0.76 with our kernels."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU in its usual machine. Rates are per GPU and direction."""
+    """A GPU model in its usual server. Link rates are per GPU and direction."""
 
     kind: GpuKind
     name: str
     memory_gib: float
     """Memory that torch can allocate."""
     hbm: float
-    """Memory bandwidth, bytes per second."""
+    """Device memory bandwidth, in bytes per second."""
     nvlink: float
-    """Bytes per second to GPUs of the same NVLink domain."""
+    """Bandwidth to GPUs of the same NVLink domain, in bytes per second."""
     network: float
-    """Bytes per second to other GPUs."""
+    """Bandwidth to GPUs outside the NVLink domain, in bytes per second."""
     per_node: int
-    """GPUs per host."""
+    """Number of GPUs per host."""
     nvlink_domain: int
-    """GPUs per NVLink domain: a host or a rack."""
+    """Number of GPUs per NVLink domain, which is a host or a rack."""
     host_link: float = 55e9
-    """Bytes per second to host memory; default: PCIe 5 x16."""
+    """Bandwidth to host memory, in bytes per second; the default is that of PCIe 5 x16."""
     fp8_speedup: float = 2.0
-    """Dense FP8 rate as a multiple of the bf16 rate; 1 without FP8 units."""
+    """Dense FP8 rate divided by the dense bf16 rate; 1 if the GPU does not support FP8."""
 
     @property
     def bf16(self) -> float:
-        """Dense bf16 FLOP/s."""
+        """Peak dense bf16 FLOP/s."""
         peak = peak_flops(self.name, "bf16")
         assert peak is not None, f"no bf16 rate of {self.name}"
         return peak
 
     def rate(self, dtype: FloatName) -> tuple[float, FloatName]:
-        """(dense FLOP/s, format) of GEMMs in `dtype`, or in bf16 if no rate is published for `dtype`."""
+        """(peak dense FLOP/s, `dtype`), or (bf16 rate, "bf16") if no rate is known for `dtype`."""
         peak = peak_flops(self.name, dtype)
         return (self.bf16, "bf16") if peak is None else (peak, dtype)
 
     @property
     def fp8(self) -> float:
-        """Dense FP8 FLOP/s; the bf16 rate without FP8 units."""
+        """Peak dense FP8 FLOP/s; the bf16 rate if the GPU does not support FP8."""
         return self.fp8_speedup * self.bf16
 
     def domain_ranks(self, world_size: int) -> int:
-        """Ranks per NVLink domain. Jobs larger than a rack of 72 GPUs use 64 GPUs per rack: groups are powers of two
-        (`sbatch --segment=16`)."""
+        """Maximum number of ranks per NVLink domain. A job larger than a rack of 72 GPUs uses only 64 GPUs per rack
+        (`sbatch --segment=16`), because parallel sizes are powers of two."""
         if self.nvlink_domain <= self.per_node or world_size <= self.nvlink_domain:
             return self.nvlink_domain
         return 1 << (self.nvlink_domain.bit_length() - 1)
 
 
 _LINK_3, _LINK_4, _LINK_5, _LINK_6 = 300e9, 450e9, 900e9, 1800e9
-"""NVLink rates of Ampere, Hopper, Blackwell and Rubin."""
+"""NVLink rates of Ampere, Hopper, Blackwell and Rubin GPUs, in bytes per second and direction."""
 _PORT_200, _PORT_400, _PORT_800, _PORT_1600 = 25e9, 50e9, 100e9, 200e9
-"""Rates of one port of ConnectX-6, -7 and -8, and of two ports of ConnectX-9."""
+"""Network rates of one port of ConnectX-6, -7 and -8, and of two ports of ConnectX-9, in bytes per second."""
 _GRACE = 225e9
-"""Host link per GPU: half of a Grace CPU's 450 GB/s, which two GPUs share."""
+"""Host link rate per GPU, in bytes per second, where two GPUs share the 450 GB/s of one Grace CPU."""
 
 _KINDS = (
     GPU(
@@ -97,9 +97,9 @@ _KINDS = (
         host_link=450e9, fp8_speedup=17.5 / 4,
     ),
 )  # fmt: skip
-"""From NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, nodes of four GH200, and GB200, GB300 and VR200
-NVL72: 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB of HBM; bidirectional NVLink of 600 (A100), 900 (Hopper), 1800
-(Blackwell) and 3600 GB/s (Rubin); 200 to 1600 Gb/s of network per GPU. Memory is as reported by drivers, in GiB. VR200
-is preliminary; its reported memory is assumed to equal GB300's."""
+"""Rates from NVIDIA's data sheets of HGX A100, H100, H200, B200 and B300, nodes of four GH200, and GB200, GB300 and
+VR200 NVL72 (preliminary). NVLink rates are half of the published bidirectional rates of 600 (A100), 900 (Hopper), 1800
+(Blackwell) and 3600 GB/s (Rubin). `memory_gib` is the memory that drivers report; the published values, in the
+same order, are 80, 80, 141, 180, 270, 96, 186, 279 and 288 GB. VR200 is assumed to report as much as GB300."""
 
 GPUS: Mapping[str, GPU] = MappingProxyType({gpu.kind: gpu for gpu in _KINDS})

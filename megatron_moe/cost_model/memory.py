@@ -33,15 +33,16 @@ from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
 _LOW_ACTIVATION = MappingProxyType({"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16})
-"""Bytes per element of a GEMM input in a low-precision format, including scales; 1 for recipes not listed."""
+"""FP8 or FP4 recipe -> bytes per element of a saved GEMM input, including scales; 1 for recipes not listed."""
 _LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1 / 16)})
-"""Bytes per weight element in the formats that need a rowwise and a columnwise copy."""
+"""FP8 or FP4 recipe -> bytes per weight element, for recipes that store a rowwise and a columnwise copy."""
 _FEW_GROUPS = 4
-"""Number of microbatch groups after which a schedule is periodic."""
+"""Number of microbatch groups after which the counts in `Moment` repeat periodically."""
 LATE = "waiting for weight gradients"
-"""Module name of expert rows and gradients that stay allocated after backward for delayed weight gradients."""
+"""Name in `RankBytes.activations` of tensors kept after backward for delayed expert weight gradients."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Microbatch counts by chunk: (in flight, waiting for expert weight gradients after the rest of backward)."""
+"""Number of microbatches of each model chunk at one point of the schedule: (in flight between forward and backward,
+after backward with expert weight gradients that `--moe-expert-wgrad-interval` delays)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class StateBytes(Amounts[float]):
     weights: float
     gradients: float
     master: float
-    """Master weights; sharded with ZeRO-1, like the moments."""
+    """Master weights. With ZeRO-1, master weights and moments are sharded."""
     moments: float
 
 
@@ -64,36 +65,36 @@ class RankBytes:
     held: HeldElements
     state: StateBytes
     activations: tuple[tuple[str, float], ...]
-    """(module, bytes) of saved activations of all microbatches in flight."""
+    """(module, bytes) of the saved activations on the device, over all microbatches in flight."""
     in_flight: int
-    """Number of (microbatch, chunk) pairs in flight."""
+    """Number of pairs (microbatch, model chunk) whose forward has run and whose backward has not."""
     dispatch: float
-    """Token dispatcher buffers of one layer."""
+    """Buffers of the token dispatcher, for one layer."""
     working: float
-    """Activation gradients and recomputed activations of one layer; or, if larger, the gradient of the logits on the
-    rank with the loss (`dispatch` is then 0)."""
+    """Activation gradients and recomputed activations of one layer. On the rank with the loss, the gradient of the
+    logits instead, if that is larger; `dispatch` is then 0."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
-    """Offloaded optimizer state that is copied to the device for the update, when all activations are freed."""
+    """Offloaded optimizer state on the device during the update, when no activations are allocated."""
     on_host: float
-    """Activations offloaded to the host; not part of the total."""
+    """Activations in host memory, which `total` does not include."""
 
     @property
     def kept(self) -> float:
-        """Bytes of saved activations of all modules."""
+        """Bytes of saved activations on the device."""
         return sum(size for _, size in self.activations)
 
     @property
     def total(self) -> float:
-        """Peak bytes, during forward and backward or during the update."""
+        """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
         return self.state.total + max(self.kept + self.dispatch + self.working + self.transfers, self.visiting)
 
 
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
     """Bytes of weights, gradients and optimizer state of a rank with `held` parameters, `low` of them in FP8 or FP4.
 
-    With ZeRO-1 over d ranks, bf16 weights, and fp32 gradients, masters and moments: 6 + 12 / d bytes per parameter.
+    Example: 6 + 12 / d bytes per parameter with ZeRO-1 over d ranks, bf16 weights, fp32 gradients and fp32 state.
     """
     precision, parallel = plan.precision, plan.parallel
     sharded = plan.data_parallel.use_distributed_optimizer
@@ -122,14 +123,14 @@ def _moments(precision: PrecisionConfig) -> int:
 
 
 class _ChunkActivations(NamedTuple):
-    """Bytes that one chunk saves for one microbatch: on the device, by module, and on the host."""
+    """Bytes that one model chunk saves for one microbatch: on the device by module, and in host memory."""
 
     modules: dict[str, float]
     on_host: float
 
 
 class _Placed(NamedTuple):
-    """Division of a saved tensor's bytes: stored on the device, offloaded to the host, and recomputed in backward."""
+    """Bytes of a saved tensor that stay on the device, are offloaded to the host, and are recomputed in backward."""
 
     device: float
     host: float = 0.0
@@ -137,10 +138,10 @@ class _Placed(NamedTuple):
 
 
 class RankMemory:
-    """Memory of the pipeline ranks of a plan."""
+    """Estimates the peak device memory of every pipeline rank of a run."""
 
     def __init__(self, plan: RunPlan, imbalance: float = 1.0) -> None:
-        """`imbalance`: expert rows of the most loaded rank as a multiple of the mean."""
+        """`imbalance`: number of expert rows of the most loaded expert-parallel rank, divided by the mean."""
         self.plan = plan
         self.sizes = ActivationSizes.of(plan, imbalance)
         self._layers: dict[LayerConfig, list[SavedActivation]] = {}
@@ -148,21 +149,21 @@ class RankMemory:
         self._moments: dict[tuple[int, int, int], list[Moment]] = {}
 
     def with_options(self, memory: MemoryConfig) -> "RankMemory":
-        """Memory of the same plan with other memory options, reusing cached results."""
+        """Returns an estimate for the same run with other memory options, reusing cached results."""
         return self.on_another_plan(replace(self.plan, memory=memory))
 
     def on_another_plan(self, plan: RunPlan) -> "RankMemory":
-        """Memory of a plan that differs only in memory options and optimizer, reusing cached results."""
+        """Returns an estimate for a run that differs only in memory options and optimizer, reusing cached results."""
         other = RankMemory(plan, self.sizes.imbalance)
         other._layers, other._held, other._moments = self._layers, self._held, self._moments
         return other
 
     def all_ranks(self) -> list[RankBytes]:
-        """Memory of every pipeline rank."""
+        """Peak memory of every pipeline rank, in order of ranks."""
         return [self.of_rank(rank) for rank in range(self.plan.layout.pp)]
 
     def of_rank(self, rank: int) -> RankBytes:
-        """Memory of one pipeline rank."""
+        """Peak memory of one pipeline rank."""
         plan, layout = self.plan, self.plan.layout
         stages, layers = layout.chunks(rank), self._layers_of(rank)
         chunks = [self._chunk(rank, index) for index in range(layout.vpp)]
@@ -181,7 +182,7 @@ class RankMemory:
             candidates.append(in_loss(plan.model, plan.parallel, self.sizes))
         workspace = max(candidates, key=lambda each: each.total, default=Workspace())
         if plan.pipeline.overlap:
-            # an overlapped pair saves one more layer: the forward saves it before the backward has freed its own
+            # in an overlapped pair, the forward saves a layer's tensors before the backward has freed those of a layer
             workspace = workspace.and_more(max((self._saved_by(layer) for layer in set(layers)), default=0.0))
         return RankBytes(
             rank=rank,
@@ -197,8 +198,8 @@ class RankMemory:
         )
 
     def moments(self, rank: int) -> list[Moment]:
-        """Distinct values of `Moment` after the computations of a pipeline rank. Simulates only a few groups of
-        microbatches, because the rest of a long step is periodic."""
+        """Distinct microbatch counts that occur in the schedule of a pipeline rank. Only a few microbatch groups are
+        simulated, because the counts of a long step repeat."""
         interval = self.plan.memory.moe_expert_wgrad_interval
         schedule = self.plan.schedule(self.plan.num_microbatches)
         count = min(schedule.num_microbatches, groups_of_moments(interval) * schedule.group)
@@ -209,15 +210,15 @@ class RankMemory:
         return self._moments[key]
 
     def state_of_rank(self, rank: int) -> StateBytes:
-        """Weights, gradients and optimizer state of one pipeline rank."""
+        """Bytes of weights, gradients and optimizer state of one pipeline rank."""
         return state_bytes(self.plan, *self._held_of(rank))
 
     def held(self, rank: int) -> HeldElements:
-        """Number of parameters of one pipeline rank."""
+        """Number of parameters that one GPU of a pipeline rank stores."""
         return self._held_of(rank)[0]
 
     def _held_of(self, rank: int) -> tuple[HeldElements, HeldElements]:
-        """(all parameters, parameters in a low-precision format)."""
+        """Numbers of parameters of a pipeline rank: (all, those stored in FP8 or FP4)."""
         if rank not in self._held:
             plan, low = self.plan, HeldElements()
             if plan.precision.low_precision and plan.precision.low_precision_params:
@@ -230,7 +231,7 @@ class RankMemory:
         return [layer for layers in self.layers_of_chunks(rank) for layer in layers]
 
     def layers_of_chunks(self, rank: int) -> list[list[LayerConfig]]:
-        """Layers of each chunk, MTP layers last."""
+        """Layers of each model chunk of a pipeline rank, in order; MTP layers are last in their chunk."""
         model = self.plan.model
         return [
             [*(model.layers[index] for index in stage.layers), *[model.layers[-1]] * stage.num_mtp]
@@ -238,11 +239,11 @@ class RankMemory:
         ]
 
     def moved_per_microbatch(self, rank: int) -> float:
-        """Bytes of activations offloaded to the host per microbatch, over all chunks of a pipeline rank."""
+        """Bytes of activations that a pipeline rank offloads to the host per microbatch, over all its model chunks."""
         return sum(self._chunk(rank, index).on_host for index in range(self.plan.layout.vpp))
 
     def tensors(self, layer: LayerConfig) -> list[SavedActivation]:
-        """Saved tensors of a layer for one microbatch, without recompute and offload."""
+        """Tensors that a layer saves for one microbatch if nothing is recomputed or offloaded."""
         if layer not in self._layers:
             self._layers[layer] = layer_tensors(layer, self.plan.parallel, self.sizes)
         return self._layers[layer]
@@ -291,11 +292,11 @@ class RankMemory:
         return _Placed(size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
-        """Bytes that a layer saves for one microbatch with recompute, before offload."""
+        """Bytes that a layer saves for one microbatch: includes offloaded tensors, excludes recomputed ones."""
         return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
     def _late(self, layer: LayerConfig) -> float:
-        """Bytes that an MoE layer keeps after backward for delayed expert weight gradients, per microbatch."""
+        """Bytes per microbatch that an MoE layer keeps after backward for delayed expert weight gradients."""
         feed_forward = layer.shard(self.plan.parallel).feed_forward
         if not isinstance(feed_forward, MoEConfig):
             return 0.0
@@ -306,7 +307,7 @@ class RankMemory:
         return rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
-        """Peak workspace of a layer's backward. `longest`: number of layers of the longest chunk."""
+        """Peak temporary memory of a layer's backward. `longest`: number of layers of the largest model chunk."""
         restored = {True: 0.0, False: 0.0}  # whether part of attention -> recomputed and reloaded bytes
         freed = 0.0  # bytes that the feed-forward part frees before the backward of attention
         for each in self.tensors(layer):
@@ -324,7 +325,7 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks of it."""
+        """Peak bytes of offloaded state on the device during the update: all, or two chunks. 0 if the CPU updates."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
@@ -333,7 +334,7 @@ class RankMemory:
         return min(offloaded, 2.0 * offload.chunk_bytes) if offload.chunk_bytes else offloaded
 
     def _transfers(self) -> float:
-        """Bytes of send and receive buffers for one hidden state and one gradient."""
+        """Bytes of pipeline buffers: a send and a receive buffer each for a hidden state and for its gradient."""
         if self.plan.layout.pp == 1:
             return 0.0
         return 4.0 * self.sizes.residual * self.plan.model.hidden_size * self.sizes.activation
@@ -347,13 +348,13 @@ def _recomputes_whole(recompute: RecomputeConfig, place: int) -> bool:
 
 
 def groups_of_moments(interval: int) -> int:
-    """Number of microbatch groups that `RankMemory.moments` simulates."""
+    """Number of microbatch groups that `RankMemory.moments` simulates. `interval`: `--moe-expert-wgrad-interval`."""
     return _FEW_GROUPS + interval - 1
 
 
 def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int, interval: int) -> list[Moment]:
-    """Distinct moments after the schedule's entries, in order. Delayed expert weight gradients are computed every
-    `interval` microbatches and at the end of the step."""
+    """Distinct microbatch counts after each entry of a schedule, in order of occurrence. Expert weight gradients are
+    computed once per `interval` microbatches and at the end of the step."""
     now, done = [0] * num_chunks, [0] * num_chunks
     found: dict[Moment, None] = {}
     for entry in entries:
@@ -369,18 +370,18 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most bytes. `chunks`, `late`: bytes of an in-flight and of a delayed microbatch, by chunk."""
+    """Counts with the most bytes. `chunks`, `late`: bytes per in-flight and per delayed microbatch, by chunk."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
 def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:
-    """The rank with the highest peak."""
+    """Memory of the pipeline rank with the highest peak."""
     return max(ranks, key=lambda rank: rank.total)
 
 
 def checkpoint_bytes(plan: RunPlan) -> int:
-    """Bytes of one checkpoint: weights and, if saved, optimizer state (at least fp32). Buffers, a few elements per
-    expert, are excluded."""
+    """Bytes of one checkpoint: weights and, if saved, optimizer state, which is fp32 or wider in checkpoints. Router
+    buffers, a few elements per expert, are excluded."""
     precision = plan.precision
     wide = max(num_bytes("fp32"), num_bytes(precision.main_params_dtype))
     copies = 2 if precision.main_params_dtype == precision.params else 3
@@ -389,8 +390,8 @@ def checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
-    """Number of stash pages that a pipeline rank needs, by row width. Every in-flight tensor of expert rows gets pages
-    for its rows at an even load, times the factor of `PagedStashConfig`, and one partial page."""
+    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. Every in-flight tensor of expert
+    rows gets pages for its rows at an even load times the buffer size factor, plus one partly filled page."""
     assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
     chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]
@@ -404,7 +405,7 @@ def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
 
 
 def _pages_of(layers: list[LayerConfig], memory: RankMemory, config: PagedStashConfig) -> Counter[int]:
-    """Number of stash pages of one microbatch, by row width."""
+    """Row width in elements -> number of paged-stash pages that `layers` need for one microbatch."""
     plan, found = memory.plan, Counter[int]()
     for layer in layers:
         feed_forward = layer.shard(plan.parallel).feed_forward

@@ -13,23 +13,23 @@ class ParamCount(Amounts[int]):
     """Number of parameters by kind. Biases are counted with their weight matrix."""
 
     embedding: int = 0
-    """Word embedding, including padding, and learned position embedding."""
+    """Word embedding, including the rows that pad the vocabulary, and learned position embedding."""
     attention: int = 0
-    """Projections, biases and sinks."""
+    """Attention projections, their biases and the sink logits."""
     dense_mlp: int = 0
     router: int = 0
-    """Gating linear. The expert bias of auxiliary-loss-free balancing is a buffer and not counted."""
+    """Router weight and bias. The expert bias of auxiliary-loss-free balancing is a buffer and is not counted."""
     experts: int = 0
     shared: int = 0
     """Shared experts and their gates."""
     latent: int = 0
     """Projections into and out of the experts' latent space."""
     norms: int = 0
-    """Layer norms, q and k norms, norms of compressed q and kv, and the final norm."""
+    """Layer norms, q and k norms, norms of MLA's compressed q and kv, and the final norm."""
     mtp: int = 0
     """Norms, projections and layers of multi-token prediction."""
     head: int = 0
-    """Output head; 0 if its weight is tied to the embedding."""
+    """Weight and bias of the output head. A weight that is tied to the embedding is not counted."""
 
     @property
     def without_mtp(self) -> "ParamCount":
@@ -38,8 +38,8 @@ class ParamCount(Amounts[int]):
 
 
 def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
-    """Parameter counts of the model. `active`: counts only parameters that process one token, i.e. `topk` routed
-    experts per layer and everything else."""
+    """Parameter counts of the model. `active`: of the routed experts, counts only the `topk` per layer that process a
+    given token; all other parameters are always counted."""
     layers = sum((count_layer(layer, active=active) for layer in model.layers), ParamCount())
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
     ends = ParamCount(
@@ -52,7 +52,7 @@ def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
 
 
 def count_expert_elements(model: ModelConfig) -> int:
-    """Number of parameters of routed experts, including multi-token prediction."""
+    """Number of parameters of all routed experts, including those in layers of multi-token prediction."""
     layers = list(model.layers)
     if model.mtp is not None:
         layers += [model.layers[-1]] * model.mtp.num_distinct_layers
@@ -65,7 +65,7 @@ def _head(model: ModelConfig) -> int:
 
 
 def _mtp(model: ModelConfig, active: bool) -> int:
-    """Parameters of MTP layers: two input norms, projection [H, 2H], a copy of the last layer and a final norm each."""
+    """Number of MTP parameters. Each layer has 3 norms, a projection [H, 2H] and a copy of the last layer."""
     if model.mtp is None:
         return 0
     hidden = model.hidden_size
@@ -74,7 +74,7 @@ def _mtp(model: ModelConfig, active: bool) -> int:
 
 
 def count_layer(layer: LayerConfig, *, active: bool = False) -> ParamCount:
-    """Parameter counts of one layer. `active`: counts only parameters that process one token."""
+    """Parameter counts of one layer. `active`: counts only `topk` of the routed experts."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     attention = _mla(mixer) if isinstance(mixer, MLAConfig) else _attention(mixer)
     norms = ParamCount(norms=2 * count_norm(layer.norm, mixer.hidden_size))
@@ -82,7 +82,7 @@ def count_layer(layer: LayerConfig, *, active: bool = False) -> ParamCount:
 
 
 def count_norm(norm: NormConfig, width: int) -> int:
-    """Parameters of a norm over `width` channels."""
+    """Number of parameters of a norm over `width` channels."""
     return width * (2 if norm.kind == "LayerNorm" else 1)
 
 

@@ -1,6 +1,7 @@
-"""Nodes and NVLink domains that process groups span, with ranks assigned to nodes in order.
+"""Number of nodes and NVLink domains that process groups span, if nodes are filled with ranks in ascending order.
 
-Domains have a fixed number of ranks, so the placement of a group is periodic and large worlds cost no more to compute.
+All domains have the same number of ranks, so placements repeat periodically along the ranks. Only one period is
+examined, so the computation time does not grow with the world size.
 """
 
 from collections import Counter
@@ -15,16 +16,16 @@ from megatron_moe.parallel.grid import ATTENTION_GROUPS, EXPERT_GROUPS, Grid, at
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Nodes and NVLink domains that the process groups with one name span."""
+    """Placement of all process groups of one name, such as "ep", on nodes and NVLink domains."""
 
     size: int
     """Number of ranks per group."""
     nodes: tuple[int, int]
-    """(fewest, most) nodes per group."""
+    """(minimum, maximum) number of nodes that a group spans."""
     domains: tuple[int, int]
-    """(fewest, most) NVLink domains per group."""
+    """(minimum, maximum) number of NVLink domains that a group spans."""
     near: float
-    """Fraction of a rank's peers that are in its NVLink domain, averaged over ranks."""
+    """Fraction of the other ranks of a rank's group that are in its NVLink domain, averaged over ranks."""
 
     def __str__(self) -> str:
         if self.size == 1:
@@ -37,23 +38,23 @@ class Placement:
 
 
 Axis = tuple[bool, int]
-"""Grid axis: (whether a group extends along the axis, size)."""
+"""Axis of the rank grid: (True if process groups extend along the axis, size of the axis)."""
 
 
 class Placements:
-    """Placements of groups on one kind of GPU, with a cache."""
+    """Computes and caches the placements of process groups for one kind of GPU."""
 
     def __init__(self, gpu: GPU) -> None:
         self._gpu = gpu
         self._cache: dict[tuple[Axis, ...], Placement] = {}
 
     def of_all(self, parallel: ParallelConfig) -> dict[str, Placement]:
-        """Placement of every attention and expert group, by name."""
+        """Group name -> placement, for all process groups of attention and of experts."""
         found = {name: self.of(attention_grid(parallel), axes) for name, axes in ATTENTION_GROUPS}
         return found | {name: self.of(expert_grid(parallel), axes) for name, axes in EXPERT_GROUPS}
 
     def of(self, grid: Grid, members: Collection[str]) -> Placement:
-        """Placement of the groups that extend along the axes `members`."""
+        """Placement of the process groups that extend along the axes `members` (names) of `grid`."""
         merged: list[Axis] = []
         for name, size in grid.axes:
             inside = name in members
@@ -74,10 +75,9 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
 
 
 def _spread(axes: Collection[Axis], domain_ranks: int) -> tuple[tuple[int, int], float]:
-    """((fewest, most) domains per group, fraction of a rank's peers in its domain).
+    """((minimum, maximum) number of domains per group, fraction of a rank's peers that are in its domain).
 
-    Ranks along an axis are counted for one period only, after which the axis starts at a domain boundary again. Further
-    periods, and all slower axes, repeat this pattern.
+    Examines only one period of each axis. The next period starts at a domain boundary again, like the first.
     """
     members, starts, copies, stride = [0], [0], 1, 1
     for inside, size in axes:

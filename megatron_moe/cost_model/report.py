@@ -19,13 +19,13 @@ from megatron_moe.planner.memory_options import enabled_options
 
 Facts = dict[str, Any]
 RESERVE_GIB = 3.0
-"""Memory reserved for the CUDA context, NCCL, workspaces and fragmentation."""
+"""GPU memory that a plan must leave free for the CUDA context, NCCL, library workspaces and fragmentation."""
 _MAX_COMPUTATIONS = 50_000
-"""Maximum number of computations of a simulated schedule, which takes about half a second."""
+"""Maximum number of forwards in a simulated schedule, over all ranks. Simulating this many takes half a second."""
 
 
 def too_long_to_simulate(plan: RunPlan) -> str | None:
-    """Reason why simulating the plan's schedule would take longer than about a second; None if it does not."""
+    """Message if simulating the plan's pipeline schedule would take longer than about a second, else None."""
     interval = plan.memory.moe_expert_wgrad_interval
     config = plan.schedule(plan.num_microbatches)
     groups = max(MANY_GROUPS, groups_of_moments(interval))
@@ -40,7 +40,7 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
 
 
 def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
-    """Report of a plan: sizes, model, memory, communication and time. If the layers are unknown, only the sizes."""
+    """Dry-run report of a plan. If the plan has unsupported layers: only the device, the ranks and the schedule."""
     placements = Placements(gpu).of_all(plan.parallel)
     sizes: Facts = {
         "unknown_layers": list(plan.unknown_layers),
@@ -152,7 +152,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
 
 
 def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
-    """Saved tensors of one microbatch, for each distinct layer."""
+    """Yields the tensors saved for backward by each distinct layer for one microbatch."""
     for layer in dict.fromkeys(plan.model.layers):
         sizes: Facts = {"layer": plan.model.layers.index(layer)}
         for each in memory.tensors(layer):
@@ -162,8 +162,8 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
 def _switches(
     plan: RunPlan, memory: RankMemory, most: RankBytes, gpu: GPU, placements: dict[str, Placement]
 ) -> Iterator[Facts]:
-    """Memory saved and slowdown of each enabled memory option, computed by disabling only this option. Effects do not
-    add up: a module inside a recomputed module saves nothing more."""
+    """Yields the memory that each enabled memory option saves and its slowdown, both estimated by disabling only this
+    option. Savings do not add up: recomputing a module inside another recomputed module saves no more memory."""
     seconds = Estimator(plan, gpu, placements).step().total
     for option in enabled_options(plan):
         without = option.apply(plan)
@@ -196,7 +196,7 @@ def _traffic(traffic: Traffic, gpu: GPU) -> Facts:
 
 
 def _experts(plan: RunPlan, communication: Communication) -> Facts | None:
-    """Dispatch volume of one layer and microbatch; None without expert parallelism."""
+    """Expert load and dispatch volume for one MoE layer and microbatch; None without MoE or expert parallelism."""
     if not plan.model.moe_configs or plan.parallel.ep == 1:
         return None
     config = plan.model.moe_configs[0]

@@ -1,4 +1,4 @@
-"""Parameters of one rank: its shards of layers, and the embedding, head and norms of its pipeline stages."""
+"""Number of parameters on one rank: its shards of layers, and embedding, head and norms of its pipeline stages."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from megatron_moe.pipeline.layout import PipelineLayout, StageLayout
 
 @dataclass(frozen=True, kw_only=True)
 class HeldElements(Amounts[int]):
-    """Number of parameters of one rank in the attention grid and in the expert grid."""
+    """Number of parameters on one rank: routed experts (`expert`) and all others (`attention`)."""
 
     attention: int = 0
     expert: int = 0
 
 
 def held_by_layer(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
-    """Parameters of one rank's shard of a layer."""
+    """Number of parameters in one rank's shard of a layer."""
     count, mixer = count_layer(layer.shard(parallel)), layer.mixer
     attention = count.total - count.experts
     if isinstance(mixer, AttentionConfig):
@@ -33,13 +33,13 @@ def held_by_layer(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
 
 
 def _kv_rows_elsewhere(layer: LayerConfig, tp: int) -> int:
-    """Number of rows of the shard's k and v projection held by other ranks that share its query group."""
+    """Number of rows of k and v projections that a rank uses but that other ranks with the same query group store."""
     mixer = layer.mixer
     return mixer.shard(tp).qkv_width - mixer.qkv_width // tp if isinstance(mixer, AttentionConfig) else 0
 
 
 def held_by_stage(model: ModelConfig, stage: StageLayout, parallel: ParallelConfig) -> HeldElements:
-    """Parameters of one rank's shard of a stage, including the embedding on the first stage."""
+    """Number of parameters in one rank's shard of a stage: layers and, if present, embedding, final norm and head."""
     layers = Counter(model.layers[index] for index in stage.layers)
     held = sum((held_by_layer(layer, parallel) * count for layer, count in layers.items()), HeldElements())
     hidden, rows = model.hidden_size, model.vocab_size // parallel.tp
@@ -55,7 +55,7 @@ def held_by_stage(model: ModelConfig, stage: StageLayout, parallel: ParallelConf
 
 
 def held_by_embedding(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Parameters of the word embedding, sharded over tp, and of the replicated position embedding."""
+    """Number of parameters on one rank: word embedding, sharded over tp, and position embedding, replicated."""
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
     return (model.vocab_size // parallel.tp + positions) * model.hidden_size
 
@@ -63,7 +63,7 @@ def held_by_embedding(model: ModelConfig, parallel: ParallelConfig) -> int:
 def held_by_rank(
     model: ModelConfig, layout: PipelineLayout, pipeline_rank: int, parallel: ParallelConfig
 ) -> HeldElements:
-    """Parameters of a rank on pipeline rank `pipeline_rank`, including the embedding copy of a tied head or of MTP."""
+    """Number of parameters on one rank, including the copy of the embedding that a tied head or MTP layers need."""
     chunks = layout.chunks(pipeline_rank)
     held = sum((held_by_stage(model, chunk, parallel) for chunk in chunks), HeldElements())
     copied = pipeline_rank in layout.embedding_ranks(tied=model.tied_embeddings)
@@ -73,7 +73,7 @@ def held_by_rank(
 
 
 def low_elements(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
-    """Elements of `held_by_layer` that recipes may store in FP8 or FP4: all but norms, router and gate."""
+    """Number of one rank's parameters that FP8 or FP4 recipes may quantize: all but norms, router and shared gate."""
     shard = layer.shard(parallel)
     count, hidden = count_layer(shard), shard.mixer.hidden_size
     high = count.norms + count.router + _kv_rows_elsewhere(layer, parallel.tp) * hidden

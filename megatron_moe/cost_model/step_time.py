@@ -12,30 +12,30 @@ from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
 from megatron_moe.pipeline.schedule import ScheduleConfig, Task, computations, gives, needs, num_warmup
 
 MANY_GROUPS = 6
-"""Number of microbatch groups after which the steady phase is periodic."""
+"""Number of microbatch groups to simulate; each further group of the steady phase takes the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """FLOPs of a step, and lower bounds on its time in seconds."""
+    """FLOPs of a training step, a lower bound on its time, and the pipeline bubble."""
 
     flops: FlopCount
-    """FLOPs over all ranks, with Megatron's formula."""
+    """FLOPs of the step over all ranks, according to Megatron's formula."""
     per_token: float
     """FLOPs per token."""
     compute: float
-    """Compute time of a rank at peak rates, if work is divided evenly."""
+    """Compute time of one rank in seconds, at peak rates and with FLOPs divided evenly over ranks."""
     bubble: float
-    """Share of the step in which ranks are idle because of the pipeline."""
+    """Fraction of the step in which ranks are idle because of the pipeline."""
 
     @property
     def bound(self) -> float:
-        """Compute time and bubble in seconds, without communication."""
+        """Lower bound on the time of the step in seconds: compute time plus bubble, without communication."""
         return self.compute / (1 - self.bubble)
 
 
 def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
-    """Step time at the full global batch size."""
+    """FLOPs, time and bubble of a step with the full global batch size."""
     seq, batch, world = plan.data.seq_length, plan.batch.global_batch_size, plan.parallel.world_size
     flops = count_flops(plan.model, batch, seq)
     low = plan.precision.low_precision is not None
@@ -51,16 +51,16 @@ def step_time(plan: RunPlan, gpu: GPU) -> StepTime:
 
 
 def stage_costs(plan: RunPlan) -> tuple[float, ...]:
-    """FLOPs of each stage, in model order."""
+    """Forward and backward FLOPs of each pipeline stage for one sequence, in model order."""
     costs: StageCosts = flop_costs(plan.model, plan.data.seq_length)
     return tuple(costs.of(stage) for stage in plan.layout.stages)
 
 
 def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
-    """Idle share of a step if transfers take no time and a backward takes twice as long as a forward.
+    """Fraction of a step in which ranks are idle, if transfers take no time and a backward takes twice its forward.
 
-    `costs`: relative cost of each stage, in model order. Simulates a limited number of microbatches, because each
-    group of the steady phase takes the same time.
+    `costs`: relative cost of each stage, in model order. Simulates the first groups of microbatches and extrapolates,
+    because each further group of the steady phase takes the same time.
     """
     if config.pp == 1:
         return 0.0
@@ -76,7 +76,7 @@ def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
 
 
 def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
-    """Duration of a step in units of `costs`. Each computation starts when its rank is idle and its inputs exist."""
+    """Duration of a step in units of `costs`. A computation starts once its rank is idle and its inputs exist."""
     stages = config.stages
     queues = [[action for entry in computations(config, rank) for action in parts(entry)] for rank in range(config.pp)]
     done: dict[Task, float] = {}
@@ -102,6 +102,6 @@ def _step_length(config: ScheduleConfig, costs: Sequence[float]) -> float:
 
 
 def in_flight(config: ScheduleConfig) -> tuple[int, ...]:
-    """Peak number of (microbatch, chunk) pairs in flight per pipeline rank: number of warm-up forwards plus one."""
+    """Peak number of (microbatch, chunk) pairs per pipeline rank whose forward has run and whose backward has not."""
     total = config.num_microbatches * config.vpp
     return tuple(min(num_warmup(config, rank) + 1, total) for rank in range(config.pp))

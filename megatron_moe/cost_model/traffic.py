@@ -1,7 +1,7 @@
 """Communication volume of a rank in one step, by process group, and its time without overlap.
 
-Volumes count sent bytes. Over n ranks, an all-gather or reduce-scatter of N bytes (N / n per rank) sends N (n - 1) / n,
-an all-reduce twice that. docs/communication-volume.md derives the formulas.
+Volumes are bytes sent by one rank. In an all-gather or reduce-scatter of a tensor of N bytes over n ranks, each rank
+sends N (n - 1) / n bytes; in an all-reduce, twice as many. docs/communication-volume.md derives the formulas.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
 
 _PROBABILITY = 4
-"""Bytes sent with each row for its probability and index."""
+"""Bytes of the fp32 routing probability that is sent with each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,48 +39,48 @@ class Traffic:
         return replace(self, bytes=self.bytes * times, far=self.far * times)
 
     def seconds(self, gpu: GPU) -> float:
-        """Time with concurrent NVLink and network transfers, at the efficiency of large collectives."""
+        """Time in seconds at the bandwidth of large collectives; NVLink and network transfers run concurrently."""
         near = (self.bytes - self.far) / gpu.nvlink
         return max(near, self.far / gpu.network) / LINK_EFFICIENCY
 
 
 def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Traffic:
-    """Ring all-gather or reduce-scatter of `num_bytes` in total. Over several NVLink domains, the ring crosses the
-    network once per domain, and the network ports of a domain's ranks share this traffic."""
+    """Traffic of one rank in a ring all-gather or reduce-scatter of a tensor of `num_bytes` over `size` ranks. The ring
+    leaves each NVLink domain once; the network ports of all ranks of the domain share this traffic equally."""
     sent = num_bytes * (size - 1) / size
     return Traffic(bytes=sent, far=_crossing_share(placement) * sent, **names)  # type: ignore[arg-type]
 
 
 def _crossing_share(placement: Placement) -> float:
-    """Fraction of a ring's bytes that pass through the network port of one rank."""
+    """Fraction of a rank's ring traffic that leaves its NVLink domain: 1 / (ranks per domain); 0 for a single one."""
     domains = placement.domains[1]
     return domains / placement.size if domains > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTraffic:
-    """Dispatch volume of one rank for one MoE layer and one microbatch."""
+    """Mean dispatch volume of one rank for one MoE layer and one microbatch."""
 
     ranks: LoadSpread
-    """Number of ranks that hold at least one of a token's experts, including the token's own rank."""
+    """Number of ranks that hold at least one of a token's selected experts; may include the token's own rank."""
     domains: LoadSpread
-    """Number of NVLink domains that hold at least one of a token's experts, including the token's own domain."""
+    """Number of NVLink domains with at least one of a token's selected experts; may include the token's own domain."""
     rows_sent: float
-    """Rows sent to other ranks, one per selected expert."""
+    """Number of rows sent to other ranks if each token is sent once per selected expert."""
     copies_sent: float
-    """Rows sent to other ranks, one per destination rank of a token."""
+    """Number of rows sent to other ranks if each token is sent once per destination rank."""
     copies_far: float
-    """Rows sent to other NVLink domains, one per destination domain of a token."""
+    """Number of rows sent to other NVLink domains if each token is sent once per destination domain."""
     rows_taken: LoadSpread
     """Number of rows that one rank's experts receive, including rows of the rank's own tokens."""
     row_bytes: float
-    """Bytes of a row, including its probability and index."""
+    """Bytes per row in the activation format, including the routing probability."""
     low_row_bytes: float
-    """Bytes of a row in FP8, including its scales, probability and index."""
+    """Bytes per row in FP8, including scales and routing probability."""
 
 
 Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""`LoadChoice.destinations`, or a cached version of it for many plans."""
+"""Function (expert choice, number of ranks or domains) -> number of ranks or domains to which a token is sent."""
 
 
 def expert_traffic(
@@ -92,8 +92,8 @@ def expert_traffic(
     block: int = 128,
     destinations: Destinations = LoadChoice.destinations,
 ) -> ExpertTraffic:
-    """Dispatch volume with uniformly random routing. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8,
-    1-byte scales)."""
+    """Dispatch volume of uniformly random routing over `num_ranks` expert-parallel ranks in `num_domains` NVLink
+    domains. `block`: channels per FP8 scale, 128 (4-byte scales) or 32 (MXFP8, 1-byte scales)."""
     choice, tokens = LoadChoice.of(config.router), sizes.residual
     ranks, domains = destinations(choice, num_ranks), destinations(choice, num_domains)
     width = config.experts.hidden_size
@@ -113,15 +113,15 @@ def expert_traffic(
 
 @dataclass(frozen=True)
 class Communication:
-    """Communication of a plan's ranks in one step."""
+    """Computes the communication of a plan's ranks in one step."""
 
     plan: RunPlan
     placements: dict[str, Placement]
-    """Placement of each process group, by name."""
+    """Process group name -> placement."""
     destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
-        """All communication of a rank on pipeline rank `rank`."""
+        """Communication in one step of a rank with pipeline rank `rank`: one entry per process group and purpose."""
         found: dict[tuple[str, str], Traffic] = {}
         for each in (*self._layers(rank), *self._ends(rank), *self._data_parallel(rank), *self._pipeline(rank)):
             at = (each.group, each.what)
@@ -132,7 +132,7 @@ class Communication:
         return list(found.values())
 
     def expert_traffic(self, config: MoEConfig) -> ExpertTraffic:
-        """Dispatch volume of one layer and microbatch."""
+        """Dispatch volume of one rank for one MoE layer with this config and one microbatch."""
         placement = self.placements["ep"]
         block = 32 if self.plan.precision.low_precision == "mxfp8" else 128
         return expert_traffic(
@@ -153,8 +153,9 @@ class Communication:
                 yield each.repeated(times)
 
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
-        """Traffic of linears. Column-parallel: all-gather in forward, all-gather and reduce-scatter in backward.
-        Row-parallel: reduce-scatter in forward, all-gather in backward. All-reduces without sequence parallelism."""
+        """Yields the traffic of tensor-parallel linears. With sequence parallelism, a column-parallel linear has an
+        all-gather in forward, and an all-gather and a reduce-scatter in backward. A row-parallel linear has a
+        reduce-scatter in forward and an all-gather in backward. Otherwise, each linear has one all-reduce."""
         mixer, feed_forward, hidden = layer.mixer, layer.feed_forward, layer.mixer.hidden_size
         if isinstance(mixer, MLAConfig):
             columns = mixer.kv_lora_rank + (hidden if mixer.q_lora_rank is None else mixer.q_lora_rank)
@@ -169,8 +170,8 @@ class Communication:
 
     def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0) -> Traffic:
         """Traffic of column-parallel linears with `columns` input channels and row-parallel linears with `rows` output
-        channels. `other`: channels gathered for core attention and not gathered again in backward (MLA's shared rotated
-        k; or q, k and v if ranks share query groups)."""
+        channels, both in total. `other`: channels that are gathered for core attention in forward only (MLA's shared
+        rotated k; q, k and v if ranks share query groups)."""
         if self.plan.parallel.sequence_parallel:
             passes = 3 * columns + 2 * (rows + other)
         else:
@@ -179,7 +180,7 @@ class Communication:
         return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
-        """Exchange of keys and values, or of heads, and of their gradients."""
+        """Yields the context-parallel traffic: keys and values, or (all-to-all) q, k, v and output, and gradients."""
         cp, sizes = self.plan.parallel.cp, self._sizes
         mixer = layer.mixer.shard(self.plan.parallel.tp)
         keys, heads = mixer.keys_values_width, mixer.q_width + mixer.keys_values_width + mixer.out_width
@@ -218,7 +219,8 @@ class Communication:
         yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
-        """All-gather of tokens and reduce-scatter of outputs in the internal format; the reverse in backward."""
+        """Yields the traffic of the all-gather dispatcher. Forward: all-gather of tokens in the activation format and
+        reduce-scatter of outputs. Backward: the reverse. All but the tokens have the internal format."""
         sizes, ranks = self._sizes, self.plan.parallel.ep * self.plan.parallel.etp
         elements = float(ranks * sizes.residual * config.experts.hidden_size)
         placement = self.placements["etp_ep"]
@@ -227,7 +229,7 @@ class Communication:
         yield ring(ranks, 2 * elements * sizes.internal, placement, group="etp_ep", what="combine: sums of all ranks")
 
     def _ends(self, rank: int) -> Iterator[Traffic]:
-        """Tensor-parallel traffic of the embedding and the head, on the first and last stage."""
+        """Yields the tensor-parallel traffic of embeddings and heads, including those of MTP, on the rank's stages."""
         hidden = self.plan.model.hidden_size
         for stage in self.plan.layout.chunks(rank):
             for each, times in (
@@ -237,7 +239,7 @@ class Communication:
                 yield each.repeated(times * self.plan.num_microbatches)
 
     def _data_parallel(self, rank: int) -> Iterator[Traffic]:
-        """One all-reduce of gradients per step; with ZeRO-1, reduce-scatter of gradients and all-gather of weights."""
+        """Yields the data-parallel traffic: gradient all-reduce; with ZeRO-1, reduce-scatter and weight all-gather."""
         plan, parallel = self.plan, self.plan.parallel
         held = held_by_rank(plan.model, plan.layout, rank, parallel)
         config = plan.data_parallel
@@ -256,7 +258,7 @@ class Communication:
                 yield replace(gathered, hidden=config.overlap_param_gather)
 
     def _pipeline(self, rank: int) -> Iterator[Traffic]:
-        """Hidden states sent to the next stage and gradients to the previous one."""
+        """Yields the pipeline traffic: hidden states to the next stage and their gradients to the previous stage."""
         layout, sizes = self.plan.layout, self._sizes
         if layout.pp == 1:
             return

@@ -1,8 +1,9 @@
 """Temporary memory of the backward: activation gradients, dispatch buffers and gathered inputs.
 
 The backward of a layer's feed-forward part runs first, while all saved tensors of the layer are still allocated. Saved
-tensors of the feed-forward part are freed before the backward of attention. Recomputed and reloaded tensors of a part
-exist during the backward of that part. Gradients have the activation format. `activations.py` explains the letters.
+tensors of the feed-forward part are freed before the backward of attention. Tensors that are recomputed or reloaded for
+one part exist only during the backward of that part. Activation gradients have the number format of the activations.
+The docstring of `activations.py` defines the dimension letters.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, sa
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
 _PAIR_GRADS = 2
-"""Values per query-key pair in the backward of attention dropout, in addition to the saved values."""
+"""Number of values per query-key pair that the backward of attention with dropout adds to the saved values."""
 _PAIRS_OF_A_BLOCK = 5
-"""Values per query-key pair of one block of blockwise attention with dropout: probability, mask, three gradients."""
+"""Values per query-key pair in the backward of a block of attention with dropout: probability, mask, 3 gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,12 @@ class Workspace:
         return self.dispatch + self.other
 
     def and_more(self, size: float) -> "Workspace":
-        """This workspace with `size` more bytes outside the dispatcher."""
+        """Returns a copy with `size` bytes added to `other`."""
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
 
 def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the backward of attention."""
+    """Peak workspace in the backward of a layer's attention part."""
     mixer, size, tokens = layer.mixer.shard(parallel.tp), sizes.activation, sizes.inner
     latent = mixer.q_lora_rank or mixer.kv_lora_rank if isinstance(mixer, MLAConfig) else mixer.hidden_size
     gathered = _gathered(parallel, sizes)
@@ -53,8 +54,8 @@ def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: Activation
 
 
 def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Bytes of gradients and kernel workspace of softmax attention. Blocks over keys of other ranks accumulate into
-    gradients of q, k and v in the internal format."""
+    """Peak bytes of gradients and kernel workspace in the backward of softmax attention. If context parallelism splits
+    it into blocks of keys, the gradients of q, k and v are summed over blocks in the internal format."""
     q_width, kv_copies, wide = mixer.q_width, 0, 0
     if mixer.core.window is None:
         # cuDNN's workspace: the gradient of q in the internal format, and the gradients of k and v expanded to all
@@ -82,7 +83,7 @@ def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes
 
 
 def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the backward of a dense MLP, or of routed and shared experts."""
+    """Peak workspace in the backward of a layer's feed-forward part: a dense MLP, or routed and shared experts."""
     config, hidden = layer.feed_forward.shard(parallel), layer.mixer.hidden_size
     stream = _stream(hidden, sizes)
     if isinstance(config, MLPConfig):
@@ -94,8 +95,9 @@ def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: Activat
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the loss: the gradient of the logits. With a sharded vocabulary, the forward needs more:
-    logits, logits minus maximum, and exponential, in the internal format. A chunked loss adds a chunk's logits."""
+    """Peak workspace of the loss: the gradient of the logits, or, if tp shards the vocabulary, three internal-format
+    tensors of the forward (logits, logits minus maximum, exponential). A chunked loss needs these for one chunk only,
+    and in addition the logits of that chunk."""
     vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
     size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
     if chunk is None:
@@ -109,13 +111,14 @@ def _stream(hidden: int, sizes: ActivationSizes) -> float:
 
 
 def _gathered(parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Bytes per channel of a tensor gathered over tensor-parallel ranks; 0 without sequence parallelism."""
+    """Bytes per channel of an activation that is all-gathered over tp; 0 without sequence parallelism."""
     return float(sizes.inner * sizes.activation) if parallel.sequence_parallel and parallel.tp > 1 else 0.0
 
 
 def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Peak bytes in an MLP's backward: maximum of (gradients of activation and fc1's output), (gathered output
-    gradient, gradient of activation), (gathered input, input gradient, gradient of fc1's output)."""
+    """Peak bytes in the backward of an MLP, where three sets of tensors exist one after the other: (gathered output
+    gradient, gradient of fc2's input), (gradients of fc2's input and of fc1's output), (gathered input, input gradient,
+    gradient of fc1's output)."""
     ffn, gathered = sizes.inner * config.ffn_hidden_size * sizes.activation, _gathered(parallel, sizes)
     products = (1 + config.activation.fan) * ffn
     return max(
@@ -124,7 +127,7 @@ def _in_mlp(config: MLPConfig, parallel: ParallelConfig, sizes: ActivationSizes)
 
 
 def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace: gradient of fc1's output, plus that of the activation or of the input rows (the larger)."""
+    """Peak workspace of experts: gradient of fc1's output plus the larger of the gradients of fc2's and fc1's input."""
     experts = config.experts
     rows = expert_rows(config, parallel, sizes.residual, sizes.imbalance) * sizes.activation
     ffn = experts.ffn_hidden_size
@@ -132,7 +135,7 @@ def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSi
 
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Workspace of the token dispatcher: buffers of sent rows, of received rows, and of rows sorted by expert."""
+    """Workspace of the token dispatcher: buffers for sent rows, for received rows and for rows sorted by expert."""
     if parallel.ep * parallel.etp == 1:
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual

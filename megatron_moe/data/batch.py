@@ -1,4 +1,4 @@
-"""Microbatches: token ids, labels and loss weights, and the context in which the model runs them."""
+"""Microbatches: token ids, labels, loss weights and the other inputs of the model (`MicrobatchContext`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,30 +23,30 @@ class TokenMeta:
     """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
-    """int64 position of every token in its document with `reset_position_ids`, else in its sequence."""
+    """Position of every token, int64: in its document if `reset_position_ids` is set, else in its sequence."""
     segments_BS: Tensor | None = None
-    """int64 document index of every token; tokens attend only within their document. None: one document."""
+    """Document index of every token, int64. Attention is limited to tokens with equal indices. None: no limit."""
     valid_BS: Tensor | None = None
-    """bool; False for padding tokens, which routers and balancing losses ignore. None: all tokens are valid."""
+    """False for padding tokens, which routers and balancing losses ignore; bool. None: all tokens are valid."""
     part: SequencePart | None = None
-    """Sequence positions of this context-parallel rank, to which these tensors are restricted. None: all positions."""
+    """Part of the microbatch on this context-parallel rank; the tensors above cover only this part. None: not split."""
     whole_segments_BS: Tensor | None = None
-    """`segments_BS` of the unsplit sequences, if context parallelism splits them."""
+    """`segments_BS` for all positions of this rank's sequences. None if the sequences are not split."""
     cu_seqlens: Tensor | None = None
-    """int32 [documents + 1] boundaries of packed sequences, B = 1."""
+    """Start of every document and end of the last, int32 [documents + 1], if documents are packed into one sequence."""
     max_seqlen: int | None = None
-    """Length of the longest document, on the host; None if attention is not limited to documents."""
+    """Number of tokens of the longest document. None: attention is not limited to documents."""
 
     def take(self, x_BS: Tensor) -> Tensor:
-        """Slices a [B, S] tensor of whole sequences to this context-parallel rank's positions."""
+        """Selects this context-parallel rank's part of `x_BS`, a tensor of the whole microbatch."""
         return x_BS if self.part is None else self.part.take(x_BS)
 
 
 class GraphRunner(Protocol):
-    """CUDA graphs of one microbatch in flight (`memory.cuda_graphs.layer_graphs.GraphInstance`)."""
+    """Interface of the CUDA graphs of one microbatch; `GraphInstance` implements it."""
 
     def run(self, part: Any, state: Any, mb: "MicrobatchContext") -> Any:
-        """Replays a captured module on a layer state."""
+        """Runs the module `part` on the inputs `state` as a CUDA graph and returns the module's outputs."""
         ...
 
 
@@ -54,28 +54,28 @@ class GraphRunner(Protocol):
 class MicrobatchContext:
     """Inputs of the model's modules for one microbatch, apart from activations.
 
-    The data loader sets `tokens`, the model `rotary`, and the training step the other fields.
+    The data loader sets `tokens`, the model sets `rotary`, and the training step sets the other fields.
     """
 
     tokens: TokenMeta
     rng: RNGKey | None = None
-    """Base key of dropout and jitter. None: evaluation."""
+    """Base key for the random numbers of dropout and router jitter. None in evaluation."""
     training: bool = True
     aux_loss_scale: Tensor | float = 1.0
-    """Weight of this microbatch's balancing losses in the gradient: context-parallel ranks / microbatches, or with
-    `--calculate-per-token-loss` the number of routed tokens of the whole microbatch."""
+    """Factor of the gradients of this microbatch's balancing losses: number of context-parallel ranks / number of
+    microbatches. With `--calculate-per-token-loss`: number of non-padding tokens in the unsplit microbatch."""
     metrics: MetricAccumulator | None = None
-    """None: no metrics are accumulated (evaluation, recomputed forward)."""
+    """Accumulates metrics of the forward. None in evaluation and in recomputed forwards."""
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
-    """cos_SBD and sin_SBD of every RoPE variant of the model, computed once per microbatch."""
+    """RoPE variant -> (cos_SBD, sin_SBD), for all variants in the model; computed once per microbatch."""
     forced_logits: Mapping[int, Tensor] | None = None
-    """Layer -> random router logits [T, E] of `--moe-router-force-load-balancing` and `-biased`, drawn in advance.
-    None: the routers draw them."""
+    """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
+    `--moe-router-force-biased`. None: if these flags are set, each router draws its logits."""
     graph_instance: GraphRunner | None = None
     """CUDA graphs that this microbatch replays. None: eager execution."""
 
     def key(self, *site: int | str) -> Key | None:
-        """Random key of one call site; None in evaluation."""
+        """Random key for the call site identified by `site`; None in evaluation."""
         return None if self.rng is None or not self.training else self.rng.site(*site)
 
 
@@ -84,14 +84,14 @@ class MicroBatch:
     """Tokens, labels and loss weights [B, S] of one microbatch."""
 
     tokens_BS: Tensor
-    """int64"""
+    """Token ids of the input, int64."""
     labels_BS: Tensor
-    """int64; label of every position: the next token."""
+    """Label of every position, int64: the id of the next token."""
     loss_mask_BS: Tensor
-    """Loss weight of every token, in promote(fp32, params dtype)."""
+    """Loss weight of every position: 0 or 1, in fp32 or, if it is wider, the parameter dtype."""
     context: MicrobatchContext
     whole: "MicroBatch | None" = None
-    """The unsplit microbatch, if this is one context-parallel rank's part of a microbatch."""
+    """The unsplit microbatch, if context parallelism splits it and this is one rank's part; else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +99,20 @@ class MaskConfig:
     """Special ids of the data, and how they affect loss, positions and attention."""
 
     vocab_size: int
-    """Upper bound of token ids (exclusive)."""
+    """Size of the vocabulary; token ids must be smaller."""
     eod: int
     pad: int
-    """Padding id; -1: none."""
+    """Id of padding tokens in the data; -1 if there is none."""
     eod_mask_loss: bool = False
-    """Masks the loss of positions whose input token is end-of-document."""
+    """Excludes positions whose input token is end-of-document from the loss."""
     reset_position_ids: bool = False
-    """Positions restart at 0 in every document."""
+    """Restarts positions at 0 in every document."""
     reset_attention_mask: bool = False
-    """Tokens attend only within their document."""
+    """Limits attention to tokens of the same document."""
 
 
 class Samples(Protocol):
-    """Training samples by index: `DocumentSamples` or `BlendedSamples`."""
+    """Interface for reading samples by index; `DocumentSamples` and `BlendedSamples` implement it."""
 
     def __len__(self) -> int: ...
     @property
@@ -124,7 +124,7 @@ class Samples(Protocol):
 def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, loss_dtype: torch.dtype) -> MicroBatch:
     """Builds a microbatch of the samples `indices` [B] in host memory.
 
-    Raises `DataProblem` for a token id outside the vocabulary, with its location in the data.
+    Raises `DataProblem` for a token id outside the vocabulary; the message states the location in the data.
     """
     text = np.stack([samples.tokens(int(index)) for index in indices])
     padding = (text == PADDING) | (text == masks.pad)
@@ -153,7 +153,7 @@ def make_microbatch(samples: Samples, indices: np.ndarray, masks: MaskConfig, lo
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Copies the batch to `device`, to a GPU asynchronously through pinned memory."""
+    """Copies the batch to `device`. Copies to a GPU are asynchronous and use pinned memory."""
     if batch.tokens_BS.device == device:
         return batch
 
@@ -169,7 +169,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def split_sequence(batch: MicroBatch, context: ParallelContext) -> MicroBatch:
-    """Selects this context-parallel rank's part of a microbatch that all ranks of the group hold."""
+    """Selects this context-parallel rank's part of `batch`, which is the same on all ranks of the group."""
     cp, meta = context.group("cp"), batch.context.tokens
     if cp.size == 1:
         return batch
@@ -195,7 +195,7 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
     """Number of tokens that are not padding; a device tensor if there is padding.
 
     With `--calculate-per-token-loss`, balancing losses are multiplied by this number, as in Megatron-Core, and divided
-    by the number of tokens in the loss. Their weight is therefore larger if `--eod-mask-loss` masks tokens.
+    by the number of tokens in the loss. Balancing losses therefore get more weight if `--eod-mask-loss` masks tokens.
     """
     valid_BS = batch.context.tokens.valid_BS
     return batch.tokens_BS.numel() if valid_BS is None else valid_BS.sum()
@@ -203,7 +203,7 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
 
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
     """Number of ranks over which each sequence is split: all context-parallel ranks, or, with dynamic context
-    parallelism, only as many as the longest document needs; groups of this many ranks then share the sequences."""
+    parallelism, the number that the longest document needs; then groups of this size process different sequences."""
     if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape
@@ -223,14 +223,14 @@ def _part(batch: MicroBatch, context: ParallelContext) -> SequencePart:
 
 
 def _longest(starts: np.ndarray) -> int:
-    """Length of the longest document. `starts` [B, S]: True at first tokens of documents, except at position 0."""
+    """Length of the longest document. `starts` [B, S]: True at the first token of documents, except at position 0."""
     edge = np.ones_like(starts[:, :1])
     borders = np.flatnonzero(np.concatenate([edge, starts[:, 1:]], axis=1))
     return int(np.diff(borders, append=starts.size).max())
 
 
 def _positions(starts: np.ndarray, reset: bool) -> np.ndarray:
-    """Position ids, int64 [B, S]: distance to the start of the document (`reset`) or of the sample."""
+    """Position ids, int64 [B, S], counted from the start of the document if `reset`, else of the sample."""
     places = np.broadcast_to(np.arange(starts.shape[1], dtype=np.int64), starts.shape)
     if not reset:
         return places.copy()

@@ -1,8 +1,8 @@
 """Disk cache of index arrays, keyed by a hash of their inputs.
 
-An entry is a set of files `<md5>-<kind>-<name>.npy` and, written last, `<md5>-<kind>-description.txt`: JSON with the
-inputs, shapes and checksums. Files are written to temporary names and renamed, so an incomplete entry is detected and
-rebuilt, and several jobs may build an entry concurrently.
+An entry consists of one `<md5>-<kind>-<name>.npy` per array and of `<md5>-<kind>-description.txt`, JSON with inputs,
+shapes and checksums. The description is written last, so incomplete entries are detected and rebuilt. Every file is
+written to a temporary name and renamed, so several jobs may build the same entry concurrently.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile),
 )
-"""Exceptions of numpy and json for damaged files; numpy parses the header of a .npy as Python and accepts archives."""
+"""Exceptions that numpy and json raise for damaged files. numpy parses .npy headers as Python and opens zip files."""
 
 
 def crc32_of(array: np.ndarray) -> int:
-    """Checksum of an array's values."""
+    """CRC-32 checksum of an array's values."""
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """MD5 hash of `inputs` as JSON."""
+    """MD5 hash, in hexadecimal, of the JSON text of `inputs`."""
     return hashlib.md5(json.dumps(inputs, indent=4).encode(), usedforsecurity=False).hexdigest()
 
 
@@ -70,7 +70,7 @@ def _description(inputs: Mapping[str, Any], arrays: Arrays) -> str:
 
 
 def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
-    """Loads an entry; None if anything is missing, truncated or different from its description."""
+    """Loads a cache entry; returns None if a file is missing, damaged or different from the description."""
     try:
         text = (folder / f"{stem}-description.txt").read_text()
         names = json.loads(text)["arrays"]
@@ -91,7 +91,7 @@ def _save(folder: Path, stem: str, inputs: Mapping[str, Any], arrays: Arrays) ->
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager: opens a temporary file for writing, which replaces `path` unless an exception occurs."""
+    """Context manager that opens a temporary file for writing and renames it to `path` if no exception occurs."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(temporary, "wb") as file:

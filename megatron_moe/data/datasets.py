@@ -27,12 +27,12 @@ _MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
 """Maximum number of samples per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
-"""Interval of the collectives in which ranks wait for rank 0; well below the timeout of a collective."""
+"""Seconds between collectives while other ranks wait for rank 0; well below the timeout of a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Prefixes and weights of the data sets; `weights` None blends by size."""
+    """File prefixes and weights of data sets. `weights` None: in proportion to their numbers of samples."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -43,10 +43,10 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str]) -> Blend | None:
-    """Parses one prefix, (weight, prefix) pairs or a list of prefixes; None for no words.
+    """Parses the values of `--data-path`: one or more prefixes, or alternating weights and prefixes.
 
-    An even number of words is parsed as pairs if every other word is a number. Raises `DataProblem` for weights that
-    are not positive.
+    Words are parsed as (weight, prefix) pairs if their number is even and the first word of each pair is a number.
+    Returns None if `words` is empty. Raises `DataProblem` for weights that are not positive.
     """
     if not words:
         return None
@@ -70,7 +70,7 @@ def _number(word: str) -> float | None:
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """Parses `"969, 30, 1"` to the (begin, end) shares of documents of train, valid and test; None for empty shares."""
+    """Parses `--split`, such as "969, 30, 1", to (begin, end) fractions of documents for each split; None if empty."""
     numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
     if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
         raise DataProblem(
@@ -85,20 +85,20 @@ def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def split_range(share: tuple[float, float], num_documents: int) -> range:
-    """Range of documents for one (begin, end) share of `parse_split`."""
+    """Range of document indices for a (begin, end) fraction from `parse_split`."""
     begin, end = (int(round(edge * float(num_documents))) for edge in share)
     return range(begin, end)
 
 
 def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """Samples of each data set in a blend of `size` samples, plus the fraction `surplus`; `weights` sum to 1."""
+    """Number of samples to build from each data set for a blend of `size` samples. `surplus`: extra fraction."""
     return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 class MockTokens:
-    """Documents of `--mock-data`: token ids 1, 2, 3, … (modulo the vocabulary size) and end-of-document.
+    """Synthetic documents (`--mock-data`): token ids 1, 2, 3, … modulo the vocabulary size, then end-of-document.
 
-    Lengths are uniform in [1, 4096) and equal those of Megatron's first `num_documents` mock documents.
+    Lengths are drawn uniformly from [1, 4096). They equal those of Megatron's first `num_documents` mock documents.
     """
 
     def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:
@@ -115,7 +115,7 @@ class MockTokens:
         return {"mock": len(self), "vocab_size": self._vocab_size, "eod": self._eod}
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """int64 tokens [offset, offset + length) of a document, to its end if `length` is None."""
+        """Tokens [offset, offset + length) of a document, or from offset to its end if `length` is None; int64."""
         total = int(self.sequence_lengths[sequence])
         stop = total if length is None else offset + length
         tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self._vocab_size
@@ -126,10 +126,10 @@ class MockTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """All data of a run."""
+    """Samples of all splits of a run, and what is needed to build microbatches and checkpoints from them."""
 
     train: Samples | None
-    """Training samples; None with --skip-train."""
+    """Training samples; None with `--skip-train`."""
     valid: Mapping[str, Samples]
     """Validation sets by name; empty without validation data."""
     test: Samples | None
@@ -139,17 +139,17 @@ class Datasets:
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Prefix -> size and sampled checksum of the .bin file; empty except on the first rank."""
+    """Data prefix -> size and sampled checksum of its .bin file. Filled only on global rank 0."""
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint that changes when the order or content of the training samples may change."""
+        """Fingerprint of the order and content of the training samples; "none" if the run has none."""
         return "none" if self.train is None else self.train.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSizes:
-    """Number of samples that a run needs from every split."""
+    """Number of samples that a run needs from each split."""
 
     train: int
     valid: int
@@ -157,8 +157,8 @@ class SplitSizes:
 
 
 def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
-    """Number of samples that a run needs: --train-samples, or --train-iters global batches; `eval_iters` global batches
-    per evaluation, with evaluations every `eval_interval` iterations and at the end."""
+    """Number of samples that a run needs. Training: `train_samples`, or `train_iters` global batches. Validation:
+    `eval_iters` global batches every `eval_interval` iterations and at the end. Test: `eval_iters` global batches."""
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     train = loop.train_samples if loop.train_samples is not None else loop.train_iters * batch.global_batch_size
     one_evaluation = loop.eval_iters * batch.global_batch_size
@@ -168,10 +168,10 @@ def split_sizes(batch: BatchConfig, loop: LoopConfig) -> SplitSizes:
 def build_datasets(
     config: DataConfig, batch: BatchConfig, loop: LoopConfig, tokenizer: Tokenizer, context: ParallelContext
 ) -> Datasets:
-    """Builds the samples of every split. Collective.
+    """Builds the samples of every split. All ranks must call it.
 
-    Rank 0 builds the index arrays first; the other ranks load them from the cache. Every rank raises the errors of
-    rank 0.
+    Rank 0 builds the index arrays first; then the other ranks load them from the cache. An error on rank 0 is raised on
+    all ranks.
 
     Raises:
         DataProblem: files or blends are invalid.
@@ -197,8 +197,8 @@ def build_datasets(
 
 
 def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -> Datasets:
-    """Builds on the first rank, then on the others, which wait in a new collective every 30 s: computing the order of a
-    large blend may take longer than the timeout of a collective."""
+    """Calls `build` on rank 0, then on the other ranks. While rank 0 builds, all ranks run a short collective every
+    30 s, because the order of a large blend may take longer to compute than the timeout of one collective."""
     done = False
     problem: RunError | None = None
     with ThreadPool(1) as pool:  # a daemon thread, which does not delay the end of the process
@@ -220,7 +220,7 @@ def _first_rank_first(build: Callable[[], Datasets], context: ParallelContext) -
 
 
 class _Builder:
-    """Opens files and builds the samples of all splits."""
+    """Opens the data files and builds the samples of all splits."""
 
     def __init__(self, config: DataConfig, sizes: SplitSizes, tokenizer: Tokenizer) -> None:
         self.config = config
@@ -246,7 +246,7 @@ class _Builder:
         return Datasets(train=train, valid=valid, test=test, masks=masks, notes=notes, tokenizer=tokenizer)
 
     def contents(self) -> dict[str, str]:
-        """Prefix -> size and sampled checksum of every .bin file."""
+        """Data prefix -> size and sampled checksum of its .bin file, for all opened files."""
         files = self.opened.items()
         return {prefix: tokens.sample_content() for prefix, tokens in files if isinstance(tokens, IndexedTokens)}
 
@@ -268,7 +268,7 @@ class _Builder:
         )
 
     def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
-        """Validation sets by name: one, or with --multiple-validation-sets one per prefix, named after its file."""
+        """Name -> validation set: a single one, or with `--multiple-validation-sets` one for each prefix."""
         if blend is None:
             return {}
         if not self.config.multiple_validation_sets:
@@ -287,10 +287,8 @@ class _Builder:
         return {name: samples for name, samples in built.items() if samples is not None}
 
     def _samples(self, split: str, blend: Blend | None, share: Share | None, size: int | None) -> Samples | None:
-        """Samples of one split; None if the split is not needed or has no documents (an error for training).
-
-        `size`: minimum number of samples; None: one pass over the data.
-        """
+        """Samples of one split; None if the split is not needed or has no documents. For training, a split
+        without documents raises `DataProblem`. `size`: minimum number of samples; None: one pass over the data."""
         if blend is None or share is None or size == 0:
             if split == "train" and size:
                 raise DataProblem("the train split is empty: give --train-data-path, or --split a first number above 0")

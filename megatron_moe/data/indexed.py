@@ -12,7 +12,7 @@
     34 + 4 S      8 S   int64 byte offset of every sequence in .bin
     34 + 12 S     8 D   int64 document boundaries as sequence numbers, from 0 to S
 
-Opening validates the complete index, so that a run with a damaged file fails at its start.
+`IndexedTokens` validates the complete index when it opens the files, so a run with damaged files fails at its start.
 """
 
 import os
@@ -36,21 +36,21 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: Mapping[int, np.dtype] = MappingProxyType(
     dict(enumerate(map(np.dtype, ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
 )
-"""Numpy dtype by dtype code."""
+"""Dtype code in the .idx file -> numpy dtype."""
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Dtype in which Megatron's tools store token ids for this vocabulary size."""
+    """Dtype in which Megatron's tools store the token ids of a vocabulary of `vocab_size`."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedTokens:
     """Sequences of one `<prefix>.bin/.idx` pair.
 
-    `sequence_lengths` is int32 [S] in tokens, `document_bounds` int64 [D]. Raises `DataProblem` if a file is missing or
-    the index is invalid.
+    `sequence_lengths` is in tokens, int32 [S]; `document_bounds` are sequence numbers, int64 [D]. Raises `DataProblem`
+    if a file is missing or the index is invalid.
     """
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
@@ -86,7 +86,7 @@ class IndexedTokens:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """Properties that distinguish this data from other data at the same path; part of the cache key."""
+        """Properties by which the index cache detects that other data was written to the same path."""
         return {
             "dtype": self.dtype.name,
             "sequences": len(self),
@@ -95,7 +95,7 @@ class IndexedTokens:
         }
 
     def sample_content(self) -> str:
-        """Size of .bin and crc32 of 64 evenly spaced blocks of 4 KiB, which detects a replaced file."""
+        """Text with the size of .bin and the crc32 of 64 evenly spaced 4 KiB blocks, to detect a replaced file."""
         blocks = min(_SAMPLED_BLOCKS, -(-self._bin_size // _BLOCK_BYTES))
         last = max(self._bin_size - _BLOCK_BYTES, 0)
         crc32 = 0
@@ -106,8 +106,8 @@ class IndexedTokens:
         return f"{self._bin_size} bytes, sampled crc32 {crc32:08x}"
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of a sequence, or from offset to its end if `length` is None, as a read-only
-        array in the stored dtype."""
+        """Tokens [offset, offset + length) of a sequence, or from offset to its end if `length` is None. Read-only, in
+        the stored dtype."""
         total = int(self.sequence_lengths[sequence])
         count = total - offset if length is None else length
         assert 0 <= offset and 0 <= count and offset + count <= total, f"{sequence=} {offset=} {length=} {total=}"
@@ -157,7 +157,7 @@ def _damaged(path: Path, what: str) -> DataProblem:
 
 
 def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Token dtype, lengths [S], byte offsets [S] and document bounds [D] of a validated index."""
+    """Reads and validates an index. Returns token dtype, lengths [S], byte offsets [S] and document bounds [D]."""
     size = path.stat().st_size
     if size < HEADER.size:
         raise _damaged(path, f"{size} bytes, at offset 0 a header of {HEADER.size} is expected")
@@ -191,7 +191,7 @@ def _read_index(path: Path, mmap: bool) -> tuple[np.dtype, np.ndarray, np.ndarra
 
 
 def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> None:
-    """Checks that lengths are not negative and that pointers are the cumulative lengths in bytes."""
+    """Checks that lengths are not negative and that `pointers` are the byte offsets that follow from the lengths."""
     negative = lengths < 0
     if negative.any():
         first = int(negative.argmax())
@@ -207,14 +207,14 @@ def _check_lengths(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
 
 
 def _byte_offsets(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Byte offset of every sequence in .bin, int64."""
+    """Byte offset in .bin of every sequence, int64 [S]."""
     offsets = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     return offsets * itemsize
 
 
 def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: int) -> None:
-    """Checks that document bounds rise monotonically from 0 to the number of sequences."""
+    """Checks that document bounds start at 0, never decrease, and end at the number of sequences."""
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != num_sequences:
         ends = f"{bounds[0]} to {bounds[-1]}" if len(bounds) else "nothing"
         raise _damaged(path, f"document bounds at offset {offset} span {ends}, expected 0 to {num_sequences}")
@@ -226,7 +226,7 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
-    """Temporary files of `prefix` that other processes' `IndexedWriter`s are writing or left when killed."""
+    """Temporary files of `prefix` from `IndexedWriter`s of other processes, which are running or were killed."""
     path = Path(prefix)
     pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
     found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]
@@ -236,8 +236,8 @@ def unfinished_files(prefix: str | Path) -> list[Path]:
 class IndexedWriter:
     """Context manager that writes a `.bin/.idx` pair atomically.
 
-    Files are written to temporary names and renamed at the end; an exception removes them. Raises `DataProblem` if the
-    files cannot be written or an id exceeds the dtype.
+    Files are written to temporary names and renamed at the end, or removed if an exception occurs. Raises `DataProblem`
+    if a file cannot be created or a token id does not fit the dtype.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
@@ -256,7 +256,7 @@ class IndexedWriter:
             ) from error
 
     def add_sequence(self, tokens: np.ndarray | list[int]) -> None:
-        """Appends one sequence of ids."""
+        """Appends one sequence of token ids to the current document."""
         given = np.asarray(tokens)
         stored = given.astype(self.dtype)
         if given.size and not np.array_equal(stored, given):
@@ -268,7 +268,7 @@ class IndexedWriter:
         self._lengths.append(len(stored))
 
     def end_document(self) -> None:
-        """Ends a document, which consists of the sequences added since the last call."""
+        """Ends the current document, which consists of the sequences added since the last call of this method."""
         self._bounds.append(len(self._lengths))
 
     def __enter__(self) -> Self:

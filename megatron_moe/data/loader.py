@@ -1,6 +1,6 @@
-"""Data loaders of this data-parallel rank, and the batch sizes and sample order that they follow.
+"""Data loaders for this data-parallel rank, the batch size of each step and the order of samples.
 
-Batch sizes and order are pure functions of the seed and the number of consumed samples, so a loader starts anywhere.
+Batch size and order depend only on configuration, seed and number of consumed samples, so a loader can start anywhere.
 """
 
 import time
@@ -21,7 +21,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class BatchSchedule:
-    """Batch size and number of microbatches of a step as functions of the samples consumed before the step."""
+    """Batch size and number of microbatches of a step as functions of the number of samples consumed before it."""
 
     def __init__(self, batch: BatchConfig, data_parallel: int) -> None:
         self.micro = batch.micro_batch_size
@@ -41,30 +41,30 @@ class BatchSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Mapping from the position in the training order to the sample of the data set.
+    """Mapping from a position in the training order to a sample index.
 
-    "single" is the identity; "cyclic" permutes every pass over the data set by a generator keyed by (seed, pass). Both
-    are independent of the layout, the batch size and resumption.
+    "single": both are equal. "cyclic": each pass over the data set has a permutation drawn from (seed, pass number).
+    The order does not depend on the parallel layout, the batch size or resumption.
     """
 
     kind: Literal["single", "cyclic"]
     num_samples: int
     seed: int
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cached permutation of the last pass; drawing the permutation of a large data set takes longer than a step."""
+    """Pass number -> permutation of the most recent pass. Drawing a large permutation takes longer than a step."""
 
     @property
     def end(self) -> int | None:
-        """Number of positions, or None if unlimited."""
+        """Number of positions in the order; None if it is unlimited."""
         return self.num_samples if self.kind == "single" else None
 
     def fingerprint(self, samples: str) -> str:
-        """Fingerprint of this order of a data set with fingerprint `samples`, without the length for "single": a longer
-        run continues the same order."""
+        """Fingerprint of this order over samples with fingerprint `samples`. For "single" it excludes the number of
+        samples, because a longer run continues the same order."""
         return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
 
     def indices(self, consumed: np.ndarray) -> np.ndarray:
-        """Sample indices (int64) of the positions `consumed` (int64, any shape)."""
+        """Sample indices (int64) at the positions `consumed` of the order (int64, any shape)."""
         if self.kind == "single":
             return consumed
         passes, places = np.divmod(consumed, self.num_samples)
@@ -84,9 +84,8 @@ class SampleOrder:
 
 
 def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
-    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [microbatches, micro]. Each
-    microbatch uses the next micro * dp positions, of which rank r gets the r-th slice.
-    """
+    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [number of microbatches,
+    micro-batch size M]. Each microbatch uses the next M * dp positions; rank r gets the r-th M of them."""
     shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
     positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)
     return positions.reshape(shape)[:, rank]
@@ -107,15 +106,15 @@ class _MicrobatchLoader:
         return make_microbatch(self.samples, indices, self._masks, self._loss_dtype)
 
     def _on_device(self, batch: MicroBatch) -> MicroBatch:
-        """Copies a microbatch to the device and selects this rank's part of it."""
+        """Copies a microbatch to the device and selects this context-parallel rank's part."""
         return split_sequence(to_device(batch, self._context.device), self._context)
 
 
 class TrainLoader(_MicrobatchLoader):
-    """Iterates over the microbatches of successive steps.
+    """Builds this rank's training microbatches, step by step.
 
     The only state is the number of samples consumed by all ranks. `prefetch` builds the next step's batches on a thread
-    while the current step runs; the contents of batches do not depend on it.
+    while the current step runs; it does not change their contents.
     """
 
     def __init__(
@@ -130,11 +129,8 @@ class TrainLoader(_MicrobatchLoader):
         contents: Mapping[str, str] | None = None,
         prefetch: bool = False,
     ) -> None:
-        """
-        Args:
-            tokenizer: fingerprint of the tokenizer of the data.
-            contents: prefix -> size and sampled checksum of the .bin file.
-        """
+        """`tokenizer`: fingerprint of the tokenizer. `contents`: data prefix -> size and sampled checksum of its .bin
+        file. Both are stored in checkpoints."""
         super().__init__(samples, masks, context)
         self.tokenizer = tokenizer
         self.contents = dict(contents or {})
@@ -142,7 +138,7 @@ class TrainLoader(_MicrobatchLoader):
         self.schedule = schedule
         self.consumed = 0
         self.last_seconds = 0.0
-        """Seconds that the last step waited for its batches."""
+        """Duration of the last `next_step` call in seconds."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._prefetched: tuple[int, Future[list[MicroBatch]]] | None = None
 
@@ -158,7 +154,7 @@ class TrainLoader(_MicrobatchLoader):
         return end is not None and self.consumed + self.schedule.global_batch(self.consumed) > end
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's microbatches of the next step, on the context's device. Raises `DataProblem` if exhausted."""
+        """Returns this rank's microbatches of the next step, on the device. Raises `DataProblem` if exhausted."""
         begun = time.perf_counter()
         size = self.schedule.global_batch(self.consumed)
         if self.exhausted:
@@ -181,12 +177,12 @@ class TrainLoader(_MicrobatchLoader):
         return size
 
     def samples_at(self, consumed: int) -> tuple[tuple[int, ...], ...]:
-        """Sample ids of this rank's microbatches in the step that begins after `consumed` samples."""
+        """Sample indices of each of this rank's microbatches in the step that begins after `consumed` samples."""
         positions = step_positions(consumed, self.schedule, self._rank)
         return tuple(tuple(map(int, indices)) for indices in self.order.indices(positions))
 
     def state(self) -> dict[str, Any]:
-        """State to checkpoint: consumed samples, fingerprint of data and order, tokenizer and file checksums."""
+        """State to checkpoint: number of consumed samples, and properties of data, order and tokenizer."""
         return {
             "consumed_samples": self.consumed,
             "fingerprint": self.order.fingerprint(self.samples.fingerprint),
@@ -196,11 +192,11 @@ class TrainLoader(_MicrobatchLoader):
         }
 
     def restore(self, consumed: int) -> None:
-        """Sets the number of consumed samples, after which the next step starts."""
+        """Sets the number of samples consumed before the next step."""
         self.consumed = consumed
 
     def close(self) -> None:
-        """Ends the prefetching thread."""
+        """Stops the prefetching thread, if there is one."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -216,10 +212,10 @@ class TrainLoader(_MicrobatchLoader):
 
 
 class EvalLoader(_MicrobatchLoader):
-    """Iterates over the batches of one validation or test set.
+    """Builds this rank's microbatches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches, cyclically. If `eval_iters` is None, every
-    evaluation uses all full batches, of which at least one must exist (else DataProblem).
+    Evaluation k uses the k-th group of `eval_iters` global batches; after the last sample, the first follows. If
+    `eval_iters` is None, every evaluation uses all full global batches; raises `DataProblem` if there are none.
     """
 
     def __init__(

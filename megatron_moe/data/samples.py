@@ -1,13 +1,13 @@
-"""Fixed-length samples of a shuffled stream of documents, and blends of them, in Megatron's order.
+"""Fixed-length samples cut from shuffled documents, and blends of several data sets, in Megatron's order.
 
 Three index arrays define the tokens of sample i:
 
-    document_index [epochs * documents]  documents in the order of concatenation
+    document_index [epochs * documents]  documents in the order in which they are concatenated
     sample_index   [n + 1, 2]            start of every sample: index into document_index, token offset in document
-    shuffle_index  [n]                   permutation of the samples
+    shuffle_index  [n]                   permutation of the samples: sample i has row shuffle_index[i] of sample_index
 
-A sample has seq_length + 1 tokens (inputs and labels overlap); the next sample starts at its last token. All
-random numbers come from one numpy RandomState in a fixed order: arrays depend only on documents, seed and lengths.
+A sample has seq_length + 1 tokens, from which inputs and labels are taken. Its last token is the first token of the
+next sample. All random numbers come from one numpy RandomState with the seed of the request, in a fixed order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from megatron_moe.data.cache import digest_of, load_or_build
 _SEPARATE_BELOW = 0.80
 """The last epoch is shuffled separately if less than this fraction of its samples is used."""
 PADDING = -1
-"""Id that fills the end of an incomplete sample; not a valid token id."""
+"""Id at the positions after the end of an incomplete sample; not a valid token id."""
 
 
 class Documents(Protocol):
-    """Source of tokens: `IndexedTokens` or `MockTokens`."""
+    """Interface of a source of tokens; `IndexedTokens` and `MockTokens` implement it."""
 
     sequence_lengths: np.ndarray
 
@@ -39,17 +39,17 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """Samples to build from one set of documents."""
+    """Parameters of the samples to build for one split of one data set."""
 
     documents: range
-    """Documents (sequence numbers) of the split."""
+    """Indices of the split's documents."""
     split: str
     seq_length: int
     num_samples: int | None
-    """Minimum number of samples, over as many epochs as needed; None: one epoch."""
+    """Minimum number of samples, for which documents are repeated in several epochs if needed. None: one epoch."""
     seed: int
     drop_last_partial: bool = True
-    """Drops the tokens after the last full sample."""
+    """Drops the tokens after the last full sample; otherwise they form a padded sample."""
 
 
 class DocumentSamples:
@@ -92,7 +92,7 @@ class DocumentSamples:
         return digest_of(self.inputs)
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [seq_length + 1], padded with `PADDING`. Raises `DataProblem` for negative ids."""
+        """Sample `index`, int64 [seq_length + 1], padded with `PADDING`. Raises `DataProblem` for negative ids."""
         out = np.full(self.seq_length + 1, PADDING, dtype=np.int64)
         place = 0
         for document, offset, length in self._pieces(index):
@@ -116,7 +116,7 @@ class DocumentSamples:
         raise AssertionError(f"sample {index} has no token at {position} past its end")
 
     def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (document, token offset, length) of every piece of a document in sample `index`."""
+        """Yields (document, token offset, length) of the pieces of documents that form sample `index`, in order."""
         row = int(self.shuffle_index[index])
         (first, start), (last, end) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
         for place in range(first, last + 1):
@@ -129,11 +129,11 @@ class DocumentSamples:
 
 @dataclass(frozen=True)
 class Passes:
-    """Number of epochs over the documents, and how to shuffle the last epoch."""
+    """Number of epochs over the documents, and whether the last epoch is shuffled separately."""
 
     epochs: int
     separate_final: bool
-    """True if the last epoch is shuffled separately."""
+    """True if the last epoch is shuffled separately from the others, so that all its samples come last."""
     samples_before_final: int
     """Number of samples in the epochs before the last."""
 
@@ -141,8 +141,8 @@ class Passes:
 def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
     """Computes the epochs that the samples of `request` need.
 
-    The last epoch is shuffled separately if less than 80 % of its samples are used, because otherwise the unused
-    samples would come from all epochs. Raises `DataProblem` if the documents are too short for one sample.
+    The last epoch is shuffled separately if less than 80 % of its samples are used. If all epochs were shuffled
+    together, the unused samples would come from every epoch. Raises `DataProblem` if there are too few tokens.
     """
     span = request.documents
     tokens = int(source.sequence_lengths[span.start : span.stop].sum(dtype=np.int64))
@@ -163,7 +163,7 @@ def plan_passes(source: Documents, name: str, request: SampleRequest) -> Passes:
 
 
 def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> dict[str, np.ndarray]:
-    """Builds the three index arrays of `request`."""
+    """Builds document_index, sample_index and shuffle_index (see the module docstring)."""
     documents = np.arange(request.documents.start, request.documents.stop, dtype=np.int32)
     rng = np.random.RandomState(request.seed)
     last = [documents] if passes.separate_final else []
@@ -182,7 +182,7 @@ def build_indices(source: Documents, request: SampleRequest, passes: Passes) -> 
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
-    """Smallest number of epochs that contains `num_samples` samples; 1 if `num_samples` is None."""
+    """Smallest number of epochs with enough tokens for `num_samples` samples; 1 if `num_samples` is None."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -191,9 +191,9 @@ def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) 
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, *, drop_last_partial: bool
 ) -> np.ndarray:
-    """Start of every sample, [n + 1, 2]: sample k starts at token k * seq_length of the concatenated documents.
+    """Start of every sample and end of the last, [n + 1, 2]: index into `document_index`, token offset in document.
 
-    int32 if both columns fit, else int64.
+    Sample k starts at token k * seq_length of the concatenated documents. int32 if all values fit, else int64.
     """
     ordered = lengths[document_index]
     ends = np.cumsum(ordered, dtype=np.int64)
@@ -222,7 +222,7 @@ def _shuffled(parts: Sequence[np.ndarray], rng: np.random.RandomState) -> np.nda
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, by numpy for bitwise equality with Megatron."""
+    """Divides weights by their sum, with numpy so that the result is bitwise equal to Megatron's."""
     values = np.array(weights, dtype=np.float64)
     return (values / np.sum(values)).tolist()
 
@@ -230,10 +230,10 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def blend_order(
     weights: Sequence[float] | np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Data set (int16 [size]) and index within it (int64 [size]) of every sample of a blend.
+    """Index of the data set (int16 [size]) and index in this data set (int64 [size]) of every sample of a blend.
 
-    Greedy: draws from the data set with the largest deficit relative to its weight, on a tie from the first one.
-    `limits`: maximum number of samples from each data set.
+    Each sample is taken from the data set whose number of samples so far is furthest below its weighted share; the
+    first one wins ties. `limits`: maximum number of samples from each data set.
     """
     shares = np.asarray(weights, dtype=np.float64)
     used = np.zeros(len(shares), dtype=np.float64)
@@ -251,7 +251,7 @@ def blend_order(
 
 
 def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
-    """Number of earlier entries with the same data set, int64 [len(dataset)]."""
+    """For each entry of `dataset`, the number of earlier entries with the same value, int64."""
     counts = np.empty(len(dataset), dtype=np.int64)
     for chosen in range(num_datasets):
         places = np.flatnonzero(dataset == chosen)
@@ -262,8 +262,8 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
 class BlendedSamples:
     """Interleaved samples of several `DocumentSamples`.
 
-    `weights` need a `size`. `weights` None blends by the lengths of the data sets; `size` then limits the number of
-    samples.
+    With `weights`, the blend has `size` samples, which must be given. `weights` None: the numbers of samples of the
+    data sets are the weights, and the blend has all samples, or the first `size` of them.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class BlendedSamples:
         return digest_of({"datasets": [part.fingerprint for part in self.parts], "weights": self._weights})
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` as int64 [seq_length + 1], padded with `PADDING`."""
+        """Token ids of sample `index`, int64 [seq_length + 1], padded with `PADDING`."""
         return self.parts[self._dataset[index]].tokens(int(self._sample[index]))
 
     def locate(self, index: int, position: int) -> str:

@@ -1,4 +1,4 @@
-"""Reading of documents from JSONL and plain text files, optionally compressed with gzip or Zstandard.
+"""Reads documents from JSONL and plain text files, optionally compressed with gzip or Zstandard.
 
 A byte order mark at the start of a file is ignored.
 """
@@ -24,11 +24,11 @@ TEXT_SEPARATOR = "<|endoftext|>"
 Format = Literal["jsonl", "text"]
 _CHUNK_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 14
-"""Compressed bytes per read; small, because the decompressed text can be many times longer."""
+"""Number of compressed bytes per read. It is small because they may decompress to many times more text."""
 
 
 def format_of(path: Path) -> Format:
-    """Format by file name, ignoring a compression suffix: `.txt` is plain text, everything else is JSONL."""
+    """Format of a file, from its name without compression suffix: `.txt` is plain text, all other names are JSONL."""
     name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return "text" if name.suffix == ".txt" else "jsonl"
 
@@ -39,7 +39,7 @@ class TextRecord:
 
     path: Path
     line: int
-    """Number of the record's first line, counted from 1."""
+    """Line number of the first line of the record, counted from 1."""
     content: bytes
 
 
@@ -49,15 +49,15 @@ class TextChunk:
 
     records: list[TextRecord]
     file_bytes: int
-    """Number of bytes of the (possibly compressed) file that were read for these records."""
+    """Number of bytes read from the file, before decompression, for these records."""
 
 
 class BadLine(ValueError):
-    """Raised for a line that is not a valid document; the message is the reason, without file and line number."""
+    """Raised for an invalid document; the message is the reason, without file and line number."""
 
 
 def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
-    """Texts of one record, one per key. Raises `BadLine`."""
+    """Texts in a record: of a JSONL line, one per key; of plain text, only one. Raises `BadLine` if it is invalid."""
     if format_of(record.path) == "text":
         return [_decoded(record.content)]
     line = _decoded(record.content)
@@ -75,7 +75,7 @@ def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
 
 
 def _check_surrogates(text: str, key: str) -> None:
-    """Raises `BadLine` for unpaired surrogates (such as a lone \\ud83d), which tokenizers cannot encode."""
+    """Raises `BadLine` if the text has an unpaired surrogate (such as \\ud83d), which tokenizers cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -84,13 +84,13 @@ def _check_surrogates(text: str, key: str) -> None:
 
 
 def read_records(path: Path) -> Iterator[TextRecord]:
-    """Yields the records of one file. Raises `DataProblem` if it cannot be read completely."""
+    """Yields the records of one file. Raises `DataProblem` if the file cannot be read completely."""
     for chunk in read_chunks(path):
         yield from chunk.records
 
 
 def read_chunks(path: Path) -> Iterator[TextChunk]:
-    """Yields the records of one file in chunks of about 1 MiB. Raises `DataProblem` if it cannot be read completely."""
+    """Yields the records of a file in chunks of about 1 MiB. Raises `DataProblem` if the file cannot be read fully."""
     with _opened(path) as (stream, file):
         records: list[TextRecord] = []
         size = before = 0
@@ -124,7 +124,7 @@ def _split(path: Path, stream: IO[bytes]) -> Iterator[TextRecord]:
 
 
 def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
-    """Yields the text of every document in the files. Raises `DataProblem` for a line that is not a document."""
+    """Yields the text of every document in the files. Raises `DataProblem` for an invalid document."""
     for path in paths:
         for record in read_records(path):
             try:
@@ -134,7 +134,7 @@ def read_documents(paths: Sequence[Path], key: str) -> Iterator[str]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically. Raises `DataProblem` if it cannot be written."""
+    """Writes a file atomically. Raises `DataProblem` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -152,7 +152,7 @@ def _decoded(content: bytes) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Opens a file; yields its decompressed stream and the raw file. Raises `DataProblem` if the file is damaged."""
+    """Context manager that yields (decompressed stream, raw file). Raises `DataProblem` if reading fails."""
     zstandard: Any = optional_package("zstandard", "reading .zst files") if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error)
     try:
@@ -171,7 +171,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
-    """Yields the decompressed data of all frames of a .zst file. zstandard's own reader misses truncated files."""
+    """Yields the decompressed data of a .zst file. zstandard's own reader does not detect truncated files."""
     frame = None
     while data := raw.read(_PACKED_BYTES):
         while data:
@@ -184,7 +184,7 @@ def _decompressed(zstandard: Any, raw: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Joined(io.RawIOBase):
-    """Readable file object over an iterator of bytes."""
+    """File object that reads the concatenated byte strings of an iterator."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
@@ -206,7 +206,7 @@ class _Joined(io.RawIOBase):
 
 
 def optional_package(name: str, purpose: str) -> Any:
-    """Imports a package. Raises `EnvironmentProblem` if it is not installed."""
+    """Imports and returns a package. Raises `EnvironmentProblem` if the package is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Tokenizers with a common interface and Megatron's names; nothing is downloaded.
+"""Megatron's tokenizer types with a common interface; nothing is downloaded.
 
-`load_tokenizer` raises `DataProblem` if a model file is missing, of another kind, or has no end-of-document token,
-and `EnvironmentProblem` if the required package is not installed.
+`load_tokenizer` raises `DataProblem` if a model file is missing, does not match the tokenizer type, or has no
+end-of-document token, and `EnvironmentProblem` if the required package is not installed.
 """
 
 import base64
@@ -20,7 +20,7 @@ from megatron_moe.config.exit_codes import DataProblem
 from megatron_moe.data.textfiles import optional_package
 
 NO_TOKEN = -1
-"""Id used for a missing token, e.g. the padding token of a tokenizer without padding."""
+"""Id that marks a missing token, e.g. the padding token of a tokenizer that has none."""
 _END_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _REPOSITORY = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -29,7 +29,7 @@ _TIKTOKEN_PATTERNS = MappingProxyType(
     {
         # Letter sequences, and single digits.
         "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-        # As v1, also split between lower and upper case.
+        # Like v1, but also splits between lower and upper case.
         "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -48,13 +48,13 @@ class Tokenizer:
     eod: int
     """End-of-document id."""
     pad: int = NO_TOKEN
-    """Padding id; -1 if there is none or if it has another meaning as well."""
+    """Padding id; -1 if there is none or if another special token has the same id."""
     fingerprint: str
-    """Hash that changes when the tokenizer may encode a text differently."""
+    """Identifier that differs between tokenizers that may encode a text differently."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Loads the tokenizer of `config`."""
+    """Loads the tokenizer that `config` describes."""
     if config.tokenizer_type == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 2:
             raise DataProblem(f"NullTokenizer needs --vocab-size of at least 2, it is {config.vocab_size}")
@@ -105,7 +105,7 @@ def local_copy(model: Path) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Download folder of Hugging Face's libraries, according to their environment variables."""
+    """Download folder of the Hugging Face libraries, as set by their environment variables or by default."""
     for name, inside in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser() / inside
@@ -114,12 +114,12 @@ def _hub_cache() -> Path:
 
 
 def vocab_size_of(config: TokenizerConfig) -> int:
-    """Unpadded vocabulary size of a tokenizer."""
+    """Vocabulary size of the tokenizer that `config` describes, without padding."""
     return load_tokenizer(config).vocab_size
 
 
 def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
-    """Tokenizer for texts of ids separated by spaces; `eod` defaults to the last id of the vocabulary."""
+    """Tokenizer for text that consists of token ids separated by spaces. `eod` None: the last id."""
     end = vocab_size - 1 if eod is None else eod
     for name, token in (("--null-tokenizer-eod-id", end), ("--null-tokenizer-pad-id", max(pad, 0))):
         if token >= vocab_size:
@@ -146,7 +146,7 @@ def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    """Tokenizer with UTF-8 bytes as ids 0 to 255; 256 is end-of-document."""
+    """Tokenizer whose ids 0 to 255 are UTF-8 bytes; id 256 is end-of-document."""
     return Tokenizer(
         encode=lambda text: list(text.encode()),
         decode=lambda ids: bytes(number for number in ids if number < 256).decode(errors="replace"),
@@ -157,7 +157,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
-    """Loads a SentencePiece model; its end-of-sentence piece is end-of-document."""
+    """Loads a SentencePiece model. Its end-of-sentence piece, else a piece in `_END_NAMES`, is end-of-document."""
     content = _read(path)
     processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor()
     try:
@@ -178,9 +178,10 @@ def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
 
 
 def _hugging_face_tokenizer(path: Path) -> Tokenizer:
-    """Loads `tokenizer.json` or its folder, in which `tokenizer_config.json` names the special tokens.
+    """Loads a tokenizer.json; `path` is this file or its folder.
 
-    Encoding adds the special tokens that the tokenizer adds by default, as in Megatron.
+    A tokenizer_config.json in this folder names the special tokens. As in Megatron, `encode` adds the special tokens
+    that the tokenizer adds by default.
     """
     package = optional_package("tokenizers", "this tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -206,7 +207,7 @@ def _hugging_face_tokenizer(path: Path) -> Tokenizer:
         return NO_TOKEN if found is None else found
 
     def named(role: str) -> int:
-        """Id of the token with this role in tokenizer_config.json, where it is a string or {"content": string}."""
+        """Id of the special token for `role`, e.g. "eos". Its config entry is a string or {"content": string}."""
         entry = config.get(f"{role}_token")
         return token_id(entry.get("content") if isinstance(entry, dict) else entry)
 
@@ -237,7 +238,7 @@ def _gpt2_bpe_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _of_package(tokenizer: Any, *, vocab: Mapping[str, int], **fields: Any) -> Tokenizer:
-    """Wraps a tokenizer of the package `tokenizers`."""
+    """Wraps a tokenizer of the Hugging Face package `tokenizers`. `fields`: other fields of the result."""
     return Tokenizer(
         encode=lambda text: tokenizer.encode(text).ids,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
@@ -247,11 +248,10 @@ def _of_package(tokenizer: Any, *, vocab: Mapping[str, int], **fields: Any) -> T
 
 
 def _tik_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Loads a JSON list of {rank, token_bytes (base64), token_str}, or `.tiktoken` file with lines "base64 rank".
-
-    The first `num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and fillers), followed by the tokens in
-    rank order. `config.vocab_size` limits the number of ids; default, as in Megatron: 131,072 ids in total.
-    """
+    """Loads a tiktoken vocabulary: a JSON list of {rank, token_bytes (base64), token_str}, or a `.tiktoken` file with
+    lines "base64 rank". The first `tiktoken_num_special_tokens` ids are special tokens (<unk>, <s>, </s>, … and
+    fillers), followed by the tokens in rank order. The total number of ids is limited to `config.vocab_size`, or, if it
+    is not set, to 131,072 as in Megatron."""
     assert config.tokenizer_model is not None
     package = optional_package("tiktoken", "this tokenizer")
     content = _read(config.tokenizer_model)
@@ -279,7 +279,7 @@ def _tik_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _bpe_merges(path: Path, content: bytes, vocab: dict[str, Any]) -> list[tuple[str, str]]:
-    """Reads the pairs of tokens in merge order; skips a first line such as "#version: 0.2"."""
+    """Parses the token pairs of a merges.txt, in merge order. Skips a "#version: 0.2" line."""
     pairs = [tuple(line.split()) for line in content.decode(errors="replace").splitlines() if line.strip()]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
     known = all(isinstance(number, int) and 0 <= number < 1 << 31 for number in vocab.values())
@@ -303,7 +303,7 @@ def _tiktoken_specials(config: TokenizerConfig) -> list[str]:
 
 
 def _tiktoken_ranks(path: Path, content: bytes) -> list[bytes]:
-    """Reads the bytes of every token, in rank order."""
+    """Parses a tiktoken file into the bytes of every token, in rank order."""
     try:
         if path.suffix == ".tiktoken":
             pairs = [line.split() for line in content.splitlines() if line.strip()]
@@ -350,12 +350,12 @@ def _fingerprint(kind: str, *contents: bytes) -> str:
 
 
 def _unambiguous(pad: int, others: Sequence[int]) -> int:
-    """The pad id, or `NO_TOKEN` if another special token has the same id."""
+    """Returns `pad`, or `NO_TOKEN` if another special token has the same id."""
     return NO_TOKEN if pad in others else pad
 
 
 def _end_id(path: Path, candidates: Sequence[int]) -> int:
-    """First candidate that is not `NO_TOKEN`. Raises `DataProblem` if there is none."""
+    """End-of-document id: the first candidate that is not `NO_TOKEN`. Raises `DataProblem` if there is none."""
     found = next((candidate for candidate in candidates if candidate != NO_TOKEN), None)
     if found is None:
         raise DataProblem(

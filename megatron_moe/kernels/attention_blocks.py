@@ -17,7 +17,7 @@ Chunks = tuple[range, ...]
 
 @dataclass(frozen=True)
 class MaskBlock:
-    """Rectangle of query rows and keys with a diagonal mask band. Row i and key j are relative to the rectangle."""
+    """Rectangle of query rows and keys with a diagonal mask band. Row i and key i are counted within the rectangle."""
 
     rows: slice
     keys: slice
@@ -61,7 +61,7 @@ def mask_blocks(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> list
 
 
 def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
-    """Number of positions that a query sees to its left and to its right; None: all."""
+    """Number of positions that a query sees to its left and to its right; None: unlimited."""
     left, right = (None if side < 0 else side for side in config.window or (-1, -1))
     return left, 0 if config.causal else right
 
@@ -69,7 +69,7 @@ def reach(config: CoreAttentionConfig) -> tuple[int | None, int | None]:
 def _between(
     first_row: int, queries: range, first_key: int, keys: range, left: int | None, right: int | None
 ) -> MaskBlock | None:
-    """Rectangle of one query chunk and one key chunk; None if it is fully masked."""
+    """Mask between a query chunk and a key chunk, which start at the given row and key; None if fully masked."""
     shift = queries.start - keys.start
     farthest_ahead, farthest_back = keys[-1] - queries[0], queries[-1] - keys[0]
     nearest_ahead, nearest_back = -farthest_back, -farthest_ahead
@@ -84,7 +84,7 @@ def _between(
 
 
 def _cut_at_ends(chunks: Chunks, others: Chunks) -> Chunks:
-    """Splits chunks at the ends of `others`: each resulting chunk is inside one chunk of `others` or overlaps none."""
+    """Splits chunks at the bounds of `others`, so that each result is inside one chunk of `others` or overlaps none."""
     ends = sorted({end for other in others for end in (other.start, other.stop)})
     cut = []
     for chunk in chunks:
@@ -121,7 +121,7 @@ def _all_see_all(*mask_blocks: MaskBlock) -> bool:
 
 
 def with_first_row(chunks: Chunks) -> Iterator[tuple[int, range]]:
-    """Yields every chunk with the index of its first row."""
+    """Yields (index of the chunk's first row, chunk) for every chunk."""
     row = 0
     for chunk in chunks:
         yield row, chunk

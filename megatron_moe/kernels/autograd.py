@@ -1,4 +1,4 @@
-"""Differentiable linear, grouped linear and embedding; weight gradients are added to `weight.sink` if it is set."""
+"""Autograd functions of linear layers, grouped linear layers and embeddings, with weight gradient accumulation."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,15 +38,14 @@ def grouped_linear(
     """Grouped GEMM: multiplies the rows [R, I] of each expert by that expert's weight in [e, O, I] -> [R, O].
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
-    `index`, `rows` are tokens [T, I]: they are permuted here, only the tokens are saved, and backward permutes them
-    again.
+    `index`, `rows` are unpermuted tokens [T, I]. Forward and backward both permute them, so only the tokens are saved.
     """
     out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     return out
 
 
 def embedding(kernels: Kernels, ids: Tensor, weight: Tensor) -> Tensor:
-    """Looks up rows `ids` (int64 [...]) of weight [V, H] -> [..., H]. Handles the weight gradient as `linear` does."""
+    """Embedding lookup: rows `ids` (int64 [...]) of weight [V, H] -> [..., H]."""
     out: Tensor = _EmbeddingFunction.apply(kernels, ids, weight)  # type: ignore[no-untyped-call]
     return out
 
@@ -132,7 +131,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
-    """Passes `compute` to the weight's sink, which adds the gradient; without a sink, returns the gradient."""
+    """Passes `compute`, which writes the gradient to a buffer or adds it, to the accumulator `weight.sink`. If there is
+    none, computes and returns the gradient."""
     sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:
         sink.add(compute)

@@ -1,9 +1,9 @@
-"""Fake kernels for memory emulation: the wrappers of the backends, without kernel launches.
+"""Fake kernels for memory emulation: a backend's Python wrappers run, but launch no kernels.
 
-The modules of a backend are imported a second time with a fake Triton module, so that Triton need not be installed, and
-with the functions of `_REPLACED` in place of library calls. A fake allocates and saves for backward the same tensors as
-its kernel on an H100 or H200, and computes nothing. Tensors are on torch's `meta` device, which the backends treat as a
-GPU.
+A second copy of each backend module is imported. In this copy, Triton is a fake module, so that Triton need not be
+installed, and `_REPLACED` lists fakes of functions that call libraries. A fake allocates and saves for backward the
+same tensors as the real op on an H100 or H200, but computes nothing. Tensors are on torch's `meta` device, which the
+backends treat as a GPU.
 """
 
 import builtins
@@ -23,12 +23,12 @@ _CUDNN_WIDEST_HEAD = 256
 
 
 def fake_backend(name: str) -> ModuleType:
-    """Imports the fakes of all ops of the backend "triton" or "torch_native"."""
+    """Returns a copy of the module of backend "triton" or "torch_native" whose ops launch no kernels."""
     return _loader().load(f"{_BACKENDS}.{name}.backend")
 
 
 class _Triton:
-    """Fake Triton module, also used as each of its attributes, types and kernels. A launch does nothing."""
+    """Fake Triton module. Attributes, indexing and calls all return this object, so kernel launches do nothing."""
 
     def __getattr__(self, name: str) -> "_Triton":
         return self
@@ -48,7 +48,7 @@ class _Triton:
 
 
 class _BackendLoader:
-    """Loads backend modules whose imports resolve to each other and to the fake Triton module."""
+    """Imports copies of backend modules. A copy imports other copies, and the fake Triton module in place of Triton."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -65,7 +65,7 @@ class _BackendLoader:
         return self._modules[name]
 
     def _import(self, name: str, *scope: Any, **named: Any) -> Any:
-        """Replaces `__import__` in the loaded modules."""
+        """Replacement of `__import__` in the imported copies."""
         if name.partition(".")[0] == "triton":
             return self._triton
         if not name.startswith((f"{_BACKENDS}.triton", f"{_BACKENDS}.torch_native")):
@@ -84,7 +84,7 @@ _loader = cache(_BackendLoader)
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Fake of an in-place op: allocates nothing."""
+    """Fake of a matrix multiplication that writes its result to `out`: allocates nothing."""
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ def _attend(q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **
 def _differentiate(
     grad_BNSE: Tensor, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *options: object, **scale: float
 ) -> Sequence[Tensor]:
-    """Fake attention backward: returns the gradients of q, k and v. Allocates as workspace the gradient of q in fp32
-    and, if query heads share keys and values, the gradients of k and v per query head."""
+    """Fake attention backward: returns the gradients of q, k and v. Also allocates, temporarily, the workspace of
+    cuDNN: the gradient of q in fp32 and, with grouped queries, the gradients of k and v for every query head."""
     batch, heads, seq, _ = q_BNSD.shape
     grads = [x.new_empty([x.shape[i] for i in (2, 0, 1, 3)]).permute(1, 2, 0, 3) for x in (q_BNSD, k_BGSD, v_BGSE)]
     wide_q = q_BNSD.new_empty(q_BNSD.shape, dtype=torch.float32)
@@ -156,4 +156,4 @@ _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
         f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
     }
 )
-"""Fake functions by module and function name."""
+"""Fake functions that replace functions of the imported copies, by module name and function name."""

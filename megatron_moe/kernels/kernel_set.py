@@ -19,7 +19,7 @@ MATRIX_PRODUCTS = (
     "grouped_input_grad",
     "grouped_weight_grad",
 )
-"""Ops whose operands may be `QuantizedTensor`s."""
+"""Matrix multiplication ops. Their interface allows `QuantizedTensor` operands."""
 
 
 class Priority(IntEnum):
@@ -30,11 +30,11 @@ class Priority(IntEnum):
     YES = 1
     """Supported, but not better than plain torch."""
     BETTER = 2
-    """Measured: faster or less memory than plain torch."""
+    """Measured to be faster, or to use less memory, than plain torch."""
     BEST = 3
-    """Measured: faster or less memory than every other portable backend."""
+    """Measured to be faster, or to use less memory, than every other backend that is not specific to a device type."""
     TAILORED = 4
-    """Written for this device type and measured faster than every other backend."""
+    """Written for this device type and measured to be faster than every other backend."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class KernelSet(Kernels):
 
     @classmethod
     def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Selection, ...]) -> "KernelSet":
-        """Kernel set of `functions`, one per op of the interface. Ops in `choices` reject `QuantizedTensor`."""
+        """Creates a kernel set from one function per op. Matrix multiplications reject `QuantizedTensor` operands."""
         missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
         kernels = cls()
@@ -74,19 +74,19 @@ class KernelSet(Kernels):
         return kernels
 
     def summary(self) -> str:
-        """Number of ops per backend, as a line for the log."""
+        """Log line with the number of ops per backend."""
         counts = Counter(choice.backend for choice in self.choices)
         return f"kernels: {', '.join(f'{count} {backend}' for backend, count in sorted(counts.items()))}"
 
     def table(self) -> str:
-        """One line per op: op, backend, reason."""
+        """Text table with one line per op: name of the op, selected backend and reason."""
         wide_op = max(len(choice.op) for choice in self.choices)
         wide_backend = max(len(choice.backend) for choice in self.choices)
         return "\n".join(f"{c.op:<{wide_op}}  {c.backend:<{wide_backend}}  {c.reason}" for c in self.choices)
 
 
 def _without_quantized_operands(op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `function` to raise TypeError for a `QuantizedTensor`, which no backend implements yet."""
+    """Wraps `function` to raise TypeError for `QuantizedTensor` operands, which no backend implements yet."""
 
     @wraps(function)
     def product(first: Any, *others: Any, **named: Any) -> Any:

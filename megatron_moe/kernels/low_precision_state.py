@@ -1,15 +1,15 @@
 """Formats of low-precision optimizer state, defined in plain torch.
 
 - plain: unscaled values in the dtype of the tensor.
-- fp16, fp8 (e4m3, stored as uint8): each block of 128 elements has a power of two as its scale, so that it uses the
-  whole range of the format. The second moment is stored as its square root, which halves the range of exponents, and
-  nonzero values never round to zero, because AdamW divides by them.
-- remainder: the 16 low bits of an fp32 master weight whose bf16 rounding is the parameter. Both together restore the
-  fp32 value exactly. This requires an invertible rounding: to nearest, ties away from zero. All implementations of the
-  optimizer round weights in this way.
+- fp16, fp8 (e4m3, stored as uint8): each block of 128 elements is scaled by a power of two, so that its values use the
+  whole range of the format. The second moment is stored as its square root, which halves the range of exponents.
+  Nonzero square roots never round to zero, because AdamW divides by them.
+- remainder: difference of the fp32 bit patterns of a master weight and its bf16 rounding (the parameter), as int16. The
+  fp32 value can be restored exactly from both. The difference always fits, because all implementations of the optimizer
+  round weights to nearest with ties away from zero.
 
-fp8 values are rounded stochastically: otherwise a moving average that changes by less than half a unit per step would
-not change at all. The random number is a hash of element index and step.
+fp8 values are rounded stochastically. Otherwise, a moving average whose change per step is less than half the spacing
+of fp8 values would never change. The random number is a hash of element index, step and salt (see `dither`).
 """
 
 from dataclasses import dataclass
@@ -19,30 +19,30 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 LEAST_EXPONENT = -100
-"""Minimum exponent of a scale: blocks of smaller values lose precision."""
+"""Minimum exponent of a scale. Blocks whose values are so small that they need a lower exponent lose precision."""
 FIRST_SALT, SECOND_SALT = 0, 1
-"""Salts that give the two moments of one element different random numbers."""
+"""Hash salts of the first and the second moment, so that the random numbers of the two moments differ."""
 
 Format = Literal["plain", "fp16", "fp8", "remainder"]
 
 
 @dataclass(frozen=True)
 class PackedState:
-    """Flat state tensor of n elements in one of the formats."""
+    """Flat optimizer state tensor of n elements in one of the formats of this module."""
 
     format: Format
     data: Tensor
-    """[n] in any floating dtype (plain), fp16, uint8 (fp8) or int16 (remainder)."""
+    """Stored values [n]: uint8 for fp8, int16 for remainder, fp16 for fp16, any floating dtype for plain."""
     exponents: Tensor | None = None
-    """Block exponents for fp16 and fp8, int8 [ceil(n / 128)]: an element's value is its data times 2^exponent."""
+    """For fp16 and fp8, int8 [ceil(n / 128)]: `data` times 2^exponent of the block is the value. Otherwise None."""
     root: bool = False
-    """For fp16 and fp8: the stored values are square roots."""
+    """True if `data` times the scale is the square root of the value (fp16 and fp8 only)."""
 
     @classmethod
     def zeros(cls, size: int, name: Format, dtype: torch.dtype, device: torch.device, *, root: bool) -> "PackedState":
-        """State of zeros in format `name`; `dtype` is used by the plain format only."""
+        """Creates a state of zeros in format `name`. Only the plain format uses `dtype`."""
         dtypes = {"plain": dtype, "fp16": torch.float16, "fp8": torch.uint8, "remainder": torch.int16}
         data = torch.zeros(size, dtype=dtypes[name], device=device)
         if name not in ("fp16", "fp8"):
@@ -55,7 +55,7 @@ class PackedState:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that store the state."""
+        """Tensors that store the state: data and, for fp16 and fp8, exponents."""
         return (self.data,) if self.exponents is None else (self.data, self.exponents)
 
     @property
@@ -63,7 +63,7 @@ class PackedState:
         return sum(part.nbytes for part in self.parts)
 
     def part(self, start: int, end: int) -> "PackedState":
-        """View of elements `start` to `end`; `start` must be the beginning of a block."""
+        """View of the elements from `start` to `end` (exclusive). `start` must be a multiple of the block size, 128."""
         assert start % BLOCK == 0, f"element {start} is not the beginning of a block"
         blocks = None if self.exponents is None else self.exponents[start // BLOCK : -(-end // BLOCK)]
         return PackedState(self.format, self.data[start:end], blocks, self.root)
@@ -75,7 +75,7 @@ class PackedState:
 
 
 def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
-    """Unpacks to fp32; returns plain values unchanged, without a copy. `weights`: bf16 [n], for remainders."""
+    """Returns fp32 values, or `data` itself for format plain. `weights`: bf16 parameters [n], for remainders only."""
     match packed.format:
         case "plain":
             return packed.data
@@ -94,12 +94,12 @@ def unpack(packed: PackedState, weights: Tensor | None = None) -> Tensor:
 def pack(
     numbers: Tensor, like: PackedState, weights: Tensor | None = None, dither: Tensor | None = None
 ) -> PackedState:
-    """Packs numbers in the format of another state.
+    """Packs numbers in the format of the state `like`.
 
     Args:
         numbers: [n] in fp32; any dtype for the plain format.
-        weights: bf16 [n], the rounded numbers; for remainders only.
-        dither: fp32 [n] in [0, 1), for fp8 only: a fraction above 1 - dither is rounded up; None: rounds to nearest.
+        weights: bf16 [n], `numbers` after `round_weights`; for remainders only.
+        dither: fp32 [n] in [0, 1), for fp8 only: last-place units added before rounding down. None: round to nearest.
     """
     match like.format:
         case "plain":
@@ -127,7 +127,7 @@ def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device) -> Tensor:
-    """Random fp32 [size] in [0, 1), multiples of 2^-16: a hash of element index (from `first` on), step and salt."""
+    """Random fp32 [size], multiples of 2^-16 in [0, 1): hashes of element index (from `first` on), step and salt."""
     number = torch.arange(first, first + size, device=device, dtype=torch.int64)
     mixed = (number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
@@ -136,8 +136,8 @@ def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device)
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
-    """Exponents of the scales, int32 [ceil(n / 128)]. Each is the smallest that scales the block's largest value to at
-    most 2^top * (1 + mantissa / 2^23), the largest value of the format. Packing an unpacked state again is exact."""
+    """Exponents of the block scales, int32 [ceil(n / 128)]: the smallest that scale a block's largest absolute value to
+    at most 2^top * (1 + mantissa / 2^23), the largest value of the format. Repacking an unpacked state is exact."""
     size = wide.numel()
     blocks = -(-size // BLOCK)
     padded = torch.nn.functional.pad(wide.abs(), (0, blocks * BLOCK - size))
@@ -146,7 +146,7 @@ def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 2^exponent for int32 exponents from -126 to 127."""
+    """Returns 2^exponent in fp32 for int32 exponents from -126 to 127."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
@@ -155,7 +155,7 @@ def _per_element(scales: Tensor, size: int) -> Tensor:
 
 
 def _from_e4m3(codes: Tensor) -> Tensor:
-    """Converts e4m3 in uint8 to fp32. The nan codes (seven ones) never occur."""
+    """Converts e4m3 codes in uint8 to fp32. Codes of nan (low seven bits all ones) must not occur."""
     codes = codes.to(torch.int32)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     size = torch.where(exponent == 0, mantissa * 2.0**-9, (mantissa + 8) * _power_of_two(exponent - 10))
@@ -163,7 +163,7 @@ def _from_e4m3(codes: Tensor) -> Tensor:
 
 
 def _to_e4m3(scaled: Tensor, dither: Tensor | None) -> Tensor:
-    """Converts fp32 values of at most 448 to e4m3 in uint8."""
+    """Converts fp32 values of magnitude up to 448 to e4m3 codes in uint8. `dither`: see `pack`."""
     size = scaled.abs()
     exponent = ((size.view(torch.int32) >> 23) - 127).clamp(min=-6)
     units = size * _power_of_two(3 - exponent)

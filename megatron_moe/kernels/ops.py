@@ -2,7 +2,7 @@
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Shape letters are those of
 docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated
-otherwise. "Differentiable" ops have their own backward; `autograd.py` wraps the others in autograd Functions.
+otherwise. Ops marked as differentiable include their backward; `autograd.py` adds it to linear and embedding ops.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from megatron_moe.parallel.param_meta import Part
 class QuantizedTensor:
     """Low-precision matrix, or stack of matrices, as an operand of matrix multiplications.
 
-    A GEMM reads the copy whose blocks lie along the reduction dimension: the forward GEMM the rowwise copy, the weight
-    gradient the columnwise copy. No backend implements these operands yet; `KernelSet.of` rejects them.
+    A GEMM reads the copy whose blocks extend along the GEMM's reduction dimension: forward reads `rowwise`, and the
+    weight gradient reads `columnwise`. No backend implements such operands yet; ops raise TypeError.
     """
 
     rowwise: Tensor | None
@@ -41,7 +41,7 @@ class QuantizedTensor:
 
 
 MatrixOperand = Tensor | QuantizedTensor
-"""Operand of a matrix multiplication."""
+"""Operand of a matrix multiplication, plain or quantised."""
 Matrix = TypeVar("Matrix", Tensor, MatrixOperand)
 
 
@@ -53,38 +53,38 @@ class GroupedPart(NamedTuple, Generic[Matrix]):
     rows: Matrix
     """Input of the grouped GEMM, [R, I], sorted by expert."""
     offsets_e: Tensor
-    """int32 end of each expert's rows; rows beyond the last end are padding."""
+    """End of each local expert's rows, int32 [e]; rows from the last end on are padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:
-    """Source token of every row in expert-sorted order, on the device. All sizes are known on the host."""
+    """Mapping between tokens and expert-sorted rows. Tensors are on the device; their shapes are known on the host."""
 
     token_R: Tensor
-    """int64 token of each row; -1 for padding rows."""
+    """Token index of each row, int64; -1 for padding rows."""
     choice_R: Tensor
-    """int64 index of the probability in flattened probs_TK (t * K + k) or probs_TE (t * E + e); -1: padding."""
+    """Index of each row's probability in flattened probs_TK (t * K + k) or probs_TE (t * E + e), int64; -1: padding."""
     offsets_E: Tensor
-    """int32 end of each expert's rows; rows beyond the last end are padding."""
+    """End of each expert's rows, int32; rows from the last end on are padding."""
     rows_TK: Tensor | None
-    """int64 row of each choice, -1 if the choice has no row. None for indices of `sort_rows_dense`."""
+    """Row of each choice, int64; -1 if the choice has no row. None if the index was created by `sort_rows_dense`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionSpan:
-    """Sequence positions and document ids of some query or key rows; both define the attention mask."""
+    """Sequence positions and document ids of a set of query or key rows. The attention mask is computed from both."""
 
     chunks: tuple[range, ...]
-    """Ranges of consecutive positions, in the order of the rows; on the host."""
+    """Ranges of consecutive sequence positions, in the order of the rows."""
     segments_BS: Tensor | None = None
-    """int64 document id of each row; attention does not cross documents. None: one document."""
+    """Document id of each row, int64; attention does not cross documents. None: all rows belong to one document."""
 
     def places(self, device: torch.device) -> Tensor:
-        """int64 sequence position of every row."""
+        """Sequence position of every row, int64."""
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks])
 
     def rows(self, start: int, stop: int) -> "PositionSpan":
-        """Positions and document ids of rows `start` to `stop`."""
+        """Positions and document ids of the rows from `start` to `stop` (exclusive)."""
         kept, first = [], 0
         for chunk in self.chunks:
             inside = chunk[max(start - first, 0) : max(stop - first, 0)]
@@ -99,7 +99,7 @@ DropoutKey = tuple[int | str, ...]
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention over a whole sequence. The head dim E of the values may differ from D."""
+    """Inputs of attention over a whole sequence. The head dim E of values may differ from D of queries and keys."""
 
     q_SBND: Tensor
     k_SBGD: Tensor
@@ -109,11 +109,11 @@ class AttentionInputs(NamedTuple):
     sinks_N: Tensor | None = None
     """Learned attention sinks: one additional softmax logit per head."""
     segments_BS: Tensor | None = None
-    """int64 document id of each position; attention does not cross documents. None: one document."""
+    """Document id of each position, int64; attention does not cross documents. None: one document per sequence."""
     dropout_key: DropoutKey | None = None
     """Key of the random numbers of the dropout mask; None: no dropout."""
     head_part: Part = (0, 1)
-    """(index, count) of this rank's part of all heads; the dropout mask is that part of the mask for all heads."""
+    """(index, count) of this rank's shard of the heads; the dropout mask is sliced from the mask of all heads."""
 
     @property
     def has_sinks(self) -> bool:
@@ -125,7 +125,7 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and keys of two parts of a sequence, as used by context parallelism."""
+    """Queries from one part of a sequence, and keys and values from another, as used by context parallelism."""
 
     q_SBND: Tensor
     k_SBGD: Tensor
@@ -141,27 +141,27 @@ class AttentionBlock(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """Result of attention forward over all keys, including sinks, and the gradient of the output."""
+    """Results of attention forward over all keys, including sinks, and the gradient of the attention output."""
 
     grad_SBNE: Tensor
     out_SBNE: Tensor
     """Attention output, in the dtype of q."""
     lse_SBN: Tensor
-    """Log-sum-exp of the logits, in the internal dtype."""
+    """Log-sum-exp of each query's logits, in the internal dtype."""
     delta_SBN: Tensor
-    """Row sums of grad times out over the value dim, in the internal dtype. A backend reads either `out` or `delta`."""
+    """Sum of `grad_SBNE` * `out_SBNE` over E, in the internal dtype. A backend reads this tensor or `out_SBNE`."""
 
 
 class QueryKeyTransform(NamedTuple):
-    """Parameters of the split of a QKV projection into heads, with norm and RoPE of queries and keys."""
+    """Parameters of `Kernels.query_key_value`: head layout, norm and RoPE of queries and keys."""
 
     eps: float
     zero_centered: bool
-    """Whether the scale of the norm is 1 + weight."""
+    """True: the norm multiplies by 1 + weight; False: by weight."""
     cos_SBD: Tensor
     sin_SBD: Tensor
     interleaved: bool
-    """Rotated pairs of dims: (0, 1), (2, 3) … if True, otherwise (i, i + D' / 2) for D' rotated dims."""
+    """True: RoPE rotates the pairs of dims (0, 1), (2, 3) …; False: (i, i + D' / 2), for D' rotated dims."""
     heads_per_group: int
     """Query heads per query group."""
 
@@ -184,36 +184,36 @@ class AdamWStep:
     eps: float
     weight_decay: float
     step: Tensor
-    """int64 scalar on the device: number of this update, starting at 1, for the bias corrections."""
+    """Number of this update, starting at 1, used for the bias corrections: int64 scalar on the device."""
     grad_scale: Tensor
     """Scalar on the device by which the gradient is multiplied (gradient clipping)."""
     proceed: Tensor
-    """bool scalar on the device: False skips the update; then nothing changes, even if the gradient is not finite."""
+    """bool scalar on the device. False: weights and state remain unchanged, even if the gradient is not finite."""
     nonfinite: Tensor
-    """bool scalar on the device, set to True if a stored weight or moment is not finite. Ops never reset it."""
+    """bool scalar on the device. Ops set it to True if they store a non-finite weight or moment, and never to False."""
 
 
 class BalanceSums(NamedTuple):
-    """Sums for load-balancing losses per set of tokens, from scores without groups, expert bias or token dropping."""
+    """Sums for load-balancing losses over G sets of tokens. Groups, expert bias and token dropping have no effect."""
 
     scores_GE: Tensor
-    """Sums over tokens of the scores normalised to 1 per token, in the internal dtype. Differentiable."""
+    """For each set and expert, sum of scores that are normalised to 1 per token: internal dtype, differentiable."""
     counts_GE: Tensor
-    """int64: how often each expert is among the plain top-k (no groups) of the router scores without expert bias."""
+    """For each set and expert, number of tokens that have the expert among their K highest scores, int64."""
 
 
 class RoutedTokens(NamedTuple):
     """Result of `Kernels.route` for the tokens of a microbatch."""
 
     ids_TK: Tensor
-    """int64 expert ids in descending order of score; -1 if the token has no such choice."""
+    """int64 expert ids, by descending selection score or as given; -1 where a token has fewer than K choices."""
     probs_TK: Tensor
     """Router probabilities of the choices, in the dtype of the logits; 0 where the id is -1. Differentiable."""
     counts_E: Tensor
-    """int64 number of choices per expert."""
+    """Number of choices per expert, int64."""
     balance: BalanceSums | None
     z_sum: Tensor | None
-    """Sum over tokens of logsumexp(logits)^2, scalar in the internal dtype. Differentiable."""
+    """Sum of logsumexp(logits)^2 over valid tokens: scalar in the internal dtype, differentiable; None without `z`."""
 
 
 class Kernels(Protocol):
@@ -230,8 +230,8 @@ class Kernels(Protocol):
         ...
 
     def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
-        """Weight gradient of a linear layer: grad [..., O], x [..., I]; writes grad^T x to `out` [O, I] or adds it,
-        accumulated in the dtype of `out`, which may be wider than the input's."""
+        """Writes the weight gradient of a linear layer to `out` [O, I], or adds it if `accumulate`: grad^T x for grad
+        [..., O] and x [..., I], computed in the dtype of `out`, which may be wider than that of the inputs."""
         ...
 
     def grouped_forward(self, rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
@@ -239,38 +239,38 @@ class Kernels(Protocol):
         ...
 
     def grouped_input_grad(self, grad: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
-        """Input gradient of the grouped GEMM: grad [R, O], weight [e, O, I] -> [R, I]; padding rows are undefined."""
+        """Grouped GEMM input gradient: grad [R, O], weight [e, O, I] -> [R, I], undefined beyond `offsets_e[-1]`."""
         ...
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
-        """Weight gradient of the grouped GEMM: writes or adds the sum of grad_e^T rows_e over all parts (at least one)
-        to `out` [e, O, I], accumulated in the dtype of `out`. The gradient of an expert without rows is 0."""
+        """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
+        gradient is the sum of grad^T rows over all parts (at least one), in the dtype of `out`; 0 without rows."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
-        """Gradient of an embedding table: sums the gradients of the tokens with id v in the dtype of `out`, and writes
-        or adds the sum to row v of `out` [V, H]. The sum is 0 for an id without tokens."""
+        """Writes the gradient of an embedding table to `out` [V, H], or adds it if `accumulate`. Row v is the sum of
+        the gradients of all tokens with id v, in the dtype of `out`; 0 if there are none."""
         ...
 
     # norms, RoPE, attention: differentiable
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) * weight (or * (1 + weight))"""
+        """RMSNorm over the last dim: x / sqrt(mean(x^2) + eps) * w; w is weight [H], plus 1 if `zero_centered`."""
         ...
 
     def add_rms_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns residual + x, rounded to the dtype of x, and `rms_norm` of that sum."""
+        """Returns the sum residual + x, rounded to the dtype of x, and `rms_norm` of the rounded sum."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """x [..., H], weight and bias [H]: (x - mean(x)) / sqrt(var(x) + eps) * weight (or * (1 + weight)) + bias"""
+        """LayerNorm over the last dim: (x - mean(x)) / sqrt(var(x) + eps) * w + bias; w as in `rms_norm`."""
         ...
 
     def rope(self, x_SBND: Tensor, cos_SBD: Tensor, sin_SBD: Tensor, interleaved: bool, start: int = 0) -> Tensor:
-        """RoPE: rotates D' = cos.shape[-1] dims of each head, starting at dim `start`, and copies the rest. Cos and sin
-        have B or 1 as their second dim and hold each angle twice, once per half. `interleaved`: rotates the pairs (0,
-        1), (2, 3) … instead of (i, i + D' / 2)."""
+        """RoPE: rotates D' = cos.shape[-1] dims of each head, starting at dim `start`, and copies the other dims. The
+        second dim of cos and sin is B or 1; both halves of their last dim contain the same angles. Rotated pairs are
+        (0, 1), (2, 3) … if `interleaved`, otherwise (i, i + D' / 2)."""
         ...
 
     def query_key_value(
@@ -282,9 +282,9 @@ class Kernels(Protocol):
         ...
 
     def latent_key_value(self, kv_SBNC: Tensor, shared_SBR: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of multi-head latent attention: kv holds the first `key_width` dims of each head's key, then
-        its value; all heads share the last R dims of the key. Returns key [S, B, N, key_width + R] and value [S, B, N,
-        C - key_width]; the value may be a view of kv."""
+        """Keys and values of multi-head latent attention. Each head of kv contains the first `key_width` dims of the
+        key, followed by the value. The last R dims of the key are `shared_SBR`, the same for all heads. Returns key [S,
+        B, N, key_width + R] and value [S, B, N, C - key_width]; the value may be a view of kv."""
         ...
 
     def attention(self, inputs: AttentionInputs) -> Tensor:
@@ -294,33 +294,33 @@ class Kernels(Protocol):
     # attention between two parts of a sequence, for context parallelism: two ops, because the backward of one part
     # needs the forward's output and log-sum-exp over all parts
     def attention_block(self, block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) -> None:
-        """Merges attention of the block's queries to its keys into `out_SBNE` [Sq, B, N, E] (contiguous) and the
-        log-sum-exp `lse_SBN` [Sq, B, N], in place. Both have the internal dtype and are initially 0 and -inf. A backend
-        may round the block's output to the dtype of q before merging."""
+        """Computes attention of the block's queries over its keys and merges it, in place, into `out_SBNE` [Sq, B, N,
+        E] (contiguous) and the log-sum-exp `lse_SBN` [Sq, B, N]. Both have the internal dtype; before the first block,
+        they are 0 and -inf. A backend may round the block's output to the dtype of q before merging."""
         ...
 
     def attention_block_grad(
         self, block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Adds this block's gradients of q, k and v to the contiguous tensors `into`, which have the internal dtype. A
-        backend may round its gradients to the dtype of q before adding them."""
+        """Adds the block's gradients of q, k and v to the contiguous tensors `into` (internal dtype). `found`: results
+        over all keys. A backend may round its gradients to the dtype of q before adding them."""
         ...
 
     # elementwise and loss: differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-        """Applies the activation to x [..., F] (gated: [..., 2F], gate first); multiplies by probs [...] if not None ->
-        [..., F]. Padding rows have probability 0 and may contain any values, nan included: their results and gradients
-        of x are 0, and so are their gradients of probs for any finite incoming gradient."""
+        """Applies the activation to x [..., F] (gated: [..., 2F], gate first) and multiplies by probs [...] if given ->
+        [..., F]. Padding rows have probability 0 and may contain any values, even nan. Their results and gradients of x
+        are 0. Their gradients of probs are 0 if the incoming gradient is finite."""
         ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        """-log softmax(logits)[label] in the internal dtype -> [T]."""
+        """Cross-entropy loss of each token, -log softmax(logits)[label]: [T] in the internal dtype."""
         ...
 
     # routing
     def gate_product(self, hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
         """Router GEMM: hidden [T, H] times weight [E, H] transposed -> logits [T, E] in `dtype`, which may be wider
-        than the inputs; forward and backward multiply and add in `dtype`. Differentiable; saves only the inputs."""
+        than that of the inputs. Forward and backward compute in `dtype`. Differentiable; saves only the inputs."""
         ...
 
     def route(
@@ -337,11 +337,11 @@ class Kernels(Protocol):
         """Routes tokens: scores, group-limited top-k, normalisation, scaling, counts, and sums for auxiliary losses.
 
         `bias_E` affects the selection, not the probabilities. Ties: the lowest id wins. `given_ids_TK` replaces the
-        top-k (recomputation, Sinkhorn, quantile balancing, expert choice); probabilities and sums still follow from the
-        logits, and the probability is 0 where the id is -1. Tokens with `valid_T` False have no choices, are not
+        selected ids (for example in recomputation or quantile balancing); probabilities and sums are still computed
+        from the logits. The probability is 0 where the id is -1. Tokens with `valid_T` False have no choices, are not
         counted and get no gradient. `balance_sets` = G > 0 requests sums for balancing losses: token t belongs to set t
-        % G, and G must divide T. Sums are bitwise reproducible. Probabilities and sums are differentiable with respect
-        to the logits; only the logits, the ids and `valid_T` are saved.
+        % G, and G must divide T. `z` requests `z_sum`. Sums are bitwise reproducible. Probabilities and sums are
+        differentiable with respect to the logits; only the logits, the ids and `valid_T` are saved.
         """
         ...
 
@@ -351,27 +351,27 @@ class Kernels(Protocol):
 
     # rows
     def sort_rows(self, ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
-        """Sorts choices by expert; choices of one expert keep token order. Each expert's rows are padded to a multiple
-        of `align`. Without a capacity, the number of rows R is `most_rows(T * K, E, align)`. `capacity` is rounded up
-        to a multiple of `align`; then R = E * capacity, and expert e has rows [e * capacity, (e + 1) * capacity)."""
+        """Sorts choices by expert, then by token. Each expert's rows are padded to a multiple of `align`. Without a
+        capacity, the number of rows R is `most_rows(T * K, E, align)`. With a capacity, each expert keeps its first
+        `capacity` choices and has C rows: `capacity` rounded up to a multiple of `align`. Then R = E * C."""
         ...
 
     def sort_rows_dense(self, map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex:
-        """`sort_rows` for a dense bool routing map [T, E]; without a capacity, R = `rows`."""
+        """Variant of `sort_rows` for a bool routing map [T, E]. Without a capacity, the number of rows R is `rows`."""
         ...
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
-        """Gathers tokens [T, H] -> [R, H]; padding rows are 0. Differentiable (backward: sums each token's rows in the
-        internal dtype and ignores padding rows)."""
+        """Gathers the token of each row: [T, H] -> [R, H]; padding rows are 0. Differentiable: backward sums each
+        token's rows in the internal dtype and ignores padding rows."""
         ...
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-        """Sums each token's rows in the internal dtype, [R, H] -> [T, H]; ignores padding rows, even if nan.
-        Differentiable (backward: gathers; padding rows are 0)."""
+        """Sums each token's rows in the internal dtype: [R, H] -> [T, H]. Ignores padding rows, even if they contain
+        nan. Differentiable: backward gathers each row's gradient from its token; padding rows get 0."""
         ...
 
     def gather_probs(self, probs: Tensor, index: RowIndex) -> Tensor:
-        """Gathers probs [T, K] or [T, E] -> [R]; 0 for padding rows. Differentiable."""
+        """Gathers each row's probability from probs [T, K] or [T, E] -> [R]; 0 for padding rows. Differentiable."""
         ...
 
     # exchanges between the ranks of one host through symmetric memory; see `push_channel.py`
@@ -408,13 +408,13 @@ class Kernels(Protocol):
 
     # paged row storage
     def pack_rows(self, rows_RW: Tensor, valid: Tensor, pages: Pages) -> Tensor:
-        """Allocates free pages and copies the first `valid` rows (int32 scalar on the device) to them. Returns the page
-        table, int32 with one entry per page of R rows: a page, or `NONE` if it has no valid row. If too few pages are
-        free, none is allocated, all entries with valid rows are `NO_ROOM`, and `pages.overflowed` becomes 1."""
+        """Copies the first `valid` rows (int32 device scalar) to free pages. Returns the page table, int32: for each
+        page-sized block of the R rows, the index of its page, or `NONE` if no row is valid. If too few pages are free,
+        none is allocated, blocks with valid rows get `NO_ROOM`, and `pages.overflowed` becomes 1."""
         ...
 
     def unpack_rows(self, table: Tensor, num_rows: int, pages: Pages) -> Tensor:
-        """Copies packed rows back -> [R, W]: nan where the entry is `NO_ROOM`, undefined beyond the valid rows."""
+        """Copies packed rows back -> [num_rows, W]: nan for `NO_ROOM` entries, undefined after the last valid row."""
         ...
 
     def free_pages(self, table: Tensor, pages: Pages) -> None:
@@ -423,7 +423,7 @@ class Kernels(Protocol):
 
     # optimizer, over flat buffers
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Sum of squared elements, scalar in the internal dtype."""
+        """Sum of the squared elements: scalar in the internal dtype."""
         ...
 
     def adamw_(
@@ -435,20 +435,20 @@ class Kernels(Protocol):
         move: AdamWStep,
         weights: Tensor | None = None,
     ) -> None:
-        """One AdamW step in place on flat tensors. `weights`, if given, is set to the updated masters in its own dtype
-        (rounded as in `kernels/low_precision_state.py`). Afterwards `grad` is undefined."""
+        """Applies one AdamW step in place to flat tensors. If given, `weights` is set to the updated master weights,
+        rounded to its dtype by `low_precision_state.round_weights`. Afterwards, the content of `grad` is undefined."""
         ...
 
     def adamw_packed_(
         self, state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
     ) -> None:
-        """`adamw_` on low-precision state, computed in fp32. `first`: index of the first element, from which the random
-        numbers of the stochastic rounding are derived."""
+        """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the first element in its
+        buffer. The random numbers of stochastic rounding depend on element indices."""
         ...
 
 
 def most_rows(num_choices: int, num_experts: int, align: int) -> int:
-    """Maximum number of rows for any routing: each expert with a choice has at most `align - 1` padding rows."""
+    """Maximum number of rows over all routings: each expert with a choice has at most `align - 1` padding rows."""
     return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
 
 
@@ -458,7 +458,7 @@ def internal_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """bool scalar on the tensor's device: True if every element is finite. Reads once, allocates little."""
+    """Whether every element is finite: bool scalar on the device. Reads the tensor once; allocates only scalars."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.stack(torch.aminmax(tensor)).isfinite().all()

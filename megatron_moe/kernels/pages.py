@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 NONE, NO_ROOM = -1, -2
-"""Page table entries without a page: NONE if the entry has no valid rows, NO_ROOM if too few pages were free."""
+"""Page table entries without a page: NONE if their rows are not valid, NO_ROOM if too few pages were free."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pages:
-    """Pool of P pages of equal size. The free list is a ring buffer: pages are allocated at `ends[0]` and freed at
-    `ends[1]`, both modulo P, so pages may be freed in any order."""
+    """Pool of P pages of equal size. The free list is a ring buffer of page indices: allocation reads at `ends[0]`, and
+    freeing writes at `ends[1]`, both modulo P. Pages may therefore be freed in any order."""
 
     data_PLW: Tensor
-    """[P + 1, page size, W]; the last page is a dummy that receives discarded rows."""
+    """Page contents [P + 1, page size, W]; the last page is a dummy that receives discarded rows."""
     free_P: Tensor
-    """int32 [P + 1] free list of page indices; the last element is a dummy for table entries without a page."""
+    """Free list of page indices, int32 [P + 1]; the last element is a dummy for table entries without a page."""
     ends: Tensor
     """int64 [2]: number of pages allocated so far, and P plus the number of pages freed so far."""
     overflowed: Tensor
-    """int32 scalar: 1 after a failed allocation."""
+    """int32 scalar: 1 once an allocation has failed."""
 
     @property
     def num(self) -> int:
@@ -34,7 +34,7 @@ class Pages:
         return self.data_PLW.shape[1]
 
     def stretches(self, num_rows: int) -> int:
-        """Number of pages that hold `num_rows` rows."""
+        """Number of pages needed for `num_rows` rows."""
         return -(-num_rows // self.page_size)
 
 

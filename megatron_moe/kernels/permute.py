@@ -13,7 +13,7 @@ from megatron_moe.kernels.ops import RowIndex
 
 @dataclass(frozen=True)
 class RowCopies:
-    """A backend's gather and scatter-add kernels for routing indices with `rows_TK`."""
+    """A backend's gather and scatter-add kernels. Both require a `RowIndex` whose `rows_TK` is not None."""
 
     gather: Callable[[Tensor, RowIndex], Tensor]
     """Gathers tokens [T, H] to rows [R, H]; padding rows are 0."""
@@ -21,13 +21,13 @@ class RowCopies:
     """Sums the rows [R, H] of each token in the internal dtype -> [T, H]."""
 
     def permute(self, tokens_TH: Tensor, index: RowIndex) -> Tensor:
-        """See `Kernels.permute`; indices without `rows_TK` use plain torch."""
+        """See `Kernels.permute`. Plain torch is used if `index.rows_TK` is None."""
         if index.rows_TK is None:
             return reference.permute(tokens_TH, index)
         return _Permute.apply(tokens_TH, index, self)  # type: ignore[no-untyped-call,no-any-return]
 
     def unpermute(self, rows_RH: Tensor, index: RowIndex, num_tokens: int) -> Tensor:
-        """See `Kernels.unpermute`; indices without `rows_TK` use plain torch."""
+        """See `Kernels.unpermute`. Plain torch is used if `index.rows_TK` is None."""
         if index.rows_TK is None:
             return reference.unpermute(rows_RH, index, num_tokens)
         return _Unpermute.apply(rows_RH, index, self)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,6 +1,6 @@
 """Reference implementation of every op in plain torch. Backends are tested against it; fp64 verification runs on it.
 
-Written for readability, not speed. Runs on CPU and GPU; the three grouped GEMMs read the offsets on the host. Routing
+Written for readability, not speed. Runs on CPU and GPU; the three grouped GEMMs copy the offsets to the host. Routing
 and row ops are in `reference_routing.py`, attention between parts of a sequence in `reference_blocks.py`.
 """
 
@@ -100,19 +100,19 @@ def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool
 
 
 def one_by_one(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[GroupedPart, bool]]:
-    """Yields every part with its accumulate flag, for GEMMs that process one part at a time."""
+    """Yields each part and the `accumulate` of its GEMM: the given value for the first part, True for the others."""
     for number, part in enumerate(parts):
         yield part, accumulate or number > 0
 
 
 def slices(offsets_e: Tensor) -> list[slice]:
-    """Row slice of every expert. Reads the offsets on the host."""
+    """Row slice of every expert. Copies the offsets to the host."""
     ends = offsets_e.tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def store(out: Tensor, value: Tensor, accumulate: bool) -> None:
-    """Writes `value` to `out` or adds it."""
+    """Writes `value` to `out`, or adds it to `out` if `accumulate`."""
     if accumulate:
         out.add_(value)
     else:
@@ -172,7 +172,7 @@ def split_heads(
     transform: QueryKeyTransform,
     norm: Callable[[Tensor, Tensor, float, bool], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Kernels.query_key_value` with the given implementation of `rms_norm`."""
+    """Implements `Kernels.query_key_value` with `norm` as the implementation of `rms_norm`."""
     eps, zero_centered, cos_SBD, sin_SBD, interleaved, heads_per_group = transform
     width = qkv_SBGC.shape[-1] // (heads_per_group + 2)
     q_SBGC, k_SBGD, v_SBGD = qkv_SBGC.split((heads_per_group * width, width, width), dim=-1)
@@ -208,13 +208,13 @@ def attention(inputs: AttentionInputs) -> Tensor:
 
 
 def visible_pairs(seq: int, config: CoreAttentionConfig, segments_BS: Tensor | None, device: torch.device) -> Tensor:
-    """Attention mask, bool [S, S] or [B, 1, S, S]: True where query i (dim -2) sees key j (dim -1)."""
+    """Attention mask, bool [S, S] or [B, 1, S, S]: True where query i (dim -2) attends to key j (dim -1)."""
     whole = PositionSpan(chunks=(range(seq),), segments_BS=segments_BS)
     return visible_between(whole, whole, config, device)
 
 
 def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: bool) -> Tensor:
-    """Softmax over keys and one additional logit per head: learned (`sinks_N`) or 0 (`off_by_one`)."""
+    """Probabilities of the keys. The softmax may include another logit per head: `sinks_N`, or 0 if `off_by_one`."""
     if sinks_N is None and not off_by_one:
         return logits_BNSS.softmax(dim=-1)
     sinks_N = logits_BNSS.new_zeros(logits_BNSS.shape[1]) if sinks_N is None else sinks_N.to(logits_BNSS.dtype)
@@ -226,7 +226,7 @@ def softmax_with_sink(logits_BNSS: Tensor, sinks_N: Tensor | None, off_by_one: b
 
 
 def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-    """Activation of an MLP, times probs; gated forms as in Shazeer, arXiv 2002.05202."""
+    """Activation of an MLP, multiplied by probs if given. Gated activations follow Shazeer, arXiv 2002.05202."""
     wide = x_RF.to(internal_dtype(x_RF.dtype))
     if probs_R is not None:
         probs = probs_R.to(wide.dtype)[..., None]
@@ -236,7 +236,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 def gated(x_RF: Tensor, config: ActivationConfig) -> Tensor:
-    """act(gate) * (up + offset), both clamped first if configured."""
+    """Gated activation act(gate) * (up + offset). If `config.clamp` is set, gate and up are clamped first."""
     gate, up = x_RF.chunk(2, dim=-1)
     if config.clamp is not None:
         gate, up = gate.clamp(max=config.clamp), up.clamp(-config.clamp, config.clamp)
@@ -302,7 +302,7 @@ def adamw_packed_(
 def step_unpacked(
     adamw_: Callable[..., None], states: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None, first: int
 ) -> None:
-    """`Kernels.adamw_packed_` for a given `adamw_` on fp32 tensors: unpacks to fp32, steps, and packs again."""
+    """Implements `Kernels.adamw_packed_` with `adamw_`: unpacks the state to fp32, steps, and packs it again."""
     wide = [unpack(state, weights).to(torch.float32, copy=True) for state in states]
     adamw_(wide[0], grad.to(torch.float32, copy=True), *wide[1:], move)
     rounded = None if weights is None else round_weights(wide[0], weights.dtype)

@@ -1,8 +1,8 @@
 """Reference implementation of attention between two parts of a sequence, in plain torch.
 
-Queries see the keys of one part at a time, and the log-sum-exp gives the weight of that part: the outputs of several
-parts merge to softmax attention over all of them (Milakov and Gimelshein, arXiv 1805.02867; Liu et al., arXiv
-2310.01889). With the log-sum-exp over all parts, the backward of each part returns that part's gradients.
+Each call computes attention over the keys of one part, with its log-sum-exp. The outputs of several parts are merged
+with weights from their log-sum-exps, which gives softmax attention over all keys (Milakov and Gimelshein, arXiv
+1805.02867; Liu et al., arXiv 2310.01889). Backward of a part uses the log-sum-exp over all keys.
 """
 
 import math
@@ -25,7 +25,7 @@ def attention_block(block: AttentionBlock, out_SBNE: Tensor, lse_SBN: Tensor) ->
 
 
 def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: Tensor) -> None:
-    """Merges attention over another part of the keys into `out` and its log-sum-exp `lse`, in place."""
+    """Merges attention over further keys (`part_SBNE`, `part_lse_SBN`) into `out_SBNE` and `lse_SBN`, in place."""
     total_SBN = torch.logaddexp(lse_SBN, part_lse_SBN)
     # if a query has seen no key so far, both log-sum-exps are -inf; its weights must be 0, not nan
     base_SBN = total_SBN.masked_fill(total_SBN == -math.inf, 0.0)
@@ -58,7 +58,7 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
 def visible_between(
     query: PositionSpan, key: PositionSpan, config: CoreAttentionConfig, device: torch.device
 ) -> Tensor:
-    """Attention mask, bool [Sq, Sk] or [B, 1, Sq, Sk]: True where query i (dim -2) sees key j (dim -1)."""
+    """Attention mask, bool [Sq, Sk] or [B, 1, Sq, Sk]: True where query i (dim -2) attends to key j (dim -1)."""
     back = query.places(device)[:, None] - key.places(device)[None, :]
     visible = torch.ones_like(back, dtype=torch.bool)
     if config.causal:
@@ -82,16 +82,16 @@ def _logits(block: AttentionBlock) -> Tensor:
 
 
 def _probabilities(logits_BNSS: Tensor, lse_BNS: Tensor) -> Tensor:
-    """exp(logits - lse); 0 for queries that see no key, whose lse is -inf."""
+    """Attention probabilities exp(logits - lse); 0 for queries that attend to no key, whose lse is -inf."""
     return (logits_BNSS - lse_BNS.masked_fill(lse_BNS == -math.inf, 0.0)[..., None]).exp()
 
 
 def _heads(x_SBGD: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Expands groups to [B, N, S, D]: each group is repeated for its query heads."""
+    """Repeats each group for its query heads: [S, B, G, D] -> [B, N, S, D]."""
     x_BGSD = x_SBGD.to(dtype).permute(1, 2, 0, 3)
     return x_BGSD.repeat_interleave(num_heads // x_BGSD.shape[1], dim=1)
 
 
 def _groups(x_BNSD: Tensor, num_groups: int) -> Tensor:
-    """Sums over the query heads of each group -> [S, B, G, D]."""
+    """Sums over the query heads of each group: [B, N, S, D] -> [S, B, G, D]."""
     return x_BNSD.unflatten(1, (num_groups, -1)).sum(dim=2).permute(2, 0, 1, 3)

@@ -1,4 +1,4 @@
-"""Reference implementation of paged row storage, in plain torch. See `reference.py` and `pages.py`."""
+"""Reference implementation of paged row storage in plain torch. See `reference.py` and `pages.py`."""
 
 import torch
 import torch.nn.functional as F
@@ -39,5 +39,5 @@ def free_pages(table: Tensor, pages: Pages) -> None:
 
 
 def _somewhere(table: Tensor, pages: Pages) -> Tensor:
-    """int64 page of every table entry, with the dummy page for entries without a page."""
+    """Page index of every table entry, int64; the index of the dummy page for entries without a page."""
     return torch.where(table >= 0, table, pages.num).long()

@@ -10,7 +10,7 @@ from megatron_moe.config.moe import RouterConfig
 from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, RowIndex, internal_dtype, most_rows
 
 EPSILON = 1e-20
-"""Keeps the normalised scores of a token finite if all its scores are 0."""
+"""Added to the sum by which a token's scores are divided, so that the result is finite if all scores are 0."""
 
 
 # routing
@@ -48,7 +48,7 @@ def route(
     balance_sets: int = 0,
     z: bool = False,
 ) -> RoutedTokens:
-    """See `Kernels.route`. Sigmoid scores, groups and bias: DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
+    """See `Kernels.route`. Sigmoid scores, groups and bias follow DeepSeek-V3, arXiv 2412.19437 section 2.1.2."""
     wide_TE = valid_or_zero(logits_TE.to(internal_dtype(logits_TE.dtype)), valid_T)
     scores_TE = wide_TE if selects_on_logits(config) else score(wide_TE, config)
     plain_TE = scores_TE.detach()
@@ -90,25 +90,25 @@ def squared_logsumexp(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 
 
 def valid_or_zero(values: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Sets the values [T, ...] of padding tokens to 0."""
+    """Returns `values` [T, ...] with 0 for padding tokens (`valid_T` False)."""
     if valid_T is None:
         return values
     return torch.where(valid_T.view(-1, *[1] * (values.dim() - 1)), values, 0)
 
 
 def valid_ids(ids_TK: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Sets the ids of padding tokens to -1."""
+    """Returns the ids with -1 for padding tokens (`valid_T` False)."""
     return ids_TK if valid_T is None else ids_TK.masked_fill(~valid_T[:, None], -1)
 
 
 def sums_of_sets(values_TE: Tensor, num_sets: int) -> Tensor:
-    """Sums over each set of tokens -> [G, E]; token t belongs to set t % G."""
+    """Sums the values over each of G sets of tokens: [T, E] -> [G, E]. Token t belongs to set t % G."""
     num_tokens, num_experts = values_TE.shape
     return values_TE.view(num_tokens // num_sets, num_sets, num_experts).sum(dim=0)
 
 
 def count_in_sets(ids_TK: Tensor, num_experts: int, num_sets: int) -> Tensor:
-    """Number of choices per expert and set of tokens, int64 [G, E]; token t belongs to set t % G."""
+    """Number of choices per expert in each of G sets of tokens, int64 [G, E]. Token t belongs to set t % G."""
     set_T = torch.arange(len(ids_TK), device=ids_TK.device) % num_sets
     own_TK = torch.where(ids_TK < 0, -1, ids_TK + set_T[:, None] * num_experts)
     return count_tokens(own_TK, num_sets * num_experts).view(num_sets, num_experts)
@@ -121,12 +121,12 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def selects_on_logits(config: RouterConfig) -> bool:
-    """Whether softmax follows top-k: experts are selected by logits, and the softmax is over the selected ones."""
+    """Whether experts are selected by their logits, and the softmax is computed over the selected experts only."""
     return config.score_function == "softmax" and not config.pre_softmax
 
 
 def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Score of every expert for every token."""
+    """Scores of all experts [T, E]: the configured score function, applied to the logits."""
     match config.score_function:
         case "softmax":
             return logits_TE.softmax(dim=-1)
@@ -140,7 +140,7 @@ def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Sets experts outside the best `group_topk` groups to -inf; groups are ranked by their topk // group_topk best."""
+    """Sets all but the best `group_topk` groups to -inf. A group's score sums its topk // group_topk best values."""
     if config.group_topk is None:
         return ranking_TE
     assert config.num_groups is not None and config.group_topk <= config.topk, (
@@ -159,7 +159,7 @@ def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
 
 
 def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
-    """Probability of every choice; 0 where the id is -1."""
+    """Probability of every choice before `scaling_factor`; 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
     if selects_on_logits(config):
@@ -192,8 +192,8 @@ def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex
 def place(
     experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None, align: int = 1
 ) -> tuple[RowIndex, Tensor]:
-    """Assigns a row to every choice. `experts` [choices]: expert of each choice, or `num_experts` if dropped;
-    choice c belongs to token c // per_token. Returns the routing index and the row of every choice (-1: none)."""
+    """Assigns rows to choices. `experts` [choices]: expert of each choice, or `num_experts` if it is dropped; choice c
+    belongs to token c // per_token. Returns the index without `rows_TK`, and the row of each choice (-1: none)."""
     device = experts.device
     order = experts.sort(stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
@@ -238,5 +238,5 @@ def gather_probs(probs: Tensor, index: RowIndex) -> Tensor:
 
 
 def or_nothing(values: Tensor) -> Tensor:
-    """Appends a row of zeros, which index -1 selects."""
+    """Appends a row of zeros, so that index -1 selects zeros."""
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])

@@ -2,8 +2,8 @@
 
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
 that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
-op. `auto` selects the best backend, and plain torch where none is better. A backend with ON_REQUEST = True is excluded
-from `auto` and imported only when it is requested by name.
+op. The request `auto` selects the backend with the best rating, or plain torch if none is better. A backend with
+ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name.
 """
 
 import ast
@@ -94,7 +94,7 @@ def read(path: Path) -> Backend:
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
-    """Selects the best backend, or plain torch if no backend is better; the reason then lists the others' reasons."""
+    """Selects the best backend or, if none is better, plain torch with a reason that includes the backends' reasons."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}
     supports = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
     winner = max(supports, key=lambda name: supports[name].fit, default=None)
@@ -107,8 +107,8 @@ def select_best(op: str, backends: dict[str, Backend], device: torch.device, dty
 def select_requested(
     op: str, request: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype, *, required: bool
 ) -> Selection:
-    """Selects the requested backend. `required` False: the request is for all ops, and plain torch is used for ops that
-    the backend does not provide."""
+    """Selects the requested backend. `required`: True if the request names this op. If False, the request applies to
+    all ops, and plain torch is used for ops that the backend does not provide."""
     if request == reference.NAME:
         return Selection(op, request, reference.REASON)
     backend = backends[request]

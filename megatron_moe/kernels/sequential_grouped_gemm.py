@@ -12,7 +12,7 @@ REASON = "loop over experts"
 
 
 def sequential(kernels: Kernels) -> KernelSet:
-    """Kernel set whose grouped GEMMs are loops over experts. Reads the offsets on the host."""
+    """Returns `kernels` with grouped GEMMs replaced by loops over experts, which copy the offsets to the host."""
 
     def grouped_forward(rows: Tensor, weight: Tensor, offsets_e: Tensor) -> Tensor:
         out_RO = rows.new_zeros(rows.shape[0], weight.shape[1])

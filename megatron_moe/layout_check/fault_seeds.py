@@ -10,23 +10,23 @@ SKIPPED_SUMS = "skip-partial-sums"
 
 
 class UnknownFaultSeed(RunError):
-    """Raised for an unknown name or factor of a fault seed."""
+    """Raised if a fault seed has an unknown name or an invalid factor."""
 
     code = ExitCode.CONFIG
 
 
 @dataclass(frozen=True)
 class FaultSeed:
-    """Injects a fault into a trainer before the first step."""
+    """Fault injected into a trainer before the first step, by calling the fault seed with the trainer."""
 
     kind: str
     factor: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> "FaultSeed":
-        """Parses `scale-expert-grads:2` or `scale-attention-grads:0.5`, which multiply the reduced gradients of one
-        grid by a factor, or `skip-partial-sums`, which omits the tensor-parallel reduction of partial gradients (for
-        example norms and routers). Raises UnknownFaultSeed."""
+        """Parses `scale-expert-grads:2` or `scale-attention-grads:0.5`, which multiply the reduced gradients of expert
+        or non-expert parameters by a factor, or `skip-partial-sums`, which omits the tensor-parallel reduction of
+        partial gradients (for example of norms and routers). Raises UnknownFaultSeed."""
         kind, _, factor = text.partition(":")
         if kind == SKIPPED_SUMS and not factor:
             return cls(kind)

@@ -1,9 +1,9 @@
-"""Oracle of the layout check: a single-rank run that follows the layout's partition of the tokens.
+"""Oracle of the layout check: a single-rank run whose results a layout with several ranks must reproduce.
 
-A layout's results are defined per microbatch, with two exceptions. Capacity limits, Sinkhorn and expert choice are
-defined per rank: the oracle's routers apply them separately to each rank's tokens of a microbatch. The global balancing
-loss counts the microbatches of all data-parallel ranks together: the oracle counts them in an additional forward pass
-before the training step.
+Most results of a microbatch do not depend on the layout. There are two exceptions. Capacity limits, Sinkhorn and expert
+choice are applied per rank: the oracle's routers apply them separately to each rank's tokens of a microbatch. The
+global balancing loss uses the token counts of all data-parallel ranks: the oracle obtains them in an additional forward
+pass.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from megatron_moe.train.trainer import Trainer
 def record_oracle(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, datasets: Datasets, *, num_steps: int
 ) -> RankRecord:
-    """Trains `num_steps` steps on a single rank with the token partition of the layout `plan`, and records them."""
+    """Trains `num_steps` steps on a single rank, with the token partition of the layout `plan`. Returns the results."""
     return record_run(
         oracle_plan(plan),
         context,
@@ -65,7 +65,7 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
 
 def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
     """Makes the oracle's routers apply per-rank selection and capacity limits separately to the tokens of each rank of
-    the layout `plan`. Returns the function to call before every step, or None."""
+    the layout `plan`. Returns a callback to run before every step, or None if none is needed."""
     by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
     partition = _Partition(plan)
     if by_rank and plan.parallel.max_seqlen_per_dp_cp_rank is not None:
@@ -78,8 +78,8 @@ def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
 
 
 def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], iteration: int) -> None:
-    """Runs an additional forward over all microbatches of a step and stores the choices per expert in
-    `Router.counts_ahead`, from which the step's forward reads the counts of the global balancing loss."""
+    """Runs an additional forward over all microbatches of a step and stores the number of choices per expert in
+    `Router.counts_ahead`. The step's forward reads the counts for the global balancing loss from there."""
     with torch.no_grad():
         for batch in trainer.prepare(batches, iteration):
             trainer.model(replace(batch, context=replace(batch.context, metrics=MetricAccumulator())))
@@ -88,8 +88,8 @@ def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], itera
 
 
 def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
-    """Converts running sums per microbatch into running sums per group of `dp` microbatches, because the layout's
-    data-parallel ranks route one microbatch each at the same time. Keys identify the microbatch and the MTP depth."""
+    """Replaces running sums per microbatch by running sums per group of `dp` microbatches, because the data-parallel
+    ranks of the layout route one microbatch each at the same time. Keys identify microbatch and MTP depth."""
 
     def group_of(key: RNGKey | None) -> tuple[int, Key]:
         assert key is not None, "a microbatch has no key"
@@ -114,14 +114,14 @@ class _Partition:
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self.parts = self._over(plan.parallel.cp)
-        """Token indices of every rank, in the order in which the rank stores them, int64."""
+        """Token indices of each rank, int64, in the order in which that rank stores its tokens."""
 
     def adopt_degree(self, model: nn.Module, arguments: tuple[MicroBatch, ...]) -> None:
-        """Forward pre-hook: sets the context-parallel degree of the microbatch, which depends on its documents."""
+        """Forward pre-hook: adapts `parts` to the microbatch, whose documents determine the context-parallel degree."""
         self.parts = self._over(context_degree(arguments[0], self._plan.parallel))
 
     def _over(self, degree: int) -> list[Tensor]:
-        """Token indices of every rank if each sequence is split over `degree` context-parallel ranks."""
+        """Token indices of each rank if every sequence is split over `degree` context-parallel ranks."""
         num_sequences = self._plan.batch.micro_batch_size
         sequences = torch.arange(num_sequences).chunk(self._plan.parallel.cp // degree)
         shares = _position_parts(self._plan.parallel, self._plan.data.seq_length, degree)
@@ -130,7 +130,7 @@ class _Partition:
 
 
 def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> list[Tensor]:
-    """Sequence positions on each of the `degree` x tp ranks (int64), in the order in which that rank stores them."""
+    """Sequence positions on each of the `degree` ranks (x tp with sequence parallelism), int64, in storage order."""
     shares = split_places(config.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]
@@ -152,7 +152,7 @@ class _SelectionByRank(ExpertSelection):
         *state: Tensor | None,
         **options: Any,
     ) -> RoutedTokens:
-        """See `ExpertSelection`."""
+        """See `ExpertSelection.by_token`."""
         if not self._selects_by_rank:
             return super().by_token(logits_TE, valid_T, given_ids_TK, *state, **options)
         chosen = []
@@ -169,7 +169,7 @@ class _SelectionByRank(ExpertSelection):
         )
 
     def by_expert(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        """See `ExpertSelection`."""
+        """See `ExpertSelection.by_expert`."""
         chosen = [
             super(_SelectionByRank, self).by_expert(logits_TE[part], None if valid_T is None else valid_T[part])
             for part in self._partition.parts
@@ -182,7 +182,7 @@ class _SelectionByRank(ExpertSelection):
         )
 
     def limit(self, routing: Routing) -> Routing:
-        """See `ExpertSelection`."""
+        """See `ExpertSelection.limit`."""
         if self.capacity is None:
             return routing
         assert routing.ids_TK is not None and routing.probs_TK is not None
@@ -200,5 +200,5 @@ class _SelectionByRank(ExpertSelection):
 
 
 def _whole(of_parts: Sequence[Tensor | None], partition: _Partition) -> Tensor:
-    """Reassembles per-rank results in the order of the microbatch's tokens."""
+    """Concatenates the per-rank results and restores the token order of the microbatch."""
     return torch.cat([each for each in of_parts if each is not None])[torch.cat(partition.parts).argsort()]

@@ -28,17 +28,17 @@ STEADY_EPS = 1e-5
 """AdamW epsilon for comparisons. With 1e-8, the rounding error of a gradient near zero would dominate its update."""
 
 MetricKey = tuple[str, int | None]
-"""Metric name and layer index; None for metrics that are not per layer."""
+"""(metric name, layer index). The layer index is None for metrics that are not per layer."""
 BeforeStep = Callable[[Sequence[MicroBatch], int], None]
-"""Callback that receives the microbatches of a step and its iteration number, before the step."""
+"""Callback that runs before each step with the step's microbatches and iteration number as arguments."""
 
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """Shard of a named parameter's gradient or weight on one rank."""
+    """One rank's shard of the gradient or weight of a parameter."""
 
     value: Tensor
-    """Values; NaN in elements that another rank owns."""
+    """Values of the shard, on the host. Gradient elements that another rank owns are NaN."""
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
     meta: ParamMeta
@@ -54,9 +54,9 @@ class RankRecord:
     losses: list[float] = field(default_factory=list)
     """Reported loss per step."""
     norms: list[dict[str, float]] = field(default_factory=list)
-    """Gradient norm and its parts per step."""
+    """Gradient norms of each step: "all", "dense", "experts" and "router"."""
     metrics: list[dict[MetricKey, MetricValue]] = field(default_factory=list)
-    """Metrics per step, reduced over the ranks that share them."""
+    """Metrics of each step, reduced over ranks."""
     gradients: dict[str, RecordedTensor] = field(default_factory=dict)
     """Gradients of the first step after reduction and before clipping."""
     weights: dict[str, RecordedTensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class RankRecord:
     biases: dict[int, Tensor] = field(default_factory=dict)
     """Expert biases after the last step, by layer index."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Layer index -> number of this rank's (token, expert) choices of each expert, summed over all steps; int64 [E]."""
+    """Layer index -> number of choices of each expert by this rank's tokens, summed over all steps; int64 [E]."""
 
 
 def record_run(
@@ -109,7 +109,7 @@ def record_run(
 
 
 def _gradients(trainer: Trainer) -> Iterator[tuple[str, RecordedTensor]]:
-    """Yields reduced gradients by name; NaN in elements that another rank owns."""
+    """Yields parameter names with their reduced gradients; elements that another rank owns are NaN."""
     for buffer in trainer.buffers.buffers:
         finished = torch.full_like(buffer.grads, float("nan"))
         for start, end in buffer.owned:
@@ -131,7 +131,7 @@ def _held(parameter: Parameter, value: Tensor) -> RecordedTensor:
 
 
 def _figures(trainer: Trainer, context: ParallelContext) -> Iterator[tuple[MetricKey, MetricValue]]:
-    """Metrics of this step by name and layer."""
+    """Yields (key, value) of every metric of the last step."""
     for name, metric in trainer.metrics.cut().take(context).items():
         if metric.layers:
             yield from (((name, layer), figure) for layer, figure in metric.layers.items())

@@ -12,9 +12,9 @@ from megatron_moe.data.samples import PADDING
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """Sequences of uniformly distributed token ids; the highest id ends a document.
+    """Sequences of uniformly distributed token ids; the highest id is the end-of-document token.
 
-    Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. With `packed`, four
+    Every third sequence ends in padding, so that microbatches have unequal numbers of tokens. If `packed` is True, four
     sequences of short documents (four tokens on average) alternate with four sequences of long documents.
     """
 
@@ -32,7 +32,7 @@ class RandomSamples:
         return repr(self)
 
     def tokens(self, index: int) -> np.ndarray:
-        """Tokens of one sequence, int64 [seq_length + 1]."""
+        """Token ids of sequence `index`, int64 [seq_length + 1]."""
         draw = np.random.default_rng([self.seed, index])
         tokens = draw.integers(0, self.vocab_size, size=self.seq_length + 1)
         if self.packed and index % 8 < 4:
@@ -42,8 +42,8 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Inserts document ends in place. Documents of neighbouring sequences start with different tokens; otherwise
-        rounding would decide which of two identical tokens is dropped at an expert's capacity."""
+        """Cuts `tokens` into documents, in place, at the positions where `ends` is True. Neighbouring sequences get
+        different first tokens: of two identical tokens, rounding would decide which one an expert at capacity drops."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1
@@ -54,9 +54,9 @@ class RandomSamples:
 
 
 def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
-    """Random data sets with enough training sequences for `num_steps` and with the plan's masks. The loss masks
-    document ends, so that the mean over microbatches differs from the mean over tokens. With document masks, documents
-    are short."""
+    """Random training data for `num_steps` steps, with the plan's settings of document masks. The loss excludes
+    end-of-document tokens, so that microbatches have unequal numbers of loss tokens. If attention masks or position ids
+    are reset at document ends, half of the sequences consist of short documents."""
     data = plan.data
     packed = data.reset_position_ids or data.reset_attention_mask
     samples = RandomSamples(num_steps * plan.batch.global_batch_size, data.seq_length, data.vocab_size, packed)

@@ -1,4 +1,4 @@
-"""Compares the records of all ranks of a layout with the oracle's record and explains typical differences.
+"""Compares the records of all ranks of a layout with that of a single-rank run (oracle) and explains differences.
 
 The relative error of a tensor is max|difference| / max|reference|. A constant ratio of actual to expected values
 indicates a missing or duplicated reduction; differing copies of a tensor indicate a reduction that was never done.
@@ -18,26 +18,26 @@ from megatron_moe.parallel.param_meta import ParamBox
 from megatron_moe.parallel.parameter import write_part
 
 RELATIVE_TOLERANCE = 1e-12
-"""Maximum relative error in double precision. Another summation order causes 4e-16; typical faults cause over 1e-3."""
+"""Maximum relative error (fp64). A different summation order causes about 4e-16, a typical fault more than 1e-3."""
 ABSOLUTE_TOLERANCE = 1e-14
 COPY_TOLERANCE = 1e-12
-"""Maximum relative difference between two copies of one tensor."""
+"""Maximum relative error between two ranks' copies of one tensor."""
 CONSTANT = 1e-6
-"""Maximum deviation from a constant ratio of two tensors, relative to the largest element."""
+"""Tolerance for a constant ratio: maximum |actual - ratio * expected|, relative to the largest |ratio * expected|."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One row of the table: compared quantity, relative error and likely explanation."""
+    """One row of the comparison table: a quantity, its relative error and a likely explanation."""
 
     what: str
     """Kind of quantity: gradient, weight, loss, norm, metric, tokens or expert bias."""
     name: str
     grid: str
     error: float
-    """Relative error; inf if one side is missing or not finite."""
+    """Relative error; inf if the actual or the expected value is missing or not finite."""
     ratio: float | None
-    """actual / expected if that is constant over the tensor, otherwise None."""
+    """actual / expected if the quantity differs and this ratio is the same for all elements, otherwise None."""
     remark: str
     bad: bool
 
@@ -48,7 +48,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of comparing a layout with the oracle."""
+    """Result of comparing a layout with the oracle, a single-rank run."""
 
     rows: tuple[ComparisonRow, ...]
 
@@ -68,7 +68,7 @@ class Comparison:
         return f"NOT equal to one rank: {len(self.bad)} of {len(self.rows)} quantities differ, by up to {largest:.1e}"
 
     def text(self, *, every: bool = False) -> str:
-        """Formats the rows that differ (with `every`, all rows), followed by the verdict."""
+        """Formats a table of the rows that differ (of all rows if `every`), followed by the verdict."""
         rows = list(self.rows) if every else self.bad
         header = ("quantity", "name", "grid", "rel. error", "ratio", "remark")
         cells = [(row.what, row.name, row.grid, f"{row.error:.2e}", row.ratio_text, row.remark) for row in rows]
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Compares the records `ranks`, in rank order, with the record of the oracle."""
+    """Compares the records of all ranks, given in rank order, with `oracle`, the record of the single-rank run."""
     axes = {axis: 1 + max(record.place[axis] for record in ranks) for axis in ranks[0].place}
     expected, figures = _figures(oracle), [_figures(record) for record in ranks]
     for record, of_rank in zip(ranks, figures, strict=True):
@@ -96,7 +96,7 @@ def compare_runs(oracle: RankRecord, ranks: Sequence[RankRecord], *, rtol: float
 
 
 def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
-    """Kind of quantity (loss, norm, metric) -> (name with step number, layer index) -> value."""
+    """Scalars of a record: kind ("loss", "norm" or "metric") -> (name with step number, layer index) -> value."""
     norms, metrics = enumerate(record.norms, 1), enumerate(record.metrics, 1)
     return {
         "loss": {(f"step {step}", None): loss for step, loss in enumerate(record.losses, 1)},
@@ -108,7 +108,7 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
 def _figure_rows(
     what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
-    """Compares scalars: each scalar of the oracle must be recorded by a rank, and all recorded values must agree."""
+    """Compares scalars. At least one rank must have each of the oracle's scalars, and all values must agree."""
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
@@ -143,7 +143,7 @@ def _tensor_rows(
 
 
 def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
-    """Assembles the global tensor from (rank, shard) pairs, with remarks on differing copies and missing elements."""
+    """Global tensor, assembled from (rank, shard) pairs, and a remark on differing copies or missing elements."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
     copies: dict[tuple[ParamBox, ...], list[tuple[int, RecordedTensor]]] = {}
@@ -159,7 +159,7 @@ def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> t
 
 
 def _merged(copies: Sequence[Tensor]) -> Tensor:
-    """Merges partial copies: takes every element from the first copy that has it (is not NaN)."""
+    """Merges copies with missing elements (NaN): takes every element from the first copy in which it is not NaN."""
     merged = copies[0]
     for copy in copies[1:]:
         merged = torch.where(torch.isnan(merged), copy, merged)
@@ -167,7 +167,7 @@ def _merged(copies: Sequence[Tensor]) -> Tensor:
 
 
 def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> str:
-    """Remark on copies of a tensor that should be equal but differ; empty if they agree."""
+    """Remark if the ranks' copies of one shard, which should be equal, differ; empty if they agree."""
     (first, reference), others = group[0], group[1:]
     apart = [rank for rank, held in others if _apart(held.value, reference.value)]
     if not apart:
@@ -184,13 +184,13 @@ def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor)
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two copies differ in elements that are present in both."""
+    """Whether two copies differ in an element that is NaN in neither of them."""
     both = ~torch.isnan(one) & ~torch.isnan(other)
     return _error(one[both], other[both]) > COPY_TOLERANCE
 
 
 def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
-    """actual / expected if it is constant over all elements, otherwise None."""
+    """actual / expected if this ratio is the same for all elements, otherwise None."""
     actual, expected = actual.double(), expected.double()
     square = float((expected * expected).sum())
     if square == 0.0 or not torch.isfinite(actual).all():
@@ -201,7 +201,7 @@ def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
 
 
 def explain_ratio(ratio: float, axes: Mapping[str, int]) -> str:
-    """Explains a constant ratio as a doubled or missing reduction, and names the axes whose group size fits."""
+    """Explains a ratio of N or 1 / N as a doubled or missing reduction and names axes of size N; empty otherwise."""
     for value, kind in ((ratio, "doubled"), (1 / ratio if ratio else 0.0, "missing")):
         size = round(value)
         if size > 1 and abs(value - size) < 1e-4 * size:
@@ -215,7 +215,7 @@ def _row(
     what: str, name: str, grid: str, actual: Tensor, expected: Tensor, rtol: float, remark: str, axes: Mapping[str, int]
 ) -> ComparisonRow:
     if actual.shape != expected.shape:
-        remark = f"shape {tuple(actual.shape)}, one rank has {tuple(expected.shape)}"
+        remark = f"shape {tuple(actual.shape)}, the single-rank run has {tuple(expected.shape)}"
         return ComparisonRow(what, name, grid, float("inf"), None, remark, bad=True)
     error = _error(actual, expected)
     bad = bool(remark) or not error <= rtol and not _both_tiny(actual, expected)
@@ -226,11 +226,11 @@ def _row(
 
 
 def _count_rows(oracle: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[ComparisonRow]:
-    """Compares token counts and expert biases, which must be bitwise equal."""
+    """Compares token counts (summed over ranks) and expert biases, which must be equal bit by bit."""
     for layer, wanted in oracle.tokens.items():
         parts = [record.tokens[layer] for record in ranks if layer in record.tokens]
         total = torch.stack(parts).sum(dim=0) if parts else torch.zeros_like(wanted)
-        remark = "" if torch.equal(total, wanted) else f"{total.tolist()}, one rank counts {wanted.tolist()}"
+        remark = "" if torch.equal(total, wanted) else f"{total.tolist()}, the single-rank run has {wanted.tolist()}"
         yield ComparisonRow("tokens", f"layer {layer}", "", _error(total, wanted), None, remark, bad=bool(remark))
     for layer, bias in oracle.biases.items():
         held = [record.biases[layer] for record in ranks if layer in record.biases]
@@ -242,7 +242,7 @@ def _count_rows(oracle: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Com
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    """max|difference| / max|reference|; inf if not finite."""
+    """Relative error: max|actual - expected| / max|expected|. inf if a difference is not finite."""
     actual, expected = actual.double(), expected.double()
     if actual.numel() == 0:
         return 0.0
@@ -267,14 +267,14 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def summary(comparison: Comparison) -> str:
-    """Formats one line per kind of quantity, with the largest error over layers and steps, then the verdict."""
+    """Formats one line per quantity, with its largest error over all layers and steps, followed by the verdict."""
     header = ("quantity", "name", "grid", "compared", "worst error", "ratio", "remark")
     lines = _aligned([header, *(_cells(key, rows) for key, rows in _kinds(comparison.rows))])
     return "\n".join([*lines, "", *_diagnosis(comparison), comparison.verdict()])
 
 
 def _diagnosis(comparison: Comparison) -> Iterator[str]:
-    """Yields lines about wrong gradients of the first step, which cause all later differences."""
+    """Yields lines about wrong gradients of the first step; these cause errors in all later results."""
     wrong = [row for row in comparison.bad if row.what == "gradient"]
     if not wrong:
         return
@@ -293,7 +293,7 @@ def _kinds(rows: Sequence[ComparisonRow]) -> Iterator[tuple[tuple[str, str, str]
 
 
 def _without_numbers(name: str) -> str:
-    """Name with layer indices replaced by `*`."""
+    """Name without step and layer numbers; layer indices in parameter names become `*`."""
     name = re.sub(r",? ?(step|layer) \d+", "", name)
     return re.sub(r"\.\d+\.", ".*.", name) or "all"
 

@@ -25,21 +25,21 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class RankFailure(RunError):
-    """Raised if a rank fails, dies or times out."""
+    """Raised if a rank's process ends before it has sent its record, or does not send it in time."""
 
     code = ExitCode.OTHER_RANK
 
 
 def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: FaultSeed | None = None) -> Comparison:
-    """Trains `num_steps` steps on all ranks of the plan and on one rank, and compares their records.
+    """Trains `num_steps` steps on all ranks of the plan and in a single-rank run, and compares the results.
 
     Args:
-        plan: double-precision plan, as launched on any of its ranks.
-        timeout: maximum run time of the ranks in seconds.
+        plan: plan in double precision; its rank and master address are replaced for every process.
+        timeout: maximum time, in seconds, that the ranks may run after the single-rank run has finished.
         fault_seed: fault to inject into the ranks, but not into the single-rank run.
 
     Raises:
-        RankFailure: a rank failed or timed out.
+        RankFailure: a rank ended early or timed out.
     """
     plan = _without_forced_logits(plan)
     ranks = RankProcesses(plan, num_steps=num_steps, fault_seed=fault_seed)
@@ -51,7 +51,7 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: 
 
 
 def _without_forced_logits(plan: RunPlan) -> RunPlan:
-    """Disables forced router logits, which would bypass the router and differ between context-parallel ranks."""
+    """Plan without forced router logits, which would bypass the router and differ between context-parallel ranks."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
         return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None))
@@ -60,7 +60,7 @@ def _without_forced_logits(plan: RunPlan) -> RunPlan:
 
 
 class RankProcesses:
-    """Processes that run all ranks of a plan; the constructor starts them."""
+    """One process on this host for each rank of a plan; the constructor starts them."""
 
     def __init__(self, plan: RunPlan, *, num_steps: int, fault_seed: FaultSeed | None) -> None:
         # a fork server imports everything once; ranks are forked from it in milliseconds, without shared threads
@@ -113,7 +113,7 @@ def _received(rank: int, pipe: Connection) -> RankRecord:
 
 
 def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: FaultSeed | None) -> None:
-    """Runs one rank in its process and sends its record through `pipe`. Errors are printed to the shared stderr."""
+    """Main function of a rank's process: trains and sends the record through `pipe`. Errors are printed to stderr."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # every rank would print torch's warnings on renamed collectives
     context = build.build_context(plan)
@@ -125,8 +125,8 @@ def _run_rank(pipe: Connection, plan: RunPlan, num_steps: int, fault_seed: Fault
 
 
 def _reserved_port() -> socket.socket:
-    """Reserves a port until a rank listens on it: a bound socket that does not listen blocks other programs, but not a
-    server with SO_REUSEADDR such as torch's."""
+    """Returns a socket bound to a free port, so that the system gives the port to no other program. torch's server can
+    still listen on the port: it sets SO_REUSEADDR, and the returned socket does not listen."""
     holder = socket.socket()
     holder.bind(("", 0))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
 """Step results, step and validation reports, and their log lines.
 
-The default line has Megatron's fields, order, formats and ` |` separators, so that log parsers keep working; additional
-fields come last. `--log-style short` prints one line of at most 120 columns.
+The default line has Megatron's fields, order, formats and ` |` separators, so that parsers of Megatron's logs work;
+additional fields come last. `--log-style short` selects a line of at most 120 columns.
 """
 
 import math
@@ -15,7 +15,7 @@ from megatron_moe.logs.metrics import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step, as Python numbers."""
+    """Results of one training step, as Python numbers."""
 
     iteration: int
     loss: float
@@ -27,23 +27,23 @@ class StepResult:
     proceed: bool
     """True if the update was applied."""
     sound: bool
-    """True if no update so far stored a non-finite weight or moment on any rank."""
+    """True if no earlier update has stored a non-finite weight or optimizer moment on any rank."""
     learning_rate: float
-    """Learning rate after the scheduler step, as Megatron logs it."""
+    """Learning rate after this iteration's scheduler step; the log shows it, as in Megatron."""
     applied_learning_rate: float
-    """Learning rate that this step's update used."""
+    """Learning rate with which this step's update was computed."""
     num_samples: int
     """Number of sequences in the step, over all ranks."""
     seconds: float
-    """Time on the device from the end of the previous step to the end of this one."""
+    """Time in seconds from the end of the previous step to the end of this step, on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Values for one log report about the steps since the last report.
+    """Values of one log report, which covers the steps since the last report.
 
-    Losses are averaged over the steps whose update was applied, as in Megatron, and time over all steps; norm, learning
-    rate and batch size are those of the last step.
+    The loss is averaged over the steps whose update was applied, as in Megatron, and the time over all steps. Gradient
+    norm, learning rate and batch size are those of the last step.
     """
 
     when: datetime = field(default_factory=datetime.now)
@@ -52,10 +52,10 @@ class StepReport:
     consumed_samples: int
     seq_length: int
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics recorded by modules: balancing losses and load statistics, per layer."""
+    """Metrics recorded by modules, by name: balancing losses and expert-load statistics."""
     world_size: int = 1
     flops_per_step: float = 0.0
-    """Model FLOPs of the global batch, without recomputation."""
+    """Model FLOPs of one global batch over all ranks; recomputation is not counted."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device in the compute dtype; None if unknown."""
 
@@ -89,7 +89,7 @@ class StepReport:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """TFLOP/s per device."""
+        """Model TFLOP/s per device, from the mean step time."""
         return self.flops_per_step / (self.step_seconds * 1e12 * self.world_size)
 
     @property
@@ -103,42 +103,42 @@ class StepReport:
 
     @property
     def remaining(self) -> timedelta:
-        """Estimated time to the last iteration."""
+        """Estimated time until the last iteration ends, from the mean step time."""
         return timedelta(seconds=round((self.train_iters - self.iteration) * self.step_seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationReport:
-    """Mean loss per token on a held-out data set."""
+    """Result of an evaluation: `loss` is the mean loss per token on a held-out data set."""
 
     iteration: int
     consumed_samples: int
     loss: float
     where: str = ""
-    """Suffix of "validation loss at iteration N" at the end of a run: "on validation set" or "on test set"."""
+    """Text after "validation loss at iteration N": "on validation set" or "on test set" at the end of a run."""
     data_set: str = ""
-    """Name of the data set; empty if there is only one."""
+    """Name of the data set; empty if the run has only one validation set."""
     split: str = "validation"
-    """"validation" or "test"; part of the metric tags."""
+    """Split of the data, "validation" or "test"; part of the metric tags."""
 
 
 def scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Values of all scalar metrics by name, reduced over layers."""
+    """Values of the metrics by name, reduced over layers; metrics that are vectors are omitted."""
     return {name: metric.value for name, metric in metrics.items() if not isinstance(metric.value, list)}
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), limited to exp(20) as in Megatron; NaN for NaN."""
+    """exp(loss), at most exp(20) as in Megatron; NaN if the loss is NaN."""
     return math.exp(min(20.0, loss)) if loss == loss else loss
 
 
 def step_line(report: StepReport, config: LoggingConfig) -> str:
-    """Formats a report as one line in the style of `--log-style`."""
+    """Formats a report as one log line, in the style that `--log-style` selects."""
     return short_line(report) if config.log_style == "short" else megatron_line(report, config)
 
 
 def megatron_line(report: StepReport, config: LoggingConfig) -> str:
-    """Megatron's iteration line; `--log-throughput` appends tokens/s and MFU."""
+    """Formats Megatron's log line of an iteration. `--log-throughput` adds TFLOP/s, tokens/s and MFU."""
     parts = [
         f" [{report.when:%Y-%m-%d %H:%M:%S.%f}] iteration {report.iteration:8d}/{report.train_iters:8d}",
         f" consumed samples: {report.consumed_samples:12d}",
@@ -170,7 +170,7 @@ def megatron_line(report: StepReport, config: LoggingConfig) -> str:
 
 
 def short_line(report: StepReport) -> str:
-    """One line of up to 120 columns: iteration, time left, loss, gradient norm, learning rate, speed, expert load."""
+    """Log line of at most 120 columns: iteration, time left, loss, gradient norm, learning rate, speed, expert load."""
     width = len(str(report.train_iters))
     parts = [
         f"{report.iteration:{width}d}/{report.train_iters} {report.iteration / max(report.train_iters, 1):4.0%}",
@@ -190,7 +190,7 @@ def short_line(report: StepReport) -> str:
 
 
 def validation_lines(report: ValidationReport) -> list[str]:
-    """Megatron's validation line between two rules."""
+    """Formats Megatron's validation line and the lines of dashes before and after it."""
     place = " ".join(word for word in (f"iteration {report.iteration}", report.where, report.data_set) if word)
     ppl = perplexity(report.loss)
     line = f" validation loss at {place} | lm loss value: {report.loss:.6E} | lm loss PPL: {ppl:.6E} | "
@@ -199,6 +199,6 @@ def validation_lines(report: ValidationReport) -> list[str]:
 
 
 def short_validation_line(report: ValidationReport) -> str:
-    """Validation line of `--log-style short` and of the live console."""
+    """Short validation line, used with `--log-style short` and on a live console."""
     place = " ".join(word for word in (report.where or f"on {report.split} set", report.data_set) if word)
     return f"{report.iteration} {place}: lm loss {report.loss:.4f} (ppl {perplexity(report.loss):.2f})"

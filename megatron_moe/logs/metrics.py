@@ -1,7 +1,7 @@
-"""Metrics recorded inside modules and reduced once per log interval.
+"""Metrics that modules record on the device. They are reduced over ranks once per log interval.
 
-Recording adds to device tensors without synchronisation. `take` runs one collective per kind of reduction and reads the
-result to the host once.
+Recording adds to tensors on the device without synchronisation. `MetricAccumulator.take` runs one all-reduce for sums
+and one for maxima, and copies the results to the host once.
 """
 
 import math
@@ -18,11 +18,11 @@ from megatron_moe.parallel.context import ParallelContext
 
 Reduction = Literal["mean", "sum", "max"]
 MetricValue = float | list[float]
-"""Value of a metric: a number, or one number per element of a recorded vector (e.g. per expert)."""
+"""Value of a metric: a number, or a list with one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
-"""(name, layer)."""
+"""Metric name and global layer index; None for metrics that are not per layer."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Function (accumulator, number of rows per layer, rows [n, ...] sorted by layer) that records the rows' metrics."""
+"""Function that records metrics of rows grouped by layer: (accumulator, layer -> number of rows, rows [n, ...])."""
 
 _ROWS_AT_A_TIME = 128
 
@@ -32,20 +32,20 @@ class _MetricEntry:
     reduction: Reduction
     value: Tensor
     calls: int = 0
-    """Number of `record` calls without `count`; each counts as 1."""
+    """Number of `record` calls without the argument `count`; each adds 1 to the divisor of a mean."""
     counted: Tensor | None = None
-    """Sum of the `count` arguments."""
+    """Sum of the `count` arguments on the device; None if no call had one."""
 
     @property
     def count(self) -> Tensor:
-        """Divisor of a mean, an fp64 scalar."""
+        """Divisor of the mean: fp64 scalar tensor on the device of `value`."""
         calls = torch.full((), float(self.calls), dtype=torch.float64, device=self.value.device)
         return calls if self.counted is None else calls + self.counted
 
 
 @dataclass
 class _PendingRows:
-    """Rows passed to `MetricAccumulator.collect` for one name whose metrics have not been computed yet."""
+    """Rows that `MetricAccumulator.collect` has stored for one metric name and that `fold` has not processed yet."""
 
     fold: Fold
     of_layers: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class _PendingRows:
 
 
 _Total = tuple[Reduction, Tensor]
-"""(reduction, fp64 value in host memory) of an entry reduced over all ranks."""
+"""Kind of reduction of an entry, and its value over all ranks of a pipeline stage (fp64 tensor in host memory)."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One reduced metric."""
+    """Final value of a metric, over all ranks and microbatches of a log interval."""
 
     value: MetricValue
     """Mean over the layers that recorded the metric, or the maximum over them if the reduction is "max"."""
@@ -68,7 +68,7 @@ class Metric:
 
 @dataclass
 class MetricAccumulator:
-    """Sums and counts of named metrics, each optionally per layer."""
+    """Accumulates sums, maxima and counts of named metrics on the device; a metric may have values per layer."""
 
     entries: dict[Key, _MetricEntry] = field(default_factory=dict)
     _pending: dict[str, _PendingRows] = field(default_factory=dict)
@@ -82,11 +82,11 @@ class MetricAccumulator:
         count: Tensor | None = None,
         reduction: Reduction = "mean",
     ) -> None:
-        """Adds `value` (a scalar or a vector) under `name`.
+        """Records `value` (a scalar or a vector) of the metric `name`.
 
-        "mean" reports sum of values / sum of counts (`count` defaults to 1 per call); "sum" and "max" report the sum
-        and the maximum over microbatches and the ranks of a pipeline stage. Values replicated over tensor- or
-        context-parallel ranks therefore need "mean"; partial values may use "sum".
+        The metric is reduced over microbatches and the ranks of a pipeline stage: "mean" is sum of values / sum of
+        counts (`count`: 1 by default), "sum" the sum and "max" the maximum. Values that are replicated over tensor- or
+        context-parallel ranks therefore need "mean" or "max"; partial values may use "sum".
         """
         value = value.detach()
         entry = self.entries.get((name, layer))
@@ -107,8 +107,8 @@ class MetricAccumulator:
             entry.counted = counted.clone() if entry.counted is None else entry.counted.add_(counted)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """Stores `row` until 128 rows are available, then calls `fold`, which records the metrics of all rows at once;
-        this avoids a dozen small kernels per layer and microbatch. The caller must not modify `row` afterwards."""
+        """Stores `row`. Once 128 rows are stored, `fold` records the metrics of all rows at once, which avoids a dozen
+        small kernels per layer and microbatch. The caller must not modify `row` afterwards."""
         pending = self._pending.setdefault(name, _PendingRows(fold))
         pending.of_layers.setdefault(layer, []).append(row.detach())
         pending.number += 1
@@ -122,16 +122,16 @@ class MetricAccumulator:
             each.fold(self, numbers, torch.stack([row for rows in each.of_layers.values() for row in rows]))
 
     def cut(self) -> "MetricAccumulator":
-        """Moves everything recorded so far into a new accumulator, without synchronisation."""
+        """Returns a new accumulator with everything recorded so far, and resets this one. Does not synchronise."""
         self._fold()
         entries, self.entries = self.entries, {}
         return MetricAccumulator(entries)
 
     def take(self, context: ParallelContext) -> dict[str, Metric]:
-        """Reduces all metrics over the ranks of the pipeline stage, gathers the results of all stages, and resets.
+        """Returns all metrics by name and resets the accumulator. Collective over all ranks.
 
-        All ranks of a stage must have recorded the same names with the same shapes, in any order. A metric without a
-        layer must be recorded on one stage only.
+        All ranks of a pipeline stage must have recorded the same names with the same shapes, in any order. A metric
+        without a layer must be recorded on one stage only.
         """
         self._fold()
         entries, self.entries = self.entries, {}
@@ -145,9 +145,9 @@ class MetricAccumulator:
 
 
 def _reduced(entries: Mapping[Key, _MetricEntry], context: ParallelContext) -> dict[Key, _Total]:
-    """Reduces every entry over the ranks of this stage; keeps the order of recording.
+    """Reduces every entry over the ranks of this pipeline stage; returns the totals in the order of recording.
 
-    Two all-reduces over "tp_dp_cp" (no gradient flows), a few kB for a hundred layers; one copy to the host.
+    Runs at most two all-reduces over "tp_dp_cp", of a few kB for a hundred layers, and one copy to the host.
     """
     keys = sorted(entries, key=lambda key: (key[0], -1 if key[1] is None else key[1]))
     added = [key for key in keys if entries[key].reduction != "max"]
@@ -177,7 +177,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _metric(name: str, totals: Mapping[Key, _Total]) -> Metric:
-    """Combines the layers of one metric: their mean, or their maximum for "max"."""
+    """Builds the metric `name`: its values per layer, and their mean (or their maximum if the reduction is "max")."""
     if (name, None) in totals:
         return Metric(totals[name, None][1].tolist())
     recorded = {layer: total for (other, layer), total in totals.items() if other == name and layer is not None}

@@ -1,6 +1,6 @@
-"""Tags of reports (Megatron's TensorBoard names; MoE statistics under "moe/") and the records of metrics.jsonl.
+"""Scalar tags of reports (Megatron's TensorBoard tags; MoE statistics begin with "moe/") and records of metrics.jsonl.
 
-metrics.jsonl has one JSON object per report: "iteration", "samples" and the report's tags. Non-finite values are null.
+metrics.jsonl has one JSON object per report: "iteration", "samples" and values by tag. Non-finite values are null.
 """
 
 import json
@@ -22,7 +22,7 @@ _ONLY_BY_ITERATION = ("mem-", "moe/", "throughput", "tokens-per-second-per-gpu",
 
 
 def step_tags(report: StepReport) -> dict[str, float]:
-    """All scalars of the report except per-layer ones."""
+    """All scalars of the report by tag, except values per layer."""
     last = report.last
     tags: dict[str, float | None] = {
         "learning-rate": last.learning_rate,
@@ -44,7 +44,7 @@ def step_tags(report: StepReport) -> dict[str, float]:
 
 
 def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
-    """`moe/{name}_layer_{i}` for every per-layer metric; i counts layers from 0."""
+    """Values per layer of all metrics by tag, `moe/{name}_layer_{i}` with the global layer index i from 0."""
     return {
         f"moe/{name.removeprefix('moe/')}_layer_{layer}": figure
         for name, metric in metrics.items()
@@ -53,13 +53,13 @@ def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
 
 
 def validation_tags(report: ValidationReport) -> dict[str, float]:
-    """`lm loss validation` and `lm loss validation ppl`, or `lm loss validation-NAME` for one of several data sets."""
+    """Loss and perplexity by tag: `lm loss SPLIT` and `lm loss SPLIT ppl`; SPLIT-NAME if the data set has a name."""
     name = f"lm loss {report.split}" + (f"-{report.data_set}" if report.data_set else "")
     return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
 
 
 def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, float]:
-    """Tags that the run's flags enable for TensorBoard and W&B; metrics.jsonl has all tags."""
+    """Subset of `tags` that the run's flags enable for TensorBoard and W&B; metrics.jsonl has all tags."""
     hidden: set[str] = set()
     if not config.log_timers_to_tensorboard:
         hidden.update(THROUGHPUT_TAGS, (tag for tag in tags if tag.endswith("-time")))
@@ -75,12 +75,12 @@ def wanted_tags(tags: Mapping[str, float], config: LoggingConfig) -> dict[str, f
 
 
 def has_samples_variant(tag: str) -> bool:
-    """True if the tag is also plotted over consumed samples, as `{tag} vs samples`."""
+    """True if TensorBoard also plots the scalar over consumed samples, with the tag `{tag} vs samples`."""
     return not tag.startswith(_ONLY_BY_ITERATION)
 
 
 def step_record(report: StepReport) -> dict[str, Any]:
-    """Record of metrics.jsonl: all tags, including per-layer and per-expert ones."""
+    """Record of a step report in metrics.jsonl: values of all tags, including values per layer and per expert."""
     return {
         "iteration": report.iteration,
         "samples": report.consumed_samples,
@@ -95,18 +95,18 @@ def step_record(report: StepReport) -> dict[str, Any]:
 
 
 def validation_record(report: ValidationReport) -> dict[str, Any]:
-    """Record of metrics.jsonl for a validation."""
+    """Record of a validation report in metrics.jsonl."""
     return {"iteration": report.iteration, "samples": report.consumed_samples, **validation_tags(report)}
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Encodes a record as one line of the file."""
+    """Encodes a record as one line of metrics.jsonl, with its newline."""
     content = {key: _plain(value) for key, value in record.items()}
     return (json.dumps(content, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Reads the records in file order; an incomplete last line, left by a killed process, is skipped.
+    """Reads the records of metrics.jsonl in order. Skips an incomplete last line, which a killed process may leave.
 
     Raises DataProblem if any other line is not a JSON object.
     """
@@ -122,7 +122,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def truncate_metrics(path: Path, iteration: int) -> None:
-    """Atomically drops an incomplete last line and the records after `iteration`, which a resumed run writes again."""
+    """Atomically drops the records after `iteration`, which a resumed run writes again, and an incomplete last line."""
     if not path.exists():
         return
     kept = [encode(record) for record in read_metrics(path) if record["iteration"] <= iteration]
@@ -141,7 +141,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value for JSON: non-finite to null; vectors, which may be long, rounded to six digits."""
+    """Converts a value for JSON: non-finite numbers become None, and elements of lists get six significant digits."""
     if isinstance(value, list):
         return [_plain(float(f"{element:.6g}")) for element in value]
     if isinstance(value, float):

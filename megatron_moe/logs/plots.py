@@ -1,4 +1,4 @@
-"""Plots of a run: loss and expert load from metrics.jsonl, and memory over a step."""
+"""Plots of a run: loss and expert load from metrics.jsonl, and memory use during a step."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _END_OF_SCALE = 4.0
 
 
 def draw_plots(run_folder: Path) -> list[Path]:
-    """Draws plots/loss.png and plots/expert_load.png if the run recorded the metrics; returns the paths of the plots.
+    """Draws plots/loss.png and plots/expert_load.png, each if its metrics were recorded; returns their paths.
 
     Raises OSError if a file cannot be read or written.
     """
@@ -36,7 +36,7 @@ def draw_plots(run_folder: Path) -> list[Path]:
 
 
 def draw_loss(records: list[Record], path: Path, title: str) -> Path:
-    """Draws training and validation loss over iterations, with a second axis in tokens."""
+    """Draws training and validation loss over iterations; a second horizontal axis shows tokens."""
     figure, axes = _new_figure(8.0, 4.8)
     steps = [record for record in records if "lm loss" in record]
     iterations = [record["iteration"] for record in steps]
@@ -60,7 +60,7 @@ def draw_loss(records: list[Record], path: Path, title: str) -> Path:
 
 
 def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
-    """Draws the load of every expert of every MoE layer in the last report, relative to a uniform load."""
+    """Draws a heat map of the last recorded load of every expert in every MoE layer, relative to a uniform load."""
     from matplotlib.colors import TwoSlopeNorm
 
     loads, iteration = latest_loads(records), max(r["iteration"] for r in records if _has_load(r))
@@ -94,7 +94,7 @@ def draw_expert_load(records: list[Record], path: Path, title: str) -> Path:
 
 
 def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
-    """Draws memory by category over a step as a stacked area chart, one panel per rank.
+    """Draws the memory use of a step by category as a stacked area chart, with one panel per rank.
 
     `ranks`: panel title -> memory category -> bytes after each allocation or release.
     """
@@ -120,7 +120,7 @@ def draw_memory(ranks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
 
 
 def latest_loads(records: list[Record]) -> dict[int, list[float]]:
-    """Tokens per expert by layer, from the last record with expert loads."""
+    """Layer index -> number of tokens of each expert, from the last record that has expert loads."""
     last = next(filter(_has_load, reversed(records)), {})
     return dict(sorted((int(match[1]), value) for key, value in last.items() if (match := _LAYER_LOAD.match(key))))
 
@@ -134,7 +134,7 @@ def _number(value: float | None) -> float:
 
 
 def _new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Creates a figure and its axes without pyplot's global state."""
+    """Creates a matplotlib figure and its axes without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -148,7 +148,7 @@ def _new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _tokens_on_top(axes: Any, steps: list[Record]) -> None:
-    """Adds a top axis in tokens, assuming the same number of tokens in every step."""
+    """Adds an axis in tokens at the top of the plot. Assumes that every step has the same number of tokens."""
     from matplotlib.ticker import EngFormatter
 
     last = steps[-1]

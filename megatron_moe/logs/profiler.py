@@ -13,21 +13,21 @@ from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "profile"
 MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer")
-"""Module names that get a profiler range, at any depth of the model."""
+"""Last parts of module names, such as "mlp" in "layers.0.mlp"; these modules get a profiler range."""
 _MOST_ALLOCATIONS = 1_000_000
-"""Maximum number of allocations recorded for a snapshot, with some hundred bytes each."""
+"""Maximum number of allocations recorded for a memory snapshot; each takes a few hundred bytes of host memory."""
 
 
 class StepProfile:
-    """Profiles the configured steps; register `enter` as observer of `train.events.RunEvents`. Files go to `profile/`
-    in the run folder: traces `rank-N.json.gz` for chrome://tracing or Perfetto, and memory snapshots for
+    """Profiles the configured steps. `enter` must be registered as an observer of `train.events.RunEvents`. Writes to
+    `profile/` in the run folder: traces `rank-N.json.gz` for chrome://tracing or Perfetto, and memory snapshots for
     https://pytorch.org/memory_viz.
     """
 
     def __init__(
         self, config: ProfileConfig, context: ParallelContext, run_dir: Path | None, log_interval: int
     ) -> None:
-        """Starts recording the memory history if requested.
+        """Starts recording the memory history if a memory snapshot is requested.
 
         Raises EnvironmentProblem if a requested feature needs a GPU and the run is on a CPU.
         """
@@ -48,8 +48,8 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Starts or stops profiling at the start of a phase. `iteration` has ended, except in phase "step", which
-        begins it."""
+        """Starts or stops profiling at the beginning of a phase. `iteration`: for "step" the iteration about to run,
+        else the last completed one."""
         done = iteration - 1 if phase == "step" else iteration
         if self._running and (phase != "step" or done >= self._config.profile_step_end):
             self._stop()
@@ -64,7 +64,7 @@ class StepProfile:
             self._write_snapshot()
 
     def close(self) -> None:
-        """Writes the trace and the snapshot at the end of a run."""
+        """Ends a running profile and writes the memory snapshot if requested. Called at the end of the run."""
         if self._running:
             self._stop()
         self._write_snapshot()
@@ -99,13 +99,13 @@ class StepProfile:
 
 
 def snapshot_path(folder: Path, name: str, rank: int) -> Path:
-    """Megatron's file name of a rank's snapshot; a relative name is resolved against `folder`."""
+    """Path of a rank's memory snapshot: `name` with `_RANK` before the suffix, as in Megatron, relative to `folder`."""
     path = folder / name
     return path.with_name(f"{path.stem}_{rank}{path.suffix}")
 
 
 def mark_parts(model: nn.Module, device: torch.device) -> None:
-    """Adds profiler ranges (NVTX on a GPU) named after the modules to the forwards of `MARKED` modules."""
+    """Adds a profiler range (on a GPU also an NVTX range) with the module's name to the forward of `MARKED` modules."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in MARKED:
             mark = _Range(name, nvtx=device.type == "cuda")
@@ -114,7 +114,7 @@ def mark_parts(model: nn.Module, device: torch.device) -> None:
 
 
 class _Range:
-    """Profiler range that a pair of forward hooks begins and ends; ranges may be nested."""
+    """Profiler range around a module's forward: `begin` is its forward pre-hook and `end` its forward hook."""
 
     def __init__(self, name: str, *, nvtx: bool) -> None:
         self._name, self._nvtx = name, nvtx

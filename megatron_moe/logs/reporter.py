@@ -1,4 +1,4 @@
-"""Reporter of a run: console, log.txt, metrics.jsonl, TensorBoard and W&B. Its failures never stop training."""
+"""Reporter of a run: console, log.txt, metrics.jsonl, TensorBoard and W&B. Failed writes never stop training."""
 
 import importlib.util
 import os
@@ -61,15 +61,15 @@ _EVERY_STEP = ("learning-rate", "batch-size", "lm loss", "grad-norm")
 
 
 class Reporter:
-    """Writes the reports of a run to all destinations.
+    """Writes the reports of a run to the console, files and dashboards. All ranks call its methods in this order:
 
-    1. Construction checks that the run folder is writable and, if requested, that wandb is installed.
+    1. The constructor checks that the run folder is writable and, if `--wandb-project` is set, that wandb is installed.
     2. `begin` sets the first iteration.
-    3. `observe` receives every step, `step` reports them when `due`; `validation` and `note` may be called any time.
+    3. `observe` is called after every step, and `step` after the steps for which `due` is True. `validation` and `note`
+       may be called at any time.
     4. `close` flushes the records and draws the plots.
 
-    The last rank reports losses, as in Megatron; the first rank writes notes and provenance. All ranks may call every
-    method.
+    The last rank reports losses, as in Megatron. The first rank writes notes and provenance files.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Reporter:
     ) -> None:
         """
         Args:
-            run_yaml: text of run.yaml; empty: none is written.
-            sinks: destinations that replace metrics.jsonl, TensorBoard and W&B.
+            run_yaml: text of run.yaml, which is written to the run folder.
+            sinks: destinations used instead of metrics.jsonl, TensorBoard and W&B.
         Raises:
             EnvironmentProblem: the run folder is not writable, another job uses it, or a requested package is missing.
         """
@@ -104,7 +104,7 @@ class Reporter:
         on_gpu = context.device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(context.device), params_dtype) if on_gpu else None
         self._steps: list[StepResult] = []
-        """Steps since the last report."""
+        """Results of the steps since the last report."""
         self.timers = Timers(self.config.timing_log_level, context.device)
         self._sinks = sinks
         self._guard = Guard(self._report_failure)
@@ -116,7 +116,7 @@ class Reporter:
         self._has_reported = False
 
     def _prepare(self) -> None:
-        """Checks packages and the run folder, locks the folder and writes provenance, in this order."""
+        """Checks packages and the run folder, locks the folder and writes the provenance files, in this order."""
         self._refuse_missing_packages()
         folder = self.config.run_dir
         if folder is None or not (self.context.is_first or self.context.is_last):
@@ -128,7 +128,7 @@ class Reporter:
         write_provenance(folder, run_yaml=self._run_yaml, command_line=self._command_line, device=self.context.device)
 
     def begin(self, *, iteration: int, last_iteration: int, consumed_samples: int) -> None:
-        """Starts reporting after `iteration` (0 in a new run); drops later records of an interrupted run."""
+        """Starts reporting after `iteration` (last completed; 0 in a new run). Drops later records of metrics.jsonl."""
         self._samples = consumed_samples
         self._last_iteration = last_iteration
         if self._sinks is None:
@@ -142,7 +142,7 @@ class Reporter:
         return iteration % self.config.log_interval == 0 or iteration in (1, self._last_iteration)
 
     def observe(self, result: StepResult) -> None:
-        """Receives the results of one step, for averages, progress bar and per-step curves."""
+        """Stores a step's results for the next report and shows them in the progress bar, TensorBoard and W&B."""
         self._steps.append(result)
         self._samples += result.num_samples
         every = self.config.log_memory_interval
@@ -156,12 +156,12 @@ class Reporter:
             self._log(result.iteration, dict(zip(_EVERY_STEP, values, strict=True)))
 
     def passed_over(self, iteration: int, num_samples: int) -> None:
-        """Counts the samples of a skipped iteration and logs a note."""
+        """Counts the samples of an iteration skipped by `--iterations-to-skip` and writes a note."""
         self._samples += num_samples
         self.note(f"iteration {iteration}: skipped its {num_samples} samples (--iterations-to-skip)")
 
     def step(self, metrics: Mapping[str, Metric]) -> None:
-        """Prints and records a report of all steps since the last one. Collective over all ranks, which gather timers.
+        """Writes a report of all steps since the last report. Collective: gathers the timers of all ranks.
 
         `metrics`: result of `MetricAccumulator.take`.
         """
@@ -188,7 +188,7 @@ class Reporter:
         self._has_reported = True
 
     def validation(self, report: ValidationReport) -> None:
-        """Prints and records a validation loss."""
+        """Writes a validation report to all destinations."""
         if not self.context.is_last:
             return
         short = short_validation_line(report)
@@ -197,17 +197,17 @@ class Reporter:
         self._log(report.iteration, wanted_tags(validation_tags(report), self.config), validation_record(report))
 
     def note(self, text: str, *, shown: str | None = None) -> None:
-        """Writes a text from the first rank; see `write`."""
+        """Writes a text to log.txt and the console, on the first rank only. `shown`: different text for the console."""
         if self.context.is_first:
             self.write(text, shown=shown)
 
     def write(self, text: str, *, shown: str | None = None) -> None:
-        """Writes a text from this rank to log.txt and to the console; `shown` replaces it on the console."""
+        """Writes a text to log.txt and the console, on the calling rank. `shown`: different text for the console."""
         self._guard.run("console", partial(self._console.write, text if shown is None else shown))
         self._append(text)
 
     def _detail(self, line: str) -> None:
-        """Writes a line to log.txt, and to the console unless it shows a live line and log.txt exists."""
+        """Writes a line to log.txt and the console; only to log.txt if there is one and the console has a live line."""
         if self._live and self._log_file is not None:
             self._append(line)
         else:
@@ -231,13 +231,13 @@ class Reporter:
             self._lock = None
 
     def _write_memory(self, iteration: int) -> None:
-        """Writes the memory line of one rank per model shard."""
+        """Writes the memory line of this rank if its data-parallel rank is 0."""
         if self.context.group("dp").rank == 0:
             whole_device = self.config.log_device_memory_used
             self._detail(memory_line(self.context.rank, iteration, self.context.device, whole_device=whole_device))
 
     def _shown(self, report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
-        """Scalars of a report for TensorBoard and W&B."""
+        """Scalars of a report for TensorBoard and W&B, by tag. `extra`: additional scalars (memory and timers)."""
         tags = wanted_tags({**step_tags(report), **extra}, self.config)
         if self.config.moe_per_layer_logging:
             tags |= {tag: value for tag, value in layer_tags(report.metrics).items() if not isinstance(value, list)}
@@ -272,7 +272,7 @@ class Reporter:
             raise EnvironmentProblem("--wandb-project was given without --wandb-exp-name; give the run a name")
 
     def _report_failure(self, text: str) -> None:
-        """Reports a telemetry failure; never raises OSError."""
+        """Writes the message about a failed destination to stderr and log.txt; never raises OSError."""
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
         with suppress(OSError):
@@ -281,7 +281,7 @@ class Reporter:
 
 
 def _flat_values(resolved_yaml: str) -> dict[str, Any]:
-    """Values of run.yaml by name, with its groups flattened."""
+    """Values of run.yaml by name, without its division into groups."""
     content = yaml.safe_load(resolved_yaml) if resolved_yaml else None
     values: dict[str, Any] = {}
     for name, value in (content if isinstance(content, dict) else {}).items():
@@ -290,9 +290,9 @@ def _flat_values(resolved_yaml: str) -> dict[str, Any]:
 
 
 def memory_line(rank: int, iteration: int, device: torch.device, *, whole_device: bool = False) -> str:
-    """Megatron's memory line of the device allocator, or of the process on a CPU; in MB of 2^20 bytes.
+    """Formats Megatron's memory line, for torch's allocator on a GPU or the process on a CPU; 1 MB is 2^20 bytes.
 
-    `whole_device`: adds the memory used by all processes of the device (of the host on a CPU).
+    `whole_device`: adds the memory that all processes use on the device (on a CPU: on the host).
     """
     sizes = _device_bytes(device) if device.type == "cuda" else _host_bytes()
     if whole_device:

@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).resolve().parents[2]
 
 
 def prepare_run_folder(folder: Path, rank: int) -> None:
-    """Creates the folder and checks that it is writable. Raises EnvironmentProblem if it is not."""
+    """Creates the folder and checks that it is writable. Raises EnvironmentProblem if it cannot be written."""
     probe = folder / f".probe-{rank}"
     with _writing(folder, probe):
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def prepare_run_folder(folder: Path, rank: int) -> None:
 
 @contextmanager
 def _writing(folder: Path, path: Path) -> Iterator[None]:
-    """Converts an OSError while writing `path` into an EnvironmentProblem."""
+    """Context manager that converts an OSError of its body, which writes `path`, into an EnvironmentProblem."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def _writing(folder: Path, path: Path) -> Iterator[None]:
 def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: torch.device) -> None:
     """Writes run.yaml and environment.txt and appends to command.txt.
 
-    Raises EnvironmentProblem if one of them cannot be written.
+    Raises EnvironmentProblem if one of the files cannot be written.
     """
     command = f"# {datetime.now():%Y-%m-%d %H:%M:%S} in {Path.cwd()}\n{command_line}\n"
     for name, mode, text in (
@@ -67,7 +67,7 @@ def write_provenance(folder: Path, *, run_yaml: str, command_line: str, device: 
 
 
 def environment_text(device: torch.device) -> str:
-    """Versions, machine, source and environment variables that affect speed or numerics, as lines `name: value`."""
+    """Text of environment.txt: versions, machine, source commit and relevant variables, as lines `name: value`."""
     rows = {
         "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         "host": socket.gethostname(),
@@ -106,7 +106,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _source_state() -> str:
-    """Commit of the checkout, and whether it has local changes."""
+    """Git commit of this source tree and whether it has local changes, as text."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return "not a git checkout"

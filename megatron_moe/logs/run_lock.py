@@ -1,4 +1,4 @@
-"""Advisory lock that admits one job per run or checkpoint folder; the system releases it when the process ends."""
+"""File lock that admits one job per run folder or checkpoint folder; the system releases it when the process ends."""
 
 import fcntl
 import json
@@ -13,10 +13,10 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 
 LOCK = ".lock"
 RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run folder", "option": "--run-dir"})
-"""Keyword arguments of `RunLock` and `refuse_held` for run folders."""
+"""Keyword arguments for `RunLock` and `refuse_held` if the locked folder is a run folder."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
-"""Time between two attempts to acquire the lock, which `held_by` in another process may hold for a moment."""
+"""Pause between attempts to acquire the lock. `held_by` in another process may hold the lock for a moment."""
 
 
 class RunLock:
@@ -24,7 +24,7 @@ class RunLock:
 
     Args:
         does: verb phrase for the error message, such as "saves checkpoints to".
-        option: option that selects another folder.
+        option: command-line option that selects the folder, for the error message.
 
     Raises:
         EnvironmentProblem: another job holds the lock, or the lock file cannot be written.
@@ -33,7 +33,7 @@ class RunLock:
     def __init__(self, folder: Path, *, does: str, option: str) -> None:
         self._folder = folder
         self._works = True
-        """False on a file system without locks."""
+        """False if the file system does not support locks."""
         try:
             self._file = open(folder / LOCK, "a+")
             self._acquire()
@@ -49,13 +49,13 @@ class RunLock:
 
     @property
     def warning(self) -> str | None:
-        """Warning if the folder's file system has no locks, else None."""
+        """Warning text if the folder's file system does not support locks, else None."""
         if self._works:
             return None
         return f"{self._folder} is on a file system without locks: a second job would not be noticed"
 
     def _acquire(self) -> None:
-        """Raises BlockingIOError if another process holds the lock."""
+        """Acquires the lock. Raises BlockingIOError if another process holds it during all attempts."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ class RunLock:
 
 
 def refuse_held(folder: Path, *, does: str, option: str) -> None:
-    """Raises EnvironmentProblem if another job has locked the folder. For ranks that do not lock it."""
+    """Raises EnvironmentProblem if another job has locked the folder. Takes the arguments of `RunLock`."""
     holder = held_by(folder)
     if holder is not None:
         raise _refusal(folder, does, option, holder)

@@ -15,7 +15,7 @@ _NAME_COLUMNS = 48
 
 
 class Moment:
-    """Timestamp: the wall clock on a CPU, an event on the current stream of a GPU."""
+    """Timestamp taken at construction: host time on a CPU, an event recorded on the current stream on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -25,23 +25,23 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Blocks until the GPU has reached the event."""
+        """Blocks the host until the GPU has reached the event; returns at once on a CPU."""
         if self._event is not None:
             self._event.synchronize()
 
     def has_come(self) -> bool:
-        """True if the GPU has reached the event; does not block."""
+        """True if the GPU has reached the event (always on a CPU). Does not block."""
         return self._event is None or self._event.query()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Seconds from `earlier` to this moment; the GPU must have reached both events."""
+        """Seconds from `earlier` to this moment. On a GPU, both events must have completed."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time
 
 
 class Timers:
-    """Time spent in named spans since the last `take`; spans above `--timing-log-level` are not measured."""
+    """Measures the time of named spans. Spans with a level above `--timing-log-level` are not measured."""
 
     def __init__(self, level: int, device: torch.device) -> None:
         self._level = level
@@ -50,7 +50,7 @@ class Timers:
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """Context manager that times its body; see `Moment`."""
+        """Context manager that measures its body: host time on a CPU, time on the current stream on a GPU."""
         if level > self._level:
             yield
             return
@@ -61,9 +61,9 @@ class Timers:
             self._spans.append((name, begin, Moment(self._device)))
 
     def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
-        """Span name -> seconds per step on every rank; resets the timers. Synchronises with the recorded events.
+        """Returns span name -> seconds per step of each rank, measured since the last call, and resets the timers.
 
-        Collective over "world", a few hundred bytes per rank, unless timers are off.
+        Blocks until the measured spans have ended. Collective over all ranks, unless timers are off (level 0).
         """
         if self._level == 0:
             return {}
@@ -78,7 +78,7 @@ class Timers:
 
 
 def timer_lines(timings: Mapping[str, Sequence[float]], option: Option) -> list[str]:
-    """Formats timings (seconds per rank) as Megatron's timer lines in milliseconds; no lines without timings."""
+    """Formats timings (name -> seconds of each rank) as Megatron's timer lines in ms; empty if there are none."""
     if not timings:
         return []
     timings = {name: [seconds * 1e3 for seconds in ranks] for name, ranks in timings.items()}

@@ -1,7 +1,7 @@
 """Destinations of text and scalars: console, log.txt, metrics.jsonl, TensorBoard, Weights & Biases.
 
-Every destination may fail at any time (full disk, lost network). `Guard` catches the exceptions, because telemetry must
-not stop training.
+Every destination may fail at any time (full disk, lost network). `Guard` catches the exceptions, because a failure to
+log must not stop training.
 """
 
 import os
@@ -24,34 +24,34 @@ from megatron_moe.logs.metrics_file import Record, encode, has_samples_variant
 HOUR = 3600.0
 _MAX_PENDING = 10_000
 _RECENT_STEPS = 20
-"""Number of recent steps; their median time determines the displayed speed and time left, unaffected by compilation."""
+"""Number of recent steps. Their median time, which ignores slow outliers, gives the displayed speed and time left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogEntry:
-    """Scalars of one iteration."""
+    """Scalars of one iteration for all destinations. `samples`: number of samples consumed so far."""
 
     iteration: int
     samples: int
     tags: Mapping[str, float]
-    """Scalars for dashboards."""
+    """Scalars for TensorBoard and W&B, by tag."""
     record: Record | None = None
-    """Record for metrics.jsonl, or None."""
+    """Record for metrics.jsonl; None if this iteration has none."""
 
 
 class Sink(Protocol):
-    """Destination of scalars."""
+    """Interface of a destination of scalars: metrics.jsonl, TensorBoard or W&B."""
 
     name: str
     rest_seconds: float
-    """Seconds without attempts after a failure; 0 if an attempt is cheap."""
+    """Pause in seconds after a failure, in which `log` is not called; 0 if another attempt is cheap."""
 
     def log(self, entry: LogEntry) -> None: ...
     def close(self) -> None: ...
 
 
 class Guard:
-    """Runs telemetry so that its failures neither stop nor slow training; failures of a sink are reported hourly."""
+    """Runs logging functions and catches their exceptions; reports failures of a destination at most once per hour."""
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
@@ -60,7 +60,7 @@ class Guard:
         self._paused_until: dict[str, float] = {}
 
     def run(self, name: str, action: Callable[[], object], rest_seconds: float = 0.0) -> None:
-        """Runs `action`, unless an action of this `name` failed less than `rest_seconds` ago."""
+        """Runs `action` and catches exceptions. Skips it for `rest_seconds` after a failure with the same `name`."""
         now = self._clock()
         if now < self._paused_until.get(name, now):
             return
@@ -76,10 +76,10 @@ class Guard:
 
 
 class Console:
-    """Console output as plain lines, for files and pipes."""
+    """Prints plain lines to standard output, without progress display; for files and pipes."""
 
     def start(self, iteration: int, last_iteration: int) -> None:
-        """Starts the progress display at `iteration`."""
+        """Starts the progress display, if there is one, at `iteration`."""
 
     def write(self, line: str) -> None:
         """Prints a line."""
@@ -93,14 +93,14 @@ class Console:
             raise
 
     def progress(self, result: StepResult) -> None:
-        """Shows the results of a step."""
+        """Updates the progress display, if there is one, with the results of a step."""
 
     def close(self) -> None:
-        """Ends the progress display."""
+        """Ends the progress display, if there is one."""
 
 
 class LiveConsole(Console):
-    """Console with lines above one live line that shows iteration, loss, tokens/s and time left; needs a terminal."""
+    """Console that prints lines above a live line with iteration, loss, tokens/s and time left; needs a terminal."""
 
     def __init__(self, seq_length: int) -> None:
         self._seq_length = seq_length
@@ -138,7 +138,7 @@ class LiveConsole(Console):
         self._live.update(self._task, completed=result.iteration, description=text)
 
     def close(self) -> None:
-        """Stops the live line and leaves its last state on the screen."""
+        """Stops updating the live line, whose last state remains on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -150,7 +150,7 @@ def has_live_line() -> bool:
 
 
 class LogFile:
-    """Appends lines to log.txt with one write each, so that two ranks can share the file."""
+    """Appends lines to log.txt. Each line is a single write, so that two ranks can write the same file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -167,7 +167,7 @@ class LogFile:
 
 
 class JsonLines:
-    """Writes metrics.jsonl; records that could not be written are retried with the next one."""
+    """Appends records to metrics.jsonl. Records that could not be written are written with the next record."""
 
     name = "metrics.jsonl"
     rest_seconds = 0.0
@@ -187,7 +187,7 @@ class JsonLines:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes all pending records after the last complete one, overwriting the output of failed attempts."""
+        """Writes all pending records to the end of the file, overwriting the partial output of failed attempts."""
         payload = b"".join(self._pending)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -204,9 +204,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard scalars over iterations, most of them also over consumed samples.
+    """Writes scalars to TensorBoard, over iterations and most of them also over consumed samples.
 
-    After a failure the next attempt opens another event file, because a writer's thread ends with its first error.
+    After a failure, the next attempt opens a new event file, because the writer's thread ends at its first error.
     """
 
     name = "TensorBoard"
@@ -215,7 +215,7 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """First iteration that a resumed run writes again; TensorBoard hides older points from there on."""
+        """First iteration of this process. TensorBoard hides older points from there on. None: hides no points."""
         self._writer: Any = None
 
     def log(self, entry: LogEntry) -> None:
@@ -255,7 +255,7 @@ def _hide_tracebacks_of_writers() -> None:
 
 
 class WandB:
-    """Weights & Biases. Its environment variables (WANDB_MODE, ...) apply; WANDB_RUN_ID resumes an existing run."""
+    """Logs to Weights & Biases. W&B's environment variables apply: WANDB_MODE, ...; WANDB_RUN_ID resumes a run."""
 
     name = "Weights & Biases"
     rest_seconds = 600.0

@@ -1,9 +1,9 @@
 """Offload of saved activations of selected modules to host memory.
 
-Tensors saved by one call of a module form a group. After the call, its group is copied to the host while the following
-modules run; in backward, a group is copied back during the backward of the module that ran after it. The last group of
-every module stays on the device if the backward follows immediately, since no work could hide its copies. The first
-forward of a model chunk records its groups and offloads all of them.
+The tensors that one call of a module saves form a group. The group is copied to the host while the following modules
+run. In backward, it is copied back during the backward of the next offloaded group in forward order. If the backward of
+a microbatch immediately follows its forward, the last group of every module stays on the device, because no computation
+could overlap its copies. The first forward of a model chunk measures its groups and offloads all of them.
 
 A storage is offloaded once, even if several tensors or views of it are saved. Parameters are not offloaded.
 """
@@ -24,22 +24,22 @@ from megatron_moe.memory.output_discard import PackedTensor, PackedView, storage
 from megatron_moe.parallel.streams import Event, HostCopies
 
 At = tuple[int, int]
-"""(microbatch, chunk)."""
+"""Indices (microbatch, model chunk)."""
 
 
 class BufferPool:
-    """Host buffers of offloaded tensors; a buffer is reused once the copy that reads it has finished."""
+    """Pool of host buffers for offloaded tensors. A freed buffer is reused after its last copy has finished."""
 
     def __init__(self, copies: HostCopies) -> None:
         self.copies = copies
         self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = defaultdict(list)
         self.num_buffers = 0
-        """Host buffers allocated so far."""
+        """Number of host buffers allocated so far."""
         self.bytes_to_host = 0
         self.bytes_to_device = 0
 
     def offload(self, flat: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy to the host; returns (buffer, event at its end). The caller may free `flat` immediately."""
+        """Starts a copy of `flat` to the host; returns (host buffer, end event). The caller may free `flat` at once."""
         free = self._free[flat.numel(), flat.dtype]
         if free:
             buffer, read = free.pop()
@@ -50,7 +50,7 @@ class BufferPool:
         return buffer, self.copies.to_host(buffer, flat, read, free_source=True)
 
     def reload(self, buffer: Tensor, written: Event, device: torch.device) -> tuple[Tensor, Event]:
-        """Starts a copy to the device; returns (tensor on the device, event at the end of the copy)."""
+        """Starts a copy of `buffer` to the device after the event `written`; returns (device tensor, end event)."""
         self.bytes_to_device += buffer.nbytes
         flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=device)
         # work queued before this point may still use the memory that was just allocated
@@ -58,12 +58,12 @@ class BufferPool:
         return flat, self.copies.to_device(flat, buffer, allocated, written, free_into=True)
 
     def free(self, buffer: Tensor, read: Event) -> None:
-        """Returns a buffer to the pool; it may be overwritten after the event `read`."""
+        """Puts a buffer back into the pool. The next copy to the buffer starts after the event `read`."""
         self._free[buffer.numel(), buffer.dtype].append((buffer, read))
 
 
 class OffloadedTensor:
-    """One saved storage, on the device, on the host or on both. Owned by the saved tensors that use it."""
+    """Storage of saved tensors, on the device, the host or both. Freed with the last saved tensor that uses it."""
 
     def __init__(self, tensor: Tensor, pool: BufferPool) -> None:
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -82,13 +82,13 @@ class OffloadedTensor:
         return self._copied
 
     def reload(self) -> None:
-        """Starts the copy to the device, unless it was already started or the data are on the device."""
+        """Starts the copy to the device, unless the data are on the device or the copy has been started."""
         if self._flat is None:
             assert self._buffer is not None, "neither on the device nor on the host"
             self._flat, self._copied = self._pool.reload(self._buffer, self._copied, self._device)
 
     def on_device(self) -> Tensor:
-        """Flat device tensor of all elements. The current stream waits for its copy."""
+        """Returns the storage as a flat device tensor, reloaded if necessary. The current stream waits for the copy."""
         self.reload()
         assert self._flat is not None
         if self._buffer is not None:
@@ -102,7 +102,7 @@ class OffloadedTensor:
 
 @dataclass(eq=False)
 class OffloadGroup:
-    """Tensors saved by one call of a module; also implements `saved_tensors.Policy` for the scope of the call."""
+    """Tensors saved by one call of a module. Implements `saved_tensors.Policy`, which applies during the call."""
 
     offload: "ActivationOffload"
     module: str
@@ -122,7 +122,7 @@ class OffloadGroup:
             tensor.reload()
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
-        """See `Policy`. Parameters and small tensors are not offloaded."""
+        """Adds a saved tensor to the group and returns its packed form; None for parameters and small tensors."""
         base = tensor if tensor._base is None else tensor._base
         is_parameter = base.is_leaf and base.requires_grad
         if is_parameter or tensor.numel() < self.offload.config.min_offloaded_tensor_size:
@@ -130,7 +130,7 @@ class OffloadGroup:
         return PackedView.of(tensor, partial(self._unpack, self._offloaded_tensor(tensor)))
 
     def close(self) -> None:
-        """Called after the module has run: starts to offload the group if it is selected."""
+        """Starts to offload the group if it is selected. Called after the forward of the module."""
         self.offload.end_group(self)
 
     def _unpack(self, tensor: OffloadedTensor) -> Tensor:
@@ -151,19 +151,19 @@ class OffloadGroup:
 
 @dataclass(eq=False)
 class MicrobatchOffloads:
-    """Groups of one microbatch in one model chunk, from its forward to its backward."""
+    """Offload groups of one microbatch in one model chunk, in the order of the forward."""
 
     at: At
     groups: list[OffloadGroup] = field(default_factory=list)
     known: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, ReferenceType[OffloadedTensor]]] = field(
         default_factory=dict
     )
-    """Offloaded tensors by (storage, dtype). The weak reference prevents reuse of the storage's identifier."""
+    """Tensors by (storage identifier, dtype). The StorageWeakRef keeps the identifier from being used again."""
     selected: frozenset[int] | None = None
-    """Indices of the groups to offload; None: all."""
+    """Indices of the groups to offload. None: all groups are offloaded."""
 
     def reload_before(self, index: int) -> bool:
-        """Starts to reload the last offloaded group before `index`; returns False if there is none."""
+        """Starts to reload the last offloaded group with an index below `index`. Returns False if there is none."""
         for group in reversed(self.groups[:index]):
             if group.offloaded:
                 group.reload()
@@ -172,24 +172,24 @@ class MicrobatchOffloads:
 
 
 class ActivationOffload:
-    """Selects the groups to offload and schedules their copies. One object per rank."""
+    """Selects the groups to offload and schedules their copies; each rank has one object."""
 
     def __init__(self, config: ActivationOffloadConfig, copies: HostCopies, *, stay_bytes: int = 0) -> None:
-        """`stay_bytes`: minimum bytes per microbatch and chunk that stay on the device; the last groups stay."""
+        """`stay_bytes`: minimum bytes per microbatch and chunk that stay on the device; see `select_groups`."""
         self.config = config
         self.pool = BufferPool(copies)
         self._stay_bytes = stay_bytes
         self._microbatches: dict[At, MicrobatchOffloads] = {}
         self._current = MicrobatchOffloads((0, 0))
         self._learned: dict[int, tuple[tuple[str, int], ...]] = {}
-        """(module, bytes) of every group, by chunk."""
+        """Model chunk -> (module name, bytes) of every group, measured in the chunk's last forward."""
         self._next_backward: Mapping[At, At] = {}
         self._immediate: frozenset[At] = frozenset()
-        """(microbatch, chunk) whose backward is this rank's next computation after their forward."""
+        """Pairs (microbatch, chunk) whose backward is the rank's next computation after their forward."""
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
-        """Sets the ordered computations of this rank in the next pass: ("forward" or "backward", at)."""
+        """Sets this rank's schedule for a step: all computations in order, as ("forward" or "backward", at)."""
         backwards = [at for kind, at in computations if kind == "backward"]
         self._next_backward = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)
@@ -199,7 +199,7 @@ class ActivationOffload:
         self._microbatches.clear()
 
     def begin_forward(self, at: At) -> None:
-        """Assigns tensors that are saved from now on to this microbatch and chunk."""
+        """Starts a forward: groups opened from now on belong to this microbatch and chunk. Selects those to offload."""
         done = self._current
         if done.groups:
             self._learned[done.at[1]] = tuple((group.module, group.nbytes) for group in done.groups)
@@ -214,14 +214,14 @@ class ActivationOffload:
             )
 
     def open(self, module: str) -> OffloadGroup:
-        """Opens a new group for one call of the module."""
+        """Creates the group of one call of the module, in the current microbatch and chunk."""
         microbatch = self._current
         group = OffloadGroup(self, module, microbatch, len(microbatch.groups))
         microbatch.groups.append(group)
         return group
 
     def end_group(self, group: OffloadGroup) -> None:
-        """Starts to offload a group if it is selected."""
+        """Starts to offload a group if it is selected; limits the number of unfinished copies of its module."""
         selected = group.microbatch.selected
         if selected is not None and group.index not in selected:
             return
@@ -235,7 +235,7 @@ class ActivationOffload:
             self.pool.copies.wait(in_flight.popleft())
 
     def begin_backward(self, group: OffloadGroup) -> None:
-        """Reloads a group whose backward has begun, and starts to reload the group before it."""
+        """Starts to reload a group whose backward has begun, and the offloaded group whose backward comes next."""
         group.reload()
         microbatch = group.microbatch
         if not microbatch.reload_before(group.index) and microbatch.at in self._next_backward:
@@ -247,10 +247,10 @@ class ActivationOffload:
 def select_groups(
     groups: Sequence[tuple[str, int]], *, fraction: float, stay_bytes: int, keep_last: bool
 ) -> frozenset[int]:
-    """Selects the groups to offload in one forward; returns their indices. `groups`: (module, bytes) of each group.
+    """Returns the indices of the groups to offload in one forward. `groups`: (module name, bytes) of each group.
 
-    Selects the first `fraction` of the groups, except the last group of every module if `keep_last`, and except the
-    last groups with at least `stay_bytes` in total.
+    Selects the first `fraction` of the groups, except the last group of every module if `keep_last`. Then removes
+    groups from the end of the selection until the removed groups have at least `stay_bytes` in total.
     """
     first = groups[: ceil(fraction * len(groups))]
     last = {module: index for index, (module, _) in enumerate(groups)} if keep_last else {}

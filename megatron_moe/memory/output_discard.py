@@ -1,8 +1,8 @@
 """Output-discarding recompute: drops an op's output after its consumers' forward and recomputes it in backward.
 
-The autograd graph is unchanged. Tensors that consumers save are replaced by a handle that recomputes the output from
-inputs that are saved anyway, for the backward of the op itself. Gradients are therefore identical, and the memory is
-freed once the last reference to the output is gone. (Megatron frees the output's storage and refills it in a hook.)
+Instead of the output, its consumers save a function that recomputes it from the op's inputs, which the op saves for its
+own backward anyway. The autograd graph and the gradients do not change, and the output's memory is freed once its last
+reference is gone. (Megatron-Core instead frees the output's storage and refills it in a backward hook.)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ def unpack(packed: PackedTensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identifier of the tensor's storage, valid while the storage exists; also for fake tensors."""
+    """Id of the tensor's storage, unique while the storage exists. Unlike data pointers, fake tensors have one too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedView:
-    """Packed form of a saved tensor: restores its storage and returns a view with its shape and strides."""
+    """Packed form of a saved tensor. Calling it restores the storage and returns a view with its shape and strides."""
 
     restore: Callable[[], Tensor]
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class PackedView:
 
 
 class DiscardedOutput:
-    """Saved-tensor policy that discards the outputs of one computation; applies to the consumers of the outputs."""
+    """Saved-tensor policy for the consumers of an op's outputs: they save a recompute function instead of outputs."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class DiscardedOutput:
         inputs: Sequence[PackedTensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """`make(*inputs)` recomputes the outputs, in the same memory layout. The outputs must exist while `pack` is
-        called."""
+        """`make` maps the unpacked `inputs` to the outputs, in the same memory layout. The outputs must be alive when
+        `pack` is called, because they are identified by their storage."""
         self._make = make
         self._inputs = inputs
         self._indices = {(storage_of(output), output.dtype): index for index, output in enumerate(outputs)}
         self._num_packed = 0
         self._recomputed: tuple[Tensor, ...] | None = None
-        """Recomputed outputs, referenced from the first unpack to the last."""
+        """Recomputed outputs; None before the first and after the last unpack, so that they are computed once."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
-        """See `Policy`. Applies to the outputs and their views."""
+        """Packed form of an output or of a view of an output; None for any other tensor."""
         index = self._indices.get((storage_of(tensor), tensor.dtype))
         if index is None:
             return None
@@ -69,7 +69,7 @@ class DiscardedOutput:
         return PackedView.of(tensor, partial(self._unpack, index))
 
     def close(self) -> None:
-        """Does nothing: the outputs may have consumers in several scopes."""
+        """Does nothing, because more consumers of the outputs may run in a later scope."""
 
     def _unpack(self, index: int) -> Tensor:
         outputs = self._recomputed

@@ -1,9 +1,9 @@
 """Paged stash: saves only the used rows of expert activations for backward, in pages of a shared buffer.
 
-If only the device has the number of rows per rank, row tensors have worst-case size while their layer runs. The used
-rows are copied to pages shared by all layers and microbatches, and in backward into a worst-case tensor, for which the
-allocator reuses the memory of the previous layer. The host does not synchronise. If pages run out, unpacked rows are
-NaN, so gradients are non-finite and every rank rejects the step.
+Row counts that are known only on the device force expert tensors to be allocated for the worst case. To save memory,
+only their used rows are saved for backward, in pages shared by all layers and microbatches. Backward copies them to a
+temporary worst-case tensor. None of this synchronises the host. If too few pages are free, the restored rows are NaN,
+so the gradients are non-finite and every rank rejects the training step.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ from megatron_moe.memory.output_discard import PackedTensor, storage_of
 
 
 class PagedStash:
-    """Pages of one rank: one buffer per row width, allocated at first use."""
+    """Page pools of one rank, one per row width. Each pool is allocated at first use."""
 
     def __init__(self, config: PagedStashConfig, num_pages: Mapping[int, int], kernels: Kernels) -> None:
-        """`num_pages`: row width -> number of pages. Tensors with rows of other widths are saved whole."""
+        """`num_pages`: row width (elements per row) -> number of pages. Tensors of other widths are saved whole."""
         self.config = config
         self.kernels = kernels
         self._num_pages = num_pages
         self._pages: dict[int, Pages] = {}
 
     def open(self, rows_RW: Tensor, valid: Tensor) -> "_RowsPolicy":
-        """Policy for the consumers of `rows_RW`, of which the first `valid` rows are used."""
+        """Policy for the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved."""
         return _RowsPolicy(self, rows_RW, valid)
 
     def pages_for(self, rows_RW: Tensor) -> Pages | None:
-        """Pages for rows of this width; None: the tensor is saved whole."""
+        """Page pool for the row width of `rows_RW`; None if this width has no pool: the tensor is saved whole."""
         width = rows_RW.shape[1]
         if width not in self._num_pages:
             return None
@@ -47,12 +47,12 @@ class PagedStash:
         return self._pages[width]
 
     def buffers(self) -> list[Tensor]:
-        """Tensors of all pages allocated so far, with their free lists."""
+        """All tensors of the page pools allocated so far: pages, free lists, counters and overflow flags."""
         every = self._pages.values()
         return [buffer for p in every for buffer in (p.data_PLW, p.free_P, p.ends, p.overflowed)]
 
     def overflowed(self) -> bool:
-        """True if pages ran out since the last call. Synchronises with the device."""
+        """Whether too few pages were free at any time since the last call. Synchronises with the device."""
         found = False
         for pages in self._pages.values():
             found |= bool(pages.overflowed)
@@ -61,7 +61,7 @@ class PagedStash:
 
 
 class _RowsPolicy:
-    """Policy that packs one tensor of rows, once for all its consumers."""
+    """Policy that packs one tensor of rows. All its consumers share the packed copy."""
 
     def __init__(self, stash: PagedStash, rows_RW: Tensor, valid: Tensor) -> None:
         self._stash = stash
@@ -83,12 +83,12 @@ class _RowsPolicy:
         return self._packed
 
     def close(self) -> None:
-        """Drops the references, so that only the autograd graph owns the packed rows."""
+        """Drops the policy's references to the rows, so that only the autograd graph keeps the packed copy alive."""
         self._rows_RW = self._packed = None
 
 
 class _StashedRows:
-    """Packed form of saved rows; frees its pages when the graph drops it."""
+    """Packed form of saved rows. Its pages are freed when the autograd graph releases it."""
 
     def __init__(self, kernels: Kernels, rows_RW: Tensor, valid: Tensor, pages: Pages) -> None:
         self._kernels = kernels

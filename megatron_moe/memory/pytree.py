@@ -1,7 +1,7 @@
 """Flattening of pytrees (nested tuples, mappings and dataclasses) of tensors.
 
-Unlike `torch.utils._pytree`, a tensor that occurs twice is one leaf, dataclasses need no registration, and the form is
-hashable and includes shapes and dtypes, so it can key captured graphs.
+Differences from `torch.utils._pytree`: a tensor that occurs twice is one leaf, and dataclasses need no registration.
+The structure, called form, is hashable and includes shapes and dtypes, so CUDA graphs can be looked up by form.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +13,13 @@ from torch import Tensor
 
 T = TypeVar("T")
 _COMPARED_BY_VALUE = (str, int, float, range, type(None), torch.dtype)
-"""Types of leaves whose values are part of the form; for other leaves, only the type is."""
+"""Types of non-tensor leaves whose value is part of the `Form`. For leaves of other types, only the type is part."""
 Form = tuple[Any, ...]
-"""Structure of a pytree without tensor data: containers, other leaves; shape, dtype and position of every tensor."""
+"""Hashable structure of a pytree: containers, other leaves, and position, shape, dtype and requires_grad of tensors."""
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Form]:
-    """(tensors, form) of a pytree. A tensor that occurs several times is returned once."""
+    """Returns the tensors of a pytree and its form. A tensor that occurs several times is returned once."""
     tensors: list[Tensor] = []
     indices: dict[int, int] = {}
     form: list[Any] = []
@@ -67,8 +67,8 @@ def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def evolve(instance: T, changes: Mapping[str, Any]) -> T:
-    """Copy of a frozen dataclass instance with changed fields, ten times faster than `dataclasses.replace`: neither
-    `__init__` nor `__post_init__` runs."""
+    """Copy of a frozen dataclass instance with changed fields. Ten times faster than `dataclasses.replace`, because
+    neither `__init__` nor `__post_init__` runs."""
     copy = object.__new__(type(instance))
     copy.__dict__.update(instance.__dict__, **changes)
     return copy

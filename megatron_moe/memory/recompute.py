@@ -1,7 +1,8 @@
 """Activation recomputation (checkpointing): saves the inputs of a function and reruns it in backward.
 
-Random draws are keyed (`parallel/rng.py`), so the second forward repeats the draws of the first. Metrics are recorded
-in the first forward; the second forward attaches balancing losses and counts tokens per expert (docs/decisions/0104).
+Random numbers depend only on keys (`parallel/rng.py`), so both forwards draw the same values. Each side effect happens
+once: the first forward records metrics; the second one attaches the gradients of balancing losses and counts the tokens
+per expert (docs/decisions/0104).
 """
 
 from collections.abc import Callable
@@ -20,11 +21,10 @@ def checkpoint(
     *tensors: Tensor,
     shard_over: ProcessGroup | None = None,
 ) -> Tensor:
-    """Runs `forward(*tensors)`; backward runs `recompute(*tensors)` and differentiates it.
+    """Returns `forward(*tensors)`. The backward pass runs `recompute(*tensors)` and differentiates it.
 
-    Both compute the same function of tensors and parameters and may differ in the metrics they record. In no-grad mode
-    only `forward` runs. `shard_over`: ranks with the same tensors, each of which saves a shard; None: saves them whole.
-    """
+    Both functions compute the same values but may record different metrics. In no-grad mode, only `forward` runs.
+    `shard_over`: ranks with equal `tensors`, each of which saves one shard; None: `tensors` are saved whole."""
     if not torch.is_grad_enabled():
         return forward(*tensors)
     # Parameters need gradients even if no input does.
@@ -61,7 +61,7 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Copy of this rank's shard of the flattened tensor; without a group, the tensor."""
+    """Copy of this rank's shard of the flattened tensor; the tensor itself if `group` is None."""
     if group is None:
         return tensor
     size = tensor.numel()
@@ -70,7 +70,7 @@ def _shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _gather(shard: Tensor, shape: torch.Size, group: ProcessGroup | None) -> Tensor:
-    """Inverse of `_shard`."""
+    """Tensor of the given shape, all-gathered from the shards that `_shard` made."""
     if group is None:
         return shard
     # tp: all-gather of the elements of one hidden state; no gradient flows through it

@@ -23,10 +23,10 @@ Scope = AbstractContextManager[object]
 
 
 class Policy(Protocol):
-    """Interface of a policy, which packs some of the tensors that are saved for backward."""
+    """Interface of a saved-tensor policy, which decides how tensors that autograd saves for backward are stored."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
-        """Packed form of the tensor; None: the policy does not apply to it."""
+        """Packed form of the tensor; None if the policy does not apply to this tensor."""
         ...
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class Policy(Protocol):
 
 
 class SavedTensorPolicy:
-    """Policies of one run. Scopes nest: a saved tensor goes to the innermost scope whose policy applies to it."""
+    """Saved-tensor policies of one run. If scopes are nested, the innermost policy that applies packs the tensor."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class SavedTensorPolicy:
         stash: PagedStash | None = None,
         tp: ProcessGroup | None = None,
     ) -> None:
-        """`recompute`, `offload`, `stash`: None disables them. `tp`: group over which `--distribute-saved-activations`
-        shards the inputs of recomputed layers."""
+        """`recompute`, `offload`, `stash`: None disables the technique. `tp`: group over which the saved inputs of
+        recomputed layers are sharded if `--distribute-saved-activations` is set."""
         self.offload = offload
         self.stash = stash
         self._recompute = recompute or RecomputeConfig()
@@ -54,23 +54,23 @@ class SavedTensorPolicy:
         self._policies: list[Policy] = []
 
     def is_recomputed(self, module: str) -> bool:
-        """Whether a module is recomputed in backward (selective recompute)."""
+        """Whether selective recompute is configured and includes the module."""
         return self._recompute.recompute_granularity == "selective" and module in self._recompute.recompute_modules
 
     def run(self, module: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Runs `run(*tensors)`; if `module` is recomputed, only its inputs are saved."""
+        """Returns `run(*tensors)`; if `module` is recomputed, only `tensors` are saved for backward."""
         return checkpoint(run, run, *tensors) if self.is_recomputed(module) else run(*tensors)
 
     def checkpoint(self, run: Callable[..., Tensor], *tensors: Tensor, mb: MicrobatchContext) -> Tensor:
-        """Runs `run(*tensors, mb)` and recomputes it in backward. Metrics are recorded only in the first forward."""
+        """Returns `run(*tensors, mb)` and recomputes it in backward. Metrics are recorded only in the first forward."""
         group, unrecorded = self._shard_over, replace(mb, metrics=None)
         return checkpoint(lambda *x: run(*x, mb), lambda *x: run(*x, unrecorded), *tensors, shard_over=group)
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
-        """Divides a stage's `number` layers into groups, in order: (number of layers, whether the group is recomputed).
+        """Groups of consecutive layers of a stage with `number` layers: (number of layers, whether it is recomputed).
 
-        `ahead`: True for layers of multi-token prediction, which form groups of one layer.
-        """
+        `ahead`: True for the layers of multi-token prediction. They form groups of one layer and are recomputed only
+        with full recompute by the method "uniform"."""
         config = self._recompute
         if config.recompute_granularity != "full":
             return [(1, False)] * number
@@ -87,28 +87,28 @@ class SavedTensorPolicy:
         inputs: tuple[Tensor, ...],
         *outputs: Tensor,
     ) -> Scope:
-        """Scope of the consumers of `outputs` = `make(*inputs)`: if `module` is recomputed, they save a
-        `DiscardedOutput` instead of the outputs. May be entered several times while the outputs are alive."""
+        """Scope in which to run the consumers of `outputs`, which are the result of `make(*inputs)`. If `module` is
+        recomputed, consumers do not save the outputs; backward calls `make` again. The scope is reusable."""
         if not self.is_recomputed(module) or not torch.is_grad_enabled():
             return nullcontext()
         kept = [self.pack(tensor.detach()) for tensor in inputs]
         return _Scope(self.pack, self._policies, DiscardedOutput(make, kept, outputs))
 
     def offload_scope(self, module: str) -> Scope:
-        """Scope of one call of a module: tensors that an offloaded module saves are moved to the host."""
+        """Scope in which to call `module`. If offload is enabled for it, its saved tensors can be moved to the host."""
         if self.offload is None or module not in self.offload.config.offload_modules or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self.pack, self._policies, self.offload.open(module))
 
     def stash_rows(self, rows_RW: Tensor, valid: Tensor) -> Scope:
-        """Scope of the consumers of `rows_RW`: only the first `valid` rows (int32 scalar on the device) are saved, in
-        pages."""
+        """Scope in which to run the consumers of `rows_RW`. If the paged stash is enabled, only the first `valid` rows
+        (int32 scalar on the device) are saved."""
         if self.stash is None or not torch.is_grad_enabled():
             return nullcontext()
         return _Scope(self.pack, self._policies, self.stash.open(rows_RW, valid))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
-        """Packs a tensor with the innermost open scope that applies to it."""
+        """Packed form of the tensor by the innermost open policy that applies to it; the tensor itself if none does."""
         for policy in reversed(self._policies):
             packed = policy.pack(tensor)
             if packed is not None:
@@ -117,7 +117,7 @@ class SavedTensorPolicy:
 
 
 class _Scope(AbstractContextManager[None]):
-    """Applies a policy to the tensors that are saved inside. Reusable, but not reentrant."""
+    """Context manager that applies a policy to the tensors saved for backward in its body. Reusable, not reentrant."""
 
     def __init__(self, pack: Callable[[Tensor], PackedTensor], policies: list[Policy], policy: Policy) -> None:
         self._policies = policies

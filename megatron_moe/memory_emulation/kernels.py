@@ -1,7 +1,7 @@
 """Selects kernel fakes for memory emulation on a machine without the target GPU.
 
-A fake allocates and saves for backward the same tensors as its kernel, and computes nothing (`kernels/fakes.py`). Ops
-without a fake run on plain torch, as they do on the GPU.
+A fake allocates the same tensors as its kernel and saves the same tensors for backward, but computes nothing
+(`kernels/fakes.py`). Ops without a fake use plain torch, as they do on the GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
-    """Kernel set of fakes, for the backends that `auto` selects on a Hopper GPU or for the requested backends.
+    """Kernel set with the fakes of the requested backends; for `auto`, of the backends that it selects on Hopper GPUs.
 
-    Raises EnvironmentProblem for a backend that has no fakes.
+    Raises EnvironmentProblem if a requested backend has no fakes.
     """
     requests, functions, choices = dict(config.kernel_per_op), {}, []
     for op in OPS:
@@ -54,4 +54,4 @@ _FAKED = ("triton", torch_native.NAME)
 _HOST_READS: Mapping[str, str] = MappingProxyType(
     {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Ops whose reference implementation reads offsets on the host, with the backend whose fake is used instead."""
+"""Op whose reference implementation reads row offsets on the host -> backend whose fake is used instead."""

@@ -1,4 +1,4 @@
-"""Labels the memory tracker's tensors by module and marks persistent state."""
+"""Makes the memory tracker label tensors by the module that allocates them, and marks persistent state."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -31,7 +31,7 @@ _EXCHANGE = ("start_dispatch", "finish_dispatch", "start_combine", "finish_combi
 
 
 def label_model(model: nn.Module, tracker: Tracker) -> None:
-    """Labels memory allocated inside each module with the part of the model, named as in the dry-run report."""
+    """Labels the memory that each module allocates. Labels are the module names of the dry-run report."""
     for path, module in model.named_modules():
         label = _label(path)
         if label:
@@ -41,7 +41,7 @@ def label_model(model: nn.Module, tracker: Tracker) -> None:
 
 
 def _label(path: str) -> str:
-    """Label for a module path; empty if the module uses the label of the enclosing module."""
+    """Label of the module at `path`; empty if its allocations get the label of the enclosing module."""
     words = path.split(".")
     if words[0] in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[words[0]]
@@ -49,7 +49,7 @@ def _label(path: str) -> str:
 
 
 def _enter(target: Any, methods: tuple[str, ...], label: str, tracker: Tracker) -> None:
-    """Wraps methods of one object so that their allocations get the label."""
+    """Wraps the named methods of `target`, if they exist, so that memory they allocate gets the label."""
 
     def labelled(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -86,7 +86,7 @@ def mark_state(trainer: Trainer, tracker: Tracker) -> None:
 
 
 def mark_pages(trainer: Trainer, tracker: Tracker) -> None:
-    """Labels the pages of the activation stash when the first step allocates them."""
+    """Marks the pages of the paged stash as activations. Call it after a step, because steps allocate the pages."""
     if trainer.model.saved_tensors.stash is not None:
         for tensor in trainer.model.saved_tensors.stash.buffers():
             tracker.is_state(tensor, "activations")

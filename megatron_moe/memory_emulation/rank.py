@@ -1,7 +1,7 @@
 """Runs a training step of one rank without the other ranks and tracks its memory.
 
 Model, schedule and optimizer are those of a real run. On the `meta` device, tensors have no data and kernels are the
-fakes selected by `kernels.py`. On a GPU the step is real, except for data from other ranks.
+fakes selected by `kernels.py`. On a GPU, real kernels run, and placeholders replace the data from other ranks.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class EmulatedRun:
     """Global rank."""
     pipeline_rank: int
     num_microbatches: int
-    """Microbatches in the emulated step, enough to reach the peak."""
+    """Number of microbatches in the emulated step."""
     timeline: Timeline
     allocator_peak: int | None
     """Peak of allocated bytes in the CUDA caching allocator; None without a GPU."""
@@ -52,9 +52,9 @@ class EmulatedRun:
 
 
 def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbatches: int | None = None) -> EmulatedRun:
-    """Emulates global rank `rank` of the plan on this device: runs two steps and reports the second.
+    """Emulates global rank `rank` of the plan on `device`: runs a warm-up step, then a step whose memory is returned.
 
-    `num_microbatches`: microbatches per step; None: the smallest number that reaches the peak.
+    `num_microbatches`: number of microbatches in that step; None: a number that suffices to reach the memory peak.
     """
     emulation = plan.emulation
     assert emulation is not None, "the plan has no emulation"
@@ -74,7 +74,7 @@ def emulate_rank(plan: RunPlan, rank: int, device: torch.device, *, num_microbat
 def take_steps(
     plan: RunPlan, context: ParallelContext, kernels: KernelSet, num_microbatches: int, load: RoutedLoad | None = None
 ) -> EmulatedRun:
-    """Runs a warm-up step and a tracked step. `load`: assumed expert load; None if all ranks run."""
+    """Runs a warm-up step and returns the memory of a second step. `load`: assumed expert load; None: real routing."""
     on_gpu = context.device.type == "cuda"
     tracker = Tracker(device_type=context.device.type)
     with tracker:
@@ -104,8 +104,8 @@ def take_steps(
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches that reaches the memory peak: the pipeline warm-up of the first rank, two more rounds, and
-    the microbatches whose expert weight gradients are delayed."""
+    """Number of microbatches per step that suffices to reach the memory peak: those of the first rank's pipeline
+    warm-up, two more per pipeline rank, and those whose expert weight gradients are delayed."""
     whole = plan.num_microbatches
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
@@ -123,14 +123,14 @@ class _Spans(Timers):
 
     @contextmanager
     def span(self, name: str, level: int) -> Iterator[None]:
-        """See `Timers`."""
+        """Sets the tracker's phase in the body: "forward" in the span "forward-backward", else "update"."""
         phase: Phase = "forward" if name == "forward-backward" else "update"
         with self._tracker.during(phase):
             yield
 
 
 class _TrackedHostCopies(MetaHostCopies):
-    """Host copies of meta tensors; the tracker counts their host buffers as host memory."""
+    """Copies of meta tensors to and from the host. The tracker counts the host buffers as host memory."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -182,13 +182,13 @@ def _batch(plan: RunPlan, device: torch.device) -> MicroBatch:
 
 
 def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad:
-    """Expert load that the emulation assumes for all ranks; `imbalance`: see `RoutedLoad`."""
+    """Expert load assumed for all ranks: this rank's experts get `imbalance` times an even share of the rows."""
     ep = context.group("ep")
     return RoutedLoad(ep.size, ep.rank, imbalance)
 
 
 def assume_load(model: GPT, load: RoutedLoad) -> None:
-    """Makes all-to-all dispatchers use the row counts of the assumed load instead of exchanging real counts."""
+    """Makes all-to-all token dispatchers use the row counts of `load` instead of exchanging counts between ranks."""
 
     def assumed_rows(dispatcher: AllToAllDispatcher, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
         counts_E = load.counts(dispatcher.ep.size * dispatcher.num_local, num_choices)
@@ -201,7 +201,7 @@ def assume_load(model: GPT, load: RoutedLoad) -> None:
 
 
 def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
-    """Kernel set whose `route` selects experts by the assumed load, with probabilities from the real logits."""
+    """Kernel set whose `route` returns expert ids with the assumed load, but the probabilities of the real top-k."""
 
     def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
         ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)
@@ -213,7 +213,7 @@ def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
 
 
 def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
-    """Expert ids, int64 [T, K], whose counts match the assumed load; each token's experts are distinct."""
+    """Expert ids, int64 [T, K], with the number of rows per expert of `load`. The experts of a token are distinct."""
     num_choices = num_tokens * config.topk
     counts_E = torch.tensor(load.counts(config.num_experts, num_choices), device=device)
     experts = torch.arange(config.num_experts, device=device)

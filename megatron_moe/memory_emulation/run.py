@@ -1,4 +1,4 @@
-"""Memory emulation of the requested ranks (`--fake-init-process-group`): JSON report, table and plot."""
+"""Emulates the memory of the requested ranks (`--fake-init-process-group`) and writes a table, JSON report and plot."""
 
 import gc
 import json
@@ -17,15 +17,15 @@ from megatron_moe.parallel.grid import all_groups
 
 Facts = dict[str, Any]
 _LEAST_SHARE = 0.0005
-"""Table rows below this fraction of the total are omitted."""
+"""A table row is omitted if all its values are below this fraction of the largest peak."""
 _POINTS = 1500
 """Number of points in the timeline plot."""
 
 
 def emulate(plan: RunPlan) -> str:
-    """Emulates the requested ranks and returns the table; writes the JSON report and the plot to the plan's paths.
+    """Emulates the requested ranks and returns the table. Writes the JSON report and the plot if they are requested.
 
-    Raises RunError if the plan cannot be emulated.
+    Raises RunError if the plan cannot be emulated or a file cannot be written.
     """
     config = plan.emulation
     assert config is not None, "the plan has no emulation"
@@ -51,7 +51,7 @@ def emulate(plan: RunPlan) -> str:
 
 
 def _device(plan: RunPlan) -> torch.device:
-    """Device of the emulation: a GPU if one is available and the plan does not request the CPU, else `meta`."""
+    """Device on which to emulate: `meta` if the plan requests the CPU or torch finds no GPU, otherwise GPU 0."""
     if plan.device == "cpu" or not torch.cuda.is_available():
         if plan.device == "cuda":
             raise EnvironmentProblem("--device cuda was requested, but torch finds no CUDA device; use --device cpu")
@@ -65,7 +65,7 @@ def _device(plan: RunPlan) -> torch.device:
 
 
 def facts_of(plan: RunPlan, gpu: GPU, runs: Sequence[EmulatedRun], *, real: bool) -> Facts:
-    """Values shown in the report, in bytes. `real`: the runs were measured on a GPU rather than emulated."""
+    """Contents of the JSON report, with sizes in bytes. `real`: whether the steps ran on a GPU, not on `meta`."""
     assert plan.emulation is not None
     return {
         "world_size": plan.parallel.world_size,
@@ -99,7 +99,7 @@ def _modules(peak: MemoryPeak, category: str) -> dict[str, int]:
 
 
 def report(facts: Facts) -> str:
-    """Formats the report as a table."""
+    """Formats the contents of the JSON report as a table for the terminal."""
     return "\n".join([*_head(facts), *_table(facts["ranks"]), *_fit(facts)])
 
 

@@ -29,7 +29,7 @@ def rounded(num_bytes: int) -> int:
 
 @dataclass
 class TrackedPiece:
-    """One tensor storage, with size and lifetime. Times are event indices."""
+    """Size and lifetime of one tensor storage. `born` and `died` are indices of events (allocations and releases)."""
 
     bytes: int
     phase: Phase
@@ -45,7 +45,7 @@ class TrackedPiece:
 
     @property
     def category(self) -> str:
-        """Category of the storage, derived when it is released."""
+        """Memory category: `state` unless empty; "other" if allocated in phase "setup" or not yet released."""
         if self.state:
             return self.state
         if self.phase == "setup" or self.died is None:
@@ -58,7 +58,7 @@ class TrackedPiece:
 CATEGORIES = ("weights", "gradients", "master weights", "moments", "activations", "dispatch", "workspace", "other")
 """Memory categories in display order."""
 HOST = "host"
-"""State kind of buffers in host memory, which categories and totals exclude."""
+"""Value of `TrackedPiece.state` for buffers in host memory. Categories and totals do not include them."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class MemoryPeak:
     total: int
     categories: Mapping[str, int]
     modules: Mapping[tuple[str, str], int]
-    """Bytes by (category, module label)."""
+    """(category, module label) -> live bytes."""
     phase: Phase
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """All storages of a run, from which totals, peak and curves are computed."""
+    """All storages of a run and methods that compute live bytes. An event is an allocation or release of a storage."""
 
     pieces: tuple[TrackedPiece, ...]
     begin: int
-    """First event that counts for the peak."""
+    """Index of the first event of the interval over which the peak is computed."""
     num_events: int
     phases: tuple[Phase, ...] = field(repr=False)
     """Phase of every event."""
@@ -98,7 +98,7 @@ class Timeline:
         return list(accumulate(change))
 
     def peak(self) -> MemoryPeak:
-        """Breakdown at the event with the most live bytes."""
+        """Breakdown of the live bytes after the event at which their total is largest, from `begin` on."""
         totals = self.totals()
         return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
 
@@ -116,7 +116,8 @@ class Timeline:
         return MemoryPeak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
 
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
-        """Downsamples the timeline to about `num_points` intervals: (events, peak bytes per interval by category)."""
+        """Returns the event with the most live bytes in each of about `num_points` intervals, and per category the live
+        bytes after these events."""
         totals = self.totals()
         width = max((self.num_events - self.begin) // num_points, 1)
         starts = range(self.begin, self.num_events, width)
@@ -129,10 +130,9 @@ class Timeline:
 
 
 class Tracker(TorchDispatchMode):
-    """Dispatch mode that records every tensor produced by an operation.
+    """Dispatch mode that records allocation and release of the storages of all tensors that operations read or return.
 
-    Args:
-        device_type: device type of the tracked storages; None: all device types.
+    `device_type`: device type of the tracked storages; None: all device types.
     """
 
     def __init__(self, *, device_type: str | None = None) -> None:
@@ -140,7 +140,7 @@ class Tracker(TorchDispatchMode):
         self._device_type = device_type
         self._pieces: list[TrackedPiece] = []
         self._alive: dict[int, TrackedPiece] = {}
-        """Live storages by memory address."""
+        """Live storages by the address of the storage object (`_cdata`)."""
         self._phases: list[Phase] = []
         self._phase: Phase = "setup"
         self._last_backward = -1
@@ -163,13 +163,13 @@ class Tracker(TorchDispatchMode):
 
     @property
     def phase(self) -> Phase:
-        """Current phase."""
+        """Phase of the current operation: "backward" inside a backward pass, otherwise the phase set by `during`."""
         in_graph: bool = torch._C._current_graph_task_id() != -1
         return "backward" if in_graph else self._phase
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Sets the phase for the body; events in a backward pass always have phase "backward"."""
+        """Sets the phase of operations in the body, except those in a backward pass, whose phase is "backward"."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -186,14 +186,14 @@ class Tracker(TorchDispatchMode):
             self._labels.pop()
 
     def is_state(self, tensor: Tensor, kind: str) -> None:
-        """Marks the storage of a tensor as persistent state."""
+        """Marks the storage of a tensor as persistent state of this kind, unless it is marked already."""
         self._see(tensor)
         piece = self._alive.get(tensor.untyped_storage()._cdata)
         if piece is not None and not piece.state:
             piece.state = kind
 
     def begin(self) -> None:
-        """Starts the interval that counts for the peak."""
+        """Starts the interval over which the peak is computed."""
         self._begin = max(len(self._phases) - 1, 0)
 
     def timeline(self) -> Timeline:

@@ -41,7 +41,7 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
 def rotate(
     kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, mb: MicrobatchContext, start: int = 0
 ) -> Tensor:
-    """Applies rotary embedding to `config.dim` channels of every head, starting at channel `start`."""
+    """Applies rotary embedding to `config.dim` channels of every head from `start` on. No-op if `config` is None."""
     if config is None:
         return x_SBND
     assert mb.rotary is not None, "the rotary tables are not attached to the context"
@@ -69,9 +69,9 @@ class Mixer(nn.Module):
 class Attention(Mixer):
     """Multi-head or grouped-query self-attention.
 
-    N and G are the numbers of heads and query groups on this tensor-parallel rank. With fewer query groups than ranks,
-    G is 1: several ranks share a group, and each computes an equal part of the group's heads. As in Megatron-Core, the
-    rows of `linear_qkv` are then sharded evenly, and its outputs are gathered.
+    N and G are the numbers of heads and query groups on this tensor-parallel rank. If there are fewer query groups than
+    ranks, G is 1: several ranks share a group, and each computes an equal part of the group's heads. In this case
+    each rank holds an equal share of the rows of `linear_qkv`, and its outputs are all-gathered, as in Megatron-Core.
     """
 
     def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:
@@ -124,12 +124,12 @@ class Attention(Mixer):
             return self.linear_proj(context_SBND.flatten(2))
 
     def _rows(self, num_heads: int) -> tuple[int, ...]:
-        """Projection rows of q, output gate (if configured), k and v for `num_heads` heads of one query group."""
+        """Numbers of `linear_qkv` rows for `num_heads` heads of one query group: (q, output gate if enabled, k, v)."""
         q_rows, kv_rows = num_heads * self.config.head_dim, self.config.head_dim
         return (q_rows, *((q_rows,) if self.config.output_gate else ()), kv_rows, kv_rows)
 
     def _own_groups(self, qkv_SBC: Tensor) -> Tensor:
-        """Outputs of `linear_qkv` by local query group [S, B, G, C]; gathers them first if ranks share a group."""
+        """Converts the local output of `linear_qkv` to [S, B, G, C]: C channels for each query group of this rank."""
         if self.ranks_per_group == 1:
             return qkv_SBC.unflatten(-1, (self.num_groups, -1))
         tp = self.ctx.group("tp")
@@ -143,13 +143,13 @@ class Attention(Mixer):
 
     @property
     def _is_fused(self) -> bool:
-        """Whether the fused kernel for norm and rotary embedding of q and k supports this config."""
+        """Whether this config is supported by the fused kernel for norm and rotary embedding of q and k."""
         config = self.config
         normed = config.qk_norm == "per_head" and config.norm.kind == "RMSNorm"
         return config.rope is not None and not config.output_gate and (normed or config.qk_norm == "none")
 
     def _fused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [S, B, N, D], k and v [S, B, G, D]."""
+        """Returns q [S, B, N, D], k [S, B, G, D] and v [S, B, G, D], after norm and rotary embedding of q and k."""
         config = self.config
         assert config.rope is not None and mb.rotary is not None, "the rotary tables are not attached to the context"
         cos_SBD, sin_SBD = mb.rotary[config.rope]
@@ -160,7 +160,7 @@ class Attention(Mixer):
         return self.kernels.query_key_value(qkv_SBGC, q_weight, k_weight, transform)
 
     def _unfused_qkv(self, qkv_SBGC: Tensor, mb: MicrobatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Returns q and the output gate (or None) [S, B, N, D], k and v [S, B, G, D]."""
+        """Returns q [S, B, N, D], the output gate [S, B, N, D] or None, k [S, B, G, D] and v [S, B, G, D]."""
         *of_q, k_SBGD, v_SBGD = qkv_SBGC.split(self._rows(self.heads_per_group), dim=-1)
         q_SBND, *gate_SBND = (x.flatten(2).unflatten(-1, (self.num_heads, self.config.head_dim)) for x in of_q)
         if self.config.qk_norm != "none":
@@ -171,7 +171,7 @@ class Attention(Mixer):
         return q_SBND, gate_SBND[0] if gate_SBND else None, k_SBGD, v_SBGD
 
     def _norm(self, norm: Norm | UnitNorm, x_SBND: Tensor, num_copies: int = 1) -> Tensor:
-        """Normalises q or k. `num_copies`: number of adjacent ranks that have the same heads."""
+        """Normalises q or k. `num_copies`: number of adjacent tensor-parallel ranks that hold the same heads."""
         if self.config.qk_norm != "full":
             return norm(x_SBND)
         tp = self.ctx.group("tp")

@@ -1,14 +1,14 @@
 """Core attention, softmax(q k^T * scale + mask) v, for the heads of this tensor-parallel rank.
 
-Each context-parallel rank holds a few chunks of the sequence (`TokenMeta.part`). Four communication types give the same
-result (`--cp-comm-type`):
+Each context-parallel rank holds one or more chunks of the sequence (`TokenMeta.part`). `--cp-comm-type` selects one of
+four communication types, which all compute the same attention:
 
-    p2p        Keys and values are sent around the ring; each rank merges the outputs and log-sum-exps of all parts
+  p2p        Keys and values are sent around the ring; each rank merges the outputs and log-sum-exps of all parts
              (arXiv 2310.01889). In backward, keys, values and their gradients are sent around the ring.
   allgather  Keys and values of all ranks are gathered; their gradients are reduce-scattered.
   a2a        Heads are scattered and the sequence is gathered: each rank has all positions for its share of the heads
              (arXiv 2309.14509).
-    a2a+p2p    a2a within groups of adjacent ranks, p2p between these groups.
+  a2a+p2p    a2a within groups of adjacent ranks, p2p between these groups.
 
 Masks are computed from positions and document ids in the whole sequence, never from local indices.
 """
@@ -51,7 +51,7 @@ from megatron_moe.parallel.tensor_parallel import all_gather
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of this rank's heads."""
+    """Queries, keys, values and attention sinks of this rank's heads."""
 
     q_SBND: Tensor
     k_SBGD: Tensor
@@ -70,7 +70,7 @@ def core_attention(
     ctx: ParallelContext,
     kernels: Kernels,
 ) -> Tensor:
-    """Attention output [S, B, N, E]; N and G: heads and query groups of this rank; `site`: used in the dropout key."""
+    """Attention output [S, B, N, E] of this rank's N heads in G query groups. `site`: module path, for dropout keys."""
     heads = Heads(q_SBND, k_SBGD, v_SBGE, sinks_N)
     part = mb.tokens.part
     is_split = part is not None and len(part.of_ranks) > 1
@@ -88,13 +88,13 @@ class _CoreAttention:
 
     config: CoreAttentionConfig
     segments_BS: Tensor | None
-    """Document ids of the whole sequence; None: a single document."""
+    """Document ids of all positions, also those of other ranks; None if every sequence is one document."""
     dropout_key: Key | None
     ctx: ParallelContext
     kernels: Kernels
 
     def whole(self, heads: Heads) -> Tensor:
-        """Attention over a sequence that is completely on this rank, in order."""
+        """Attention over whole sequences: `heads` contains all positions in ascending order."""
         (q_SBND, k_SBGD, v_SBGE, sinks_N), tp = heads, self.ctx.group("tp")
         state = (self.config, sinks_N, self.segments_BS, self.dropout_key, (tp.rank, tp.size))
         return self.kernels.attention(AttentionInputs(q_SBND, k_SBGD, v_SBGE, *state))
@@ -113,14 +113,14 @@ class _CoreAttention:
                 return self._by_heads(self.ctx.group("cp_a2a"), self.ctx.group("cp_p2p"), part.of_ranks, heads)
 
     def _ring(self, group: ProcessGroup, parts: Sequence[Chunks], heads: Heads) -> Tensor:
-        """Ring attention over `group`; `parts`: chunks of positions on each of its ranks."""
+        """Ring attention over `group`. `parts`: for each rank of the group, the chunks of positions that it holds."""
         # cp or cp_p2p: (size - 1) times k and v of one rank, S * B * G * (D + E) elements each; the same again in
         # backward, plus size times the gradients of k and v in promote(fp32, dtype)
         spans = tuple(self._span(chunks) for chunks in parts)
         return self._blockwise(Ring(group), spans[group.rank], spans, heads)
 
     def _gathered(self, cp: ProcessGroup, part: SequencePart, heads: Heads) -> Tensor:
-        """All-gathers keys and values; each chunk of queries attends to the keys that its mask allows."""
+        """All-gathers keys and values, then computes the attention of each local query chunk to all unmasked keys."""
         own, everywhere = part.chunks, part.of_ranks
         # cp: S * B * G * (D + E) elements to every rank; backward: reduce-scatter of as many
         k_SBGD = in_order(all_gather(heads.k_SBGD, cp), everywhere)
@@ -135,8 +135,8 @@ class _CoreAttention:
     def _by_heads(
         self, inner: ProcessGroup, outer: ProcessGroup | None, everywhere: Sequence[Chunks], heads: Heads
     ) -> Tensor:
-        """All-to-all within `inner`: scatters heads and gathers positions; then attention, over the ring `outer` unless
-        None."""
+        """Scatters heads and gathers positions by all-to-all within `inner`, computes the attention, and reverses the
+        exchange. `outer`: group for ring attention; None if `inner` has all positions."""
         groups = [everywhere[first : first + inner.size] for first in range(0, len(everywhere), inner.size)]
         held = groups[0 if outer is None else outer.rank]
         sinks_N = None if heads.sinks_N is None else heads.sinks_N.chunk(inner.size)[inner.rank]
@@ -163,7 +163,7 @@ class _CoreAttention:
 
 
 def _enough_groups(x_SBGD: Tensor, num_ranks: int) -> Tensor:
-    """Repeats query groups if there are fewer groups than ranks, so that each rank receives the group of its heads."""
+    """Repeats keys or values of each query group if groups are fewer than ranks, so that each rank gets a group."""
     num_groups = x_SBGD.shape[2]
     if num_groups % num_ranks == 0:
         return x_SBGD
@@ -176,7 +176,7 @@ Mask = tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Query positions of one rank and key positions of every rank of the ring."""
+    """Positions of this rank's queries and of the keys of every rank of a ring, from which masks are computed."""
 
     kernels: Kernels
     config: CoreAttentionConfig
@@ -186,8 +186,8 @@ class _Blocks:
     dropout_key: Key | None
 
     def visible(self, source: int) -> tuple[slice, slice, Mask] | None:
-        """Smallest ranges of query rows and of key rows of rank `source` that contain all unmasked (query, key) pairs,
-        and the mask arguments of the kernels; None if all pairs are masked."""
+        """Returns the smallest range of this rank's query rows and the smallest range of rank `source`'s key rows that
+        contain all unmasked (query, key) pairs, and the mask arguments for the kernels. None if all are masked."""
         key = self.keys[source]
         seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
@@ -243,7 +243,7 @@ class _BlockAttention(torch.autograd.Function):
                 given = AttentionBlock(q_SBND[rows], k_held[keys], v_held[keys], *mask)
                 found = AttentionResult(grad_SBNE[rows], out_SBNE[rows], lse_SBN[rows], delta_SBN[rows])
                 blocks.kernels.attention_block_grad(given, found, (grad_q_SBND[rows], grad_k[keys], grad_v[keys]))
-            # The gradient sum moves around the ring with its keys and ends on their rank after the last step.
+            # The sum of the gradients is sent around the ring with its keys and ends on the rank that owns the keys.
             if landing is not None:
                 total += landing()
             landing = blocks.ring.pass_on(total)
@@ -256,9 +256,9 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tuple[slice, slice] | None:
-    """Smallest ranges of query rows and key rows that contain every unmasked (query, key) pair; None if all are masked.
+    """Smallest ranges of query rows and key rows that contain all unmasked (query, key) pairs; None if all are masked.
 
-    With a causal mask and a zigzag split, this skips the fully masked blocks, about half of the work of every rank.
+    With a causal mask and a zigzag split, restricting attention to these ranges halves the work of every rank.
     """
     left, right = config.window or (-1, -1)
     right = 0 if config.causal else right
@@ -277,8 +277,8 @@ def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tup
 
 
 def _near(chunk: range, other: range, *, before: int, after: int) -> range:
-    """Positions of `chunk` at most `before` before the first and at most `after` after the last of `other`; -1: no
-    limit."""
+    """Positions p of `chunk` with other.start - before <= p < other.stop + after. `before` or `after` -1: no limit on
+    this side."""
     first = chunk.start if before < 0 else max(chunk.start, other.start - before)
     end = chunk.stop if after < 0 else min(chunk.stop, other.stop + after)
     return range(first, max(first, end))

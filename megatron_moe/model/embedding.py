@@ -1,4 +1,4 @@
-"""Embedding: word embedding, learned positions and dropout."""
+"""Input embedding: word embedding, optional learned position embedding, and dropout."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ class Table(nn.Module):
         self.weight = new_parameter((rows, width), meta, ctx)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 ids [...] -> [..., width]; zeros for ids whose rows are on another rank."""
+        """Maps int64 ids [...] to their rows [..., width], or to zeros if the row is on another rank."""
         if self.weight.shape == self.weight.global_shape:
             return autograd.embedding(self.kernels, ids, self.weight)
         num_held = len(self.weight)
@@ -36,7 +36,7 @@ class Table(nn.Module):
 class Embedding(nn.Module):
     """word_embeddings[token] (+ position_embeddings[position]), then dropout.
 
-    Vocabulary-parallel over tensor-parallel ranks, whose partial results are summed into the residual stream.
+    `word_embeddings` is vocabulary-parallel: its results are summed over tensor-parallel ranks.
     """
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, kernels: Kernels) -> None:
@@ -57,8 +57,7 @@ class Embedding(nn.Module):
             self.position_embeddings = Table(config.max_positions, config.hidden_size, meta, ctx, kernels)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, mb: MicrobatchContext) -> Tensor:
-        """[B, S] -> [S, B, H]; with sequence parallelism this rank's [S / tp, B, H]. Multi-token prediction passes
-        shifted positions."""
+        """Maps tokens and positions [B, S] to [S, B, H], or with sequence parallelism to this rank's [S / tp, B, H]."""
         words_SBH = self.word_embeddings(tokens_BS).transpose(0, 1).contiguous()
         hidden_SBH = leave_tensor_parallel(words_SBH, self.ctx)
         if self.position_embeddings is not None:

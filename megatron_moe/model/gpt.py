@@ -64,7 +64,7 @@ class Decoder(nn.Module):
             for chunk in chunks
             for i in chunk.layers
         }
-        """Same modules as `layers`, by global index."""
+        """Global layer index -> layer. `layers` contains the same modules under string keys."""
         self.layers = nn.ModuleDict({str(i): layer for i, layer in self.by_index.items()})
         self._layer_nodes = [self._whole_layers(chunk, resources.saved_tensors) for chunk in chunks]
         self.final_layernorm = None
@@ -74,8 +74,8 @@ class Decoder(nn.Module):
             self._final_nodes = (norm_node(self.final_layernorm),)
 
     def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
-        """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: True: all nodes of each
-        layer; False: one node per layer, as full recompute requires."""
+        """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: whether to return the
+        individual nodes of a layer; full recompute requires False, which returns a node per layer or layer group."""
         stage, final = self.chunks[chunk], self._final_nodes
         if not by_node:
             return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], mb)]
@@ -85,13 +85,13 @@ class Decoder(nn.Module):
         return bound
 
     def acquire_from(self, store: UnitStore) -> None:
-        """Makes the nodes acquire the units of their parameters."""
+        """Makes every node acquire its parameters from `store` before it runs."""
         for layer in self.by_index.values():
             layer.nodes = acquire_nodes(layer.nodes, store)
         self._final_nodes = acquire_nodes(self._final_nodes, store)
 
     def _whole_layers(self, stage: StageLayout, saved_tensors: SavedTensorPolicy) -> list[Node]:
-        """One node per layer, or one per group of layers that are recomputed together."""
+        """Nodes that each run one whole layer, or one group of layers that are recomputed together."""
         layers, nodes = iter(stage.layers), []
         for number, recomputed in saved_tensors.layers(len(stage.layers)):
             group = [module_node(self.by_index[next(layers)]) for _ in range(number)]
@@ -153,8 +153,8 @@ class GPT(nn.Module):
         return output
 
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
-        """`forward` of one stage as steps of an overlapped schedule (`pair_slots`). The first step takes `received`,
-        the last one returns the result of `forward`."""
+        """Divides `forward` of one stage into steps that a schedule can interleave with another microbatch's backward.
+        The first step takes `received`, and the last one returns the result of `forward`."""
         return schedule_steps(self._chain(batch, chunk, by_node=True))
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
@@ -167,7 +167,7 @@ class GPT(nn.Module):
         return gather_from(logits_SBV, self.ctx.group("tp"), dim=-1)
 
     def acquire_from(self, store: UnitStore) -> None:
-        """Makes all nodes acquire their parameters from `store` before they run, and `state_dict` all parameters."""
+        """Makes every node acquire its parameters from `store` before it runs; `state_dict` acquires all parameters."""
         self._store = store
         self.decoder.acquire_from(store)
         if self.mtp is not None:
@@ -175,8 +175,8 @@ class GPT(nn.Module):
         self.register_state_dict_pre_hook(lambda *_: store.acquire_all())
 
     def capture(self, modules: Iterable[str]) -> None:
-        """Makes the decoder layers run these modules (keys of `CAPTURED_NODES`) as CUDA graphs. MTP layers are not
-        captured."""
+        """Makes the decoder layers run `modules` (keys of `CAPTURED_NODES`) as CUDA graphs. The layers of multi-token
+        prediction are not captured."""
         wanted = frozenset(modules)
         if self.ctx.group("etp_ep").size > 1:
             wanted -= {"moe_preprocess"}  # it exchanges rows, and collectives are not captured
@@ -184,8 +184,8 @@ class GPT(nn.Module):
             layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 
     def draw_forced(self, batch: MicroBatch, dtype: torch.dtype) -> MicroBatch:
-        """Adds the forced logits of the decoder's routers, if any, to the microbatch: a graph replay draws no random
-        numbers."""
+        """Draws the random logits of routers with a forced load and adds them to the microbatch, because CUDA graphs
+        cannot draw random numbers in a replay."""
         layers = self.decoder.by_index.values()
         routers = (layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer))
         forced = [each for each in routers if each.config.force_balancing or each.config.force_biased is not None]
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         return [BoundNodes(first, mb), *self.decoder.chain(chunk, mb, by_node=by_node)]
 
     def _first_state(self, tokens_BS: Tensor, chunk: int, received: Tensor | None, mb: MicrobatchContext) -> LayerState:
-        """State before the first layer, from the embedding or the received hidden states of all depths."""
+        """State before the stage's first layer, made from the embedding or from the tensor of the previous stage."""
         stage = self.chunks[chunk]
         assert stage.embedding == (received is None), "exactly the first stage receives no tensor"
         if received is None:
@@ -233,7 +233,7 @@ class GPT(nn.Module):
         return LayerState(hidden_SBH=hidden_SBH, earlier=tuple(earlier))
 
     def _losses(self, batch: MicroBatch, state: LayerState, mb: MicrobatchContext) -> LossOutput:
-        """Losses of the model and of every MTP depth, from their hidden states."""
+        """Losses of the model and of every depth of multi-token prediction, from the hidden states in `state`."""
         own_SBH, *ahead = *state.earlier, state.hidden_SBH
         detach = self.config.mtp is not None and self.config.mtp.detach_heads
         loss_BS, mtp_losses = self._head(own_SBH, self._tied_VH, labels_BS=batch.labels_BS), []
@@ -243,7 +243,7 @@ class GPT(nn.Module):
         return LossOutput(loss_BS, tuple(mtp_losses))
 
     def _count_uses(self) -> None:
-        """Sets `Parameter.uses` of embedding and head, which multi-token prediction also uses."""
+        """Sets `Parameter.uses` of embedding and head, which is above 1 if multi-token prediction uses them too."""
         mtp = self.config.mtp
         depths = mtp.num_layers if mtp is not None and not mtp.detach_heads else 0
         num_products = 1 + depths if self.output_layer is not None else 0
@@ -267,7 +267,7 @@ class GPT(nn.Module):
 
 
 def _sent(state: LayerState, mb: MicrobatchContext) -> Tensor:
-    """Tensor to send to the next stage: the hidden states of all depths, concatenated along S."""
+    """Tensor to send to the next stage: the hidden states of the model and of all depths, concatenated along S."""
     return torch.cat([*state.earlier, state.hidden_SBH]) if state.earlier else state.hidden_SBH
 
 
@@ -276,13 +276,13 @@ def objective(
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Returns the scalar to differentiate for this microbatch, and (sum, count) of each loss to report.
 
-    By default the scalar is the weighted mean over the tokens, which the step averages over microbatches. With
-    `per_token` it is the weighted sum, which the step divides once by the number of tokens of the global batch. Depth d
-    of multi-token prediction adds its mean loss times factor / D; with `per_token` this mean is multiplied by the
-    tokens of the microbatch, so that a depth with fewer tokens has the same weight. Records the metric "mtp_{d} loss".
+    By default the scalar is the weighted mean loss of the tokens, which the step averages over microbatches. With
+    `per_token` it is the weighted sum, which the step divides once by the number of tokens of the global batch. Each of
+    the D depths of multi-token prediction adds its mean loss times `loss_scaling_factor` / D. With `per_token` this
+    term is multiplied by the microbatch's number of tokens. Records the mean loss of depth d as metric "mtp_{d} loss".
 
-    A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence; the
-    means are multiplied by the number of ranks because gradients and metrics are averaged over ranks.
+    A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence. The
+    means are multiplied by the number of ranks, because gradients and metrics are averaged over ranks.
     """
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()

@@ -1,6 +1,6 @@
 """Parameter initialisation. Values depend only on the seed, the parameter's global name and the expert id.
 
-They are drawn on the CPU in fp32 and then copied, so they do not depend on layout, device or dtype.
+All values are drawn on the CPU in fp32 and then copied, so they do not depend on layout, device or dtype.
 """
 
 import math
@@ -14,12 +14,12 @@ from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 
 SPREAD = 0.1
-"""Standard deviation of norm weights, biases and expert biases in unit-gain initialisation."""
+"""Standard deviation of norm weights, biases and routers' expert biases in unit-gain initialisation."""
 
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int, config: InitConfig) -> None:
-    """Initialises all parameters in place, and with unit gain also the expert biases of the routers."""
+    """Initialises all parameters in place. Unit-gain initialisation also sets the expert biases of the routers."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
         parameter.copy_(_initial_part(parameter, name, seed, config))
@@ -48,7 +48,7 @@ def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitCon
 
 
 def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
-    """Standard deviation of the initial values of a parameter; 0: they are constant."""
+    """Standard deviation of the initial values of a parameter; 0 if all its values are equal."""
     if config.method == "unit_gain":
         constant = meta.init in ("zeros", "ones") or meta.role in ("norm", "bias")
         return SPREAD if constant else 1 / math.sqrt(meta.fan_in)

@@ -23,8 +23,8 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 class MLA(Mixer):
     """Multi-latent self-attention.
 
-    Every tensor-parallel rank computes the latents (under sequence parallelism, for its local positions) and q, k
-    and v of its N heads.
+    Every tensor-parallel rank computes q, k and v of its N heads, and the latents that all heads share. With sequence
+    parallelism, it computes the latents only for its local positions.
     """
 
     def __init__(self, config: MLAConfig, site: str, resources: ModelResources) -> None:
@@ -59,13 +59,13 @@ class MLA(Mixer):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Down projections: the q latent [S, B, q_lora_rank] (without q LoRA the hidden state itself), and the kv
-        latent concatenated with the key part that all heads share [S, B, kv_lora_rank | rope]."""
+        """Returns the q latent [S, B, q_lora_rank] (or the hidden state if there is none) and the kv latent followed by
+        the key part that all heads share, [S, B, kv_lora_rank + qk_rope_dim]."""
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 
     def _up(self, mb: MicrobatchContext, q_latent: Tensor, kv_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Up projections: q and k [S, B, N, nope | rope], v [S, B, N, E]."""
+        """Returns q and k, each [S, B, N, qk_head_dim + qk_rope_dim], and v [S, B, N, v_head_dim] from the latents."""
         config = self.config
         if config.q_lora_rank is None:
             q = self.linear_q_proj(q_latent)

@@ -43,7 +43,7 @@ from megatron_moe.parallel.tensor_parallel import columns_to_residual
 
 
 class MTPLayer(nn.Module):
-    """One depth: projects hidden state and embedding of a later token, then runs a layer like the model's last."""
+    """One depth of multi-token prediction. Its transformer layer has the config of the model's last layer."""
 
     def __init__(self, config: ModelConfig, depth: int, resources: ModelResources) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class MTPLayer(nn.Module):
         return run_nodes(self.nodes, LayerState(hidden_SBH=hidden_SBH, embedded_SBH=embedded_SBH), mb).hidden_SBH
 
     def _join(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        """Projects the normed embedding and hidden state to the input of the transformer layer."""
+        """Sets the transformer layer's input to the projection of the normed embedding and hidden state."""
         # The head reads the hidden state too. With a view, its gradients are summed in an order that does not depend on
         # the order of the nodes.
         hidden_SBH = state.hidden_SBH.view_as(state.hidden_SBH)
@@ -76,7 +76,7 @@ class MTPLayer(nn.Module):
 
 
 class MTP(nn.Module):
-    """All depths of multi-token prediction in order; with a repeated layer they share one set of weights."""
+    """All depths of multi-token prediction. With `repeated_layer`, they share one set of weights."""
 
     def __init__(self, config: ModelConfig, resources: ModelResources) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class MTP(nn.Module):
         self.config = config.mtp
         self.num_layers = 1 if config.mtp.repeated_layer else config.mtp.num_layers
         self.by_index = [MTPLayer(config, index, resources) for index in range(self.num_layers)]
-        """Same modules as `layers`, in order."""
+        """Layers in order of depth. `layers` contains the same modules under string keys."""
         self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(self.by_index)})
         if config.mtp.repeated_layer:
             for parameter in self.parameters():
@@ -99,16 +99,16 @@ class MTP(nn.Module):
             ]
 
     def acquire_from(self, store: UnitStore) -> None:
-        """Makes the nodes acquire the units of their parameters."""
+        """Makes every node acquire its parameters from `store` before it runs."""
         self._store = store
         for layer in self.by_index:
             layer.nodes = acquire_nodes(layer.nodes, store)
 
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
-        """Yields the nodes of every depth. `first`: layer index of the first depth in the chunk.
+        """Yields the nodes of every depth. Every depth appends its input hidden state to `LayerState.earlier`.
 
-        The hidden state before a depth is appended to `LayerState.earlier`. `by_node`: True: all nodes of each layer;
-        False: one node per layer, as full recompute requires.
+        `first`: index of the first depth in the chunk, where MTP layers follow the decoder layers. `by_node`: whether
+        to yield the individual nodes of a layer; full recompute requires False, which yields one node per layer.
         """
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))
@@ -169,7 +169,7 @@ def targets(batch: MicroBatch, num_depths: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def shift(x_BS: Tensor, segments_BS: Tensor | None, fill: int = 0) -> Tensor:
-    """Shifts x left by one position within every document; the last position of a document becomes `fill`."""
+    """Shifts x left by one position within every document. The last position of a document is set to `fill`."""
     last = torch.full_like(x_BS[:, :1], fill)
     moved_BS = torch.cat([x_BS[:, 1:], last], dim=1)
     if segments_BS is None:

@@ -18,7 +18,7 @@ class Norm(nn.Module):
     def __init__(
         self, config: NormConfig, width: int, ctx: ParallelContext, kernels: Kernels, *, over_heads: bool = False
     ) -> None:
-        """`over_heads`: True for a norm of this rank's q or k heads, False for the residual stream or a latent."""
+        """`over_heads`: True if the input is q or k of this rank's heads, False for the residual stream or a latent."""
         super().__init__()
         partial = ctx.group("tp").size > 1 if over_heads else ctx.config.sequence_parallel
         self.config = config
@@ -31,8 +31,8 @@ class Norm(nn.Module):
             self.bias = new_parameter((width,), replace(meta, role="bias", init="zeros"), ctx)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., width] -> [..., width], computed in promote(fp32, dtype). With a residual: (residual + x, norm of that
-        sum)."""
+        """Returns norm(x) [..., width], or with a residual both total = residual + x and norm(total). Computes in
+        promote(fp32, dtype)."""
         eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)

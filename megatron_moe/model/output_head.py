@@ -19,7 +19,7 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
 
 
 class Head(nn.Module):
-    """Logits = hidden W^T + b over the padded vocabulary; a tied W is the word embedding, passed as an argument.
+    """Computes logits = hidden W^T + b over the padded vocabulary. With tied embeddings, the caller passes W.
 
     A tensor-parallel rank computes the logits of its V / tp vocabulary entries for all positions.
     """
@@ -46,7 +46,7 @@ class Head(nn.Module):
         labels_BS: Tensor | None = None,
         detach: bool = False,
     ) -> Tensor:
-        """Returns logits [S, B, V / tp], or with labels the loss [B, S]. `detach`: weight and bias get no gradient."""
+        """Returns logits [S, B, V / tp], or given labels the loss [B, S]. `detach`: no gradient for weight and bias."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
         assert weight_VH is not None, "a tied head needs the word embedding weight"
@@ -60,8 +60,8 @@ class Head(nn.Module):
     def _chunked_loss(
         self, hidden_SBH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_BS: Tensor, chunk: int
     ) -> Tensor:
-        """Loss [B, S], computed in chunks of `chunk` tokens to avoid materialising all logits. Weight and bias are this
-        rank's part of the vocabulary, so the gradient of the hidden state is partial."""
+        """Loss [B, S], computed in chunks of `chunk` tokens to avoid materialising all logits. `weight_VH` and `bias_V`
+        are this rank's part of the vocabulary."""
         whole_SBH = enter_tensor_parallel(hidden_SBH, self.ctx)
         seq, batch, hidden = whole_SBH.shape
         settings = (self.kernels, self.ctx.group("tp"), chunk)
@@ -70,16 +70,16 @@ class Head(nn.Module):
         return loss_T.view(seq, batch).T
 
     def loss(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
-        """-log p(label) of every token -> [B, S] in promote(fp32, dtype)."""
+        """Cross-entropy of every token, [B, S] in promote(fp32, dtype), from this rank's part of the logits."""
         seq, batch, vocab = logits_SBV.shape
         loss_T = cross_entropy(self.kernels, logits_SBV.view(-1, vocab), labels_BS.T.reshape(-1), self.ctx.group("tp"))
         return loss_T.view(seq, batch).T
 
 
 def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
-    """Vocabulary-parallel -log softmax(logits)[label], [T] in promote(fp32, dtype), equal on every rank of the group.
+    """Cross-entropy -log softmax(logits)[label] of every token: [T] in promote(fp32, dtype), equal on all ranks.
 
-    Rank r holds logits r * V .. (r + 1) * V - 1; labels are global ids.
+    Logits are sharded by vocabulary: rank r of `group` holds entries r * V .. (r + 1) * V - 1. Labels are global ids.
     """
     if group.size == 1:
         return kernels.cross_entropy(logits_TV, labels_T)
@@ -87,7 +87,7 @@ def cross_entropy(kernels: Kernels, logits_TV: Tensor, labels_T: Tensor, group: 
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Gradient of this rank's logits: softmax minus one at the label; no communication."""
+    """Cross-entropy of logits that are sharded by vocabulary. The backward needs no communication."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, group: ProcessGroup) -> Tensor:
@@ -114,7 +114,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`cross_entropy` of hidden W^T + b, [T], in chunks of `chunk` tokens; the backward recomputes the logits."""
+    """Output projection and `cross_entropy` in chunks of `chunk` tokens -> [T]. The backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -162,8 +162,9 @@ class _Gradients:
         self.grad_bias_V: Tensor | None = None
 
     def run(self, out: Tensor | None, accumulate: bool) -> None:
-        """Writes the weight gradient to `out`, or adds it if `accumulate`; None: skips it. The first call also computes
-        the other gradients."""
+        """Writes the weight gradient to `out`, or adds it if `accumulate`; `out` None: skips the weight gradient.
+
+        The first call also computes the gradients of hidden state and bias."""
         # chunks are accumulated in promote(fp32, dtype)
         wide = out
         if out is not None and out.dtype is not internal_dtype(out.dtype):

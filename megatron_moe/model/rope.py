@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv 2104.09864): frequencies for every scaling method, and the cos/sin tables.
 
-Angles are computed in fp64 for every dtype, because position times frequency loses one decimal digit per decade of
-position in fp32; the tables are built once per microbatch.
+Angles are computed in fp64 for every dtype: in fp32, the angle position * frequency would lose one decimal digit per
+factor 10 in position. The tables are built once per microbatch.
 """
 
 import math
@@ -26,14 +26,14 @@ class Rotations:
         self.frequencies = {config: inverse_frequencies(config).to(ctx.device) for config in configs}
 
     def attach(self, mb: MicrobatchContext) -> MicrobatchContext:
-        """Returns `mb` with the cos/sin tables of its positions."""
+        """Returns `mb` with the cos/sin tables for its positions, in `MicrobatchContext.rotary`."""
         tables = {
             config: self._table(config, freqs, mb.tokens.positions_BS) for config, freqs in self.frequencies.items()
         }
         return replace(mb, rotary=tables)
 
     def _table(self, config: RopeConfig, frequencies: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, B, dim]; both halves of the last dim hold the same angles."""
+        """cos and sin tables, each [S, B, dim]; both halves of the last dim hold the same values."""
         angles = positions_BS.T[:, :, None].double() * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         scale = concentration(config)
@@ -41,7 +41,7 @@ class Rotations:
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
-    """Angular frequency of every channel pair, radians per position, fp64 [dim / 2]."""
+    """Angular frequency of every channel pair in radians per position: fp64 [dim / 2]."""
     plain = config.base ** (-torch.arange(0, config.dim, 2, dtype=torch.float64) / config.dim)
     if config.scaling == "none":
         return plain
@@ -52,7 +52,7 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def _llama3_weights(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Interpolation weight of each unscaled frequency in Llama 3.1 scaling (arXiv 2407.21783): 0 below
+    """Weight of each unscaled frequency in the interpolation of Llama 3.1 (arXiv 2407.21783), fp64 [dim / 2]: 0 below
     `low_freq_factor` wavelengths per original context, 1 above `high_freq_factor`, linear in between."""
     waves_per_context = config.original_max_positions * plain / (2 * math.pi)
     keep = (waves_per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -60,8 +60,8 @@ def _llama3_weights(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn_weights(config: RopeConfig) -> Tensor:
-    """Interpolation weight of each unscaled frequency in YaRN (arXiv 2309.00071 section 3.2): 1 for channel pairs with
-    more than `beta_fast` rotations in the original context, 0 below `beta_slow`, linear in between."""
+    """Weight of each unscaled frequency in the interpolation of YaRN (arXiv 2309.00071 section 3.2), fp64 [dim / 2]: 1
+    above `beta_fast` rotations per original context, 0 below `beta_slow`, linear in channel index in between."""
     low, high = _turning_dim(config, config.beta_fast), _turning_dim(config, config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -73,12 +73,12 @@ def _yarn_weights(config: RopeConfig) -> Tensor:
 
 
 def _turning_dim(config: RopeConfig, turns: float) -> float:
-    """Fractional index of the channel pair with `turns` rotations in the original context."""
+    """Fractional index of the channel pair that makes `turns` rotations over the original context."""
     return config.dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.base))
 
 
 def concentration(config: RopeConfig) -> float:
-    """Factor on cos and sin: YaRN's attention temperature for extended contexts; 1 for other scalings."""
+    """Factor by which cos and sin are multiplied: YaRN's attention temperature; 1 for other scaling methods."""
     if config.scaling != "yarn":
         return 1.0
     if config.concentration is not None:

@@ -39,8 +39,8 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Computes x = x + attention(norm(x)), then x = x + mlp(norm(x)), where mlp is an MLP or an MoE layer.
 
-    `nodes` is this computation as a node chain: attention, then mlp or the nodes of the MoE layer, then residual.
-    `forward` runs it.
+    `nodes` contains the steps of this computation: attention, then mlp or the nodes of the MoE layer, then residual.
+    `forward` runs them in order.
 
     Args:
         layer: global layer index, which an MoE layer uses to report metrics.
@@ -48,7 +48,7 @@ class TransformerLayer(nn.Module):
     """
 
     nodes: tuple[Node, ...]
-    """`GPT.capture` replaces some of them by nodes that replay CUDA graphs."""
+    """Node chain of the layer. `GPT.capture` replaces some nodes by nodes that replay CUDA graphs."""
 
     def __init__(self, config: LayerConfig, layer: int, site: str, resources: ModelResources) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class TransformerLayer(nn.Module):
         return run_nodes(self.nodes, EMPTY_STATE.evolve(hidden_SBH=hidden_SBH), mb).hidden_SBH
 
     def _attention(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        """Attention with its residual connection, and the norm before the feed-forward module."""
+        """Runs attention with its norm and residual connection, and the norm before the feed-forward module."""
         hidden_SBH = state.hidden_SBH
         with self.saved_tensors.offload_scope("attn_norm"):
             normed_SBH = self.input_layernorm(hidden_SBH)
@@ -103,12 +103,12 @@ class TransformerLayer(nn.Module):
             return state.evolve(out_SBH=self.mlp(state.normed_SBH), normed_SBH=None)
 
     def _residual(self, state: LayerState, mb: MicrobatchContext) -> LayerState:
-        """Residual connection of the feed-forward module."""
+        """Adds the output of the feed-forward module to the residual stream."""
         hidden_SBH = state.hidden_SBH + self._dropped(state.out_SBH, "mlp", mb)
         return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
 
     def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
-        """Tensor to which the output of the next module is added."""
+        """Residual to which a module's output is added: the norm's input, or its output with `residual_from_norm`."""
         return normed_SBH if self.config.residual_from_norm else hidden_SBH
 
     def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:

@@ -1,15 +1,15 @@
 """Load-balancing losses, their gradient, and the update of expert biases once per global batch.
 
 All balancing losses are L = E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961 eq. 4): f_e is the fraction of all
-choices that select expert e, P_e the mean score of e. L is 1 for an even load and E / K when all tokens choose the same
-K experts. The losses differ in the tokens over which f and P are computed:
+choices that select expert e, P_e the mean score of e. L is 1 for an even load and E / K if all tokens choose the same K
+experts. The losses differ in the tokens over which f and P are computed:
 
   aux_loss          one microbatch
-  seq_aux_loss      each sequence separately; mean over the sequences
-  global_aux_loss   f: all ranks and all microbatches of the global batch so far; P: one microbatch
+  seq_aux_loss      each sequence separately; L is the mean over the sequences
+  global_aux_loss   f: all microbatches of all ranks in the global batch so far; P: one microbatch
 
-Choices are those of a plain top-k on the scores, without groups, bias or dropping; the routing kernel sums choices and
-scores over tokens. Padding tokens are not counted.
+The choices are the top-k of the scores alone, without group limits, expert bias or token dropping. The routing kernel
+sums choices and scores over tokens. Padding tokens are not counted.
 
 Tensor and context parallel ranks (the group "tp_cp") hold parts of one microbatch. Each rank has f and the number of
 tokens of the whole microbatch, but only the scores of its local tokens. It computes a partial loss and the gradient of
@@ -32,12 +32,12 @@ LOSS_NAMES: tuple[tuple[Balancing, str], ...] = (
     ("seq_aux_loss", "seq_load_balancing_loss"),
     ("global_aux_loss", "global_load_balancing_loss"),
 )
-"""(balancing method, Megatron's name of its loss in the log)."""
+"""(balancing method, name of its loss in the log, as in Megatron)."""
 
 
 class AttachLosses(torch.autograd.Function):
-    """Identity on `carrier` that adds the scalar `losses` (all of one dtype) to the objective: in backward, loss i
-    receives the gradient `scale * coeffs[i]`."""
+    """Returns `carrier` unchanged. In backward, each scalar `losses[i]` receives the gradient `scale * coeffs[i]`, as
+    if the weighted losses were added to the objective. All losses have the same dtype."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, coeffs: Sequence[float], scale: Tensor | float, *losses: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ class AttachLosses(torch.autograd.Function):
 
 
 class BatchTokens:
-    """Counts the valid (non-padding) tokens of a microbatch over the ranks of `group` that share it. `valid_T`: bool
-    mask of this rank's tokens; None if all are valid."""
+    """Counts the valid (non-padding) tokens of a microbatch whose tokens are split over the ranks of `group`.
+    `valid_T`: bool mask of this rank's tokens; None if all are valid."""
 
     def __init__(self, valid_T: Tensor | None, num_local: int, batch_size: int, group: ProcessGroup) -> None:
         self.valid_T = valid_T
@@ -66,11 +66,11 @@ class BatchTokens:
         self._per_sequence_B: Tensor | None = None
 
     def number(self) -> int | Tensor:
-        """Number of valid tokens of the microbatch, at least 1; a scalar on the device if there is a padding mask."""
+        """Number of valid tokens of the microbatch, at least 1. With a padding mask, it is a scalar on the device."""
         return max(self.num_whole, 1) if self.valid_T is None else self.per_sequence().sum().clamp(min=1)
 
     def per_sequence(self) -> Tensor:
-        """Number of valid tokens of each sequence, int64 [B]; computed at the first call. Requires a padding mask."""
+        """Number of valid tokens of each sequence, int64 [B], computed at the first call. Requires a padding mask."""
         if self._per_sequence_B is None:
             assert self.valid_T is not None, "per-sequence counts need a padding mask"
             # tp x cp: 8 * B bytes per layer and microbatch; no gradient flows through counts
@@ -79,10 +79,10 @@ class BatchTokens:
 
 
 class BalancingLosses:
-    """Balancing losses of one microbatch, from scores and choices summed over this rank's tokens (G = 1) or sequences.
+    """Balancing losses of one microbatch, computed from sums of scores and choices over G sets of this rank's tokens.
 
-    The fractions f have no gradient, so every loss is a weighted sum of the score sums.
-    """
+    G is 1 (all tokens are one set) or B (each sequence is one set). The fractions f have no gradient, so every loss is
+    a weighted sum of the score sums."""
 
     def __init__(self, sums: BalanceSums, topk: int, tokens: BatchTokens) -> None:
         self._tokens = tokens
@@ -91,7 +91,7 @@ class BalancingLosses:
         self._whole_counts_GE: Tensor | None = None
 
     def _whole_counts(self) -> Tensor:
-        """Number of choices per set and expert, over all ranks of the microbatch, int64 [G, E]."""
+        """Number of choices of each expert per set of tokens, summed over the ranks of the microbatch: int64 [G, E]."""
         if self._whole_counts_GE is None:
             self._whole_counts_GE = self._counts_GE
             if self._tokens.group.size > 1:
@@ -100,28 +100,28 @@ class BalancingLosses:
         return self._whole_counts_GE
 
     def over_microbatch(self) -> Tensor:
-        """aux_loss: f and P are computed over this microbatch."""
+        """Loss of `aux_loss`: f and P are computed over this microbatch."""
         counts_GE = self._whole_counts()
         return self._mean_loss(counts_GE if len(counts_GE) == 1 else counts_GE.sum(dim=0, keepdim=True), self._topk)
 
     def over_sequences(self) -> Tensor:
-        """seq_aux_loss: mean of the losses of the individual sequences; sequences without valid tokens are skipped."""
+        """Loss of `seq_aux_loss`: mean of the losses of the individual sequences that have valid tokens."""
         return self._mean_loss(self._whole_counts(), self._topk)
 
     def with_shares_of(self, counts_E: Tensor) -> Tensor:
-        """global_aux_loss: P is computed over this microbatch, f from `counts_E`, the number of choices per expert."""
+        """Loss of `global_aux_loss`: P is computed over this microbatch, and f from `counts_E`, choices per expert."""
         return self._mean_loss(counts_E[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:
-        """E * sum_e f_e P_e, averaged over the sets of dim G (the microbatch or its sequences) that have valid tokens.
+        """E * sum_e f_e P_e, averaged over the sets (the microbatch or its sequences) that have valid tokens.
 
-        `counts_GE`: number of choices per expert, from which f is computed. `choices`: number of choices per token if
-        `counts_GE` counts the tokens of the set itself; None if it counts other tokens.
+        `counts_GE`: choices per set and expert, from which f is computed. `choices`: number of choices per token if
+        `counts_GE` counts the tokens of this microbatch; None if it also counts other tokens.
         """
         num_sets, num_experts = counts_GE.shape
         counts_GE = counts_GE.to(self._scores_GE.dtype)
         if self._tokens.valid_T is None:
-            # computing with sizes known to the host needs fewer small kernels
+            # the host knows the number of tokens, so fewer small kernels are launched
             num_tokens = max(self._tokens.num_whole // num_sets, 1)
             scale = num_experts / (num_tokens * num_sets)
             total = counts_GE.sum().clamp(min=1) if choices is None else num_tokens * choices
@@ -135,7 +135,7 @@ class BalancingLosses:
         return (self._scores_GE * (share_GE * (num_experts / divisor_G)[:, None])).sum()
 
     def counts_over(self, group: ProcessGroup) -> Tensor:
-        """Number of choices per expert, summed over the ranks of `group` and their microbatches, int64 [E]."""
+        """Number of choices per expert, int64 [E], summed over the current microbatches of all ranks of `group`."""
         # tp x dp x cp: 8 * E bytes per layer and microbatch; no gradient flows through counts
         return all_reduce_(self._counts_GE.sum(dim=0), group)
 
@@ -150,9 +150,9 @@ class BalancedRouter(Protocol):
 def update_routers(
     routers: Sequence[BalancedRouter], context: ParallelContext, *, proceed: Tensor | None = None
 ) -> None:
-    """Updates the expert biases and quantile thresholds of all routers, once per global batch after the last backward.
+    """Updates expert biases and quantile thresholds of all routers; called after the last backward of a global batch.
 
-    `proceed`: bool scalar on the device; False (skipped step) only resets the statistics.
+    `proceed`: bool scalar on the device; if False (the step is skipped), only the statistics are reset.
     """
     if not routers:
         return

@@ -19,16 +19,16 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
 class Experts(nn.Module):
-    """Computes fc2_e(p * act(fc1_e(x))) for every row x of expert e, where p is the row's probability.
+    """Computes fc2_e(p * act(fc1_e(x))) for every row x of expert e, where p is the row's routing probability.
 
-    p is applied before fc2 and to its bias, so that combine is a plain sum and the output of fc2 is not saved for
-    backward (memory-efficient permutation). With `probs_on_input`, p multiplies only x. With `probs_on_output`, p
-    multiplies the output of fc2, which is then saved (standard permutation).
+    Because p is applied before fc2 (and to the bias of fc2), combine is a plain sum and the output of fc2 is not saved
+    for backward (memory-efficient permutation). With `probs_on_input`, p multiplies x instead. With `probs_on_output`,
+    p multiplies the output of fc2, which is then saved for backward (standard permutation).
 
-    The weights of a rank's experts are two stacked tensors, `linear_fc1` [e, F or 2F, H] (gate rows first) and
-    `linear_fc2` [e, H, F], multiplied in one grouped GEMM or in one GEMM per expert. The weight gradient of an expert
-    without rows is zero. Each ep rank has a range of the experts; each etp rank has a range of the F channels, so its
-    outputs are partial sums, which combine adds.
+    A rank stores the weights of its e experts in two stacked tensors: `linear_fc1` [e, F, H], or [e, 2F, H] with gate
+    rows first for a gated activation, and `linear_fc2` [e, H, F]. Each is multiplied in one grouped GEMM or in one GEMM
+    per expert. An expert without rows gets a zero weight gradient. Experts are sharded over ep, and the F channels of
+    each expert over etp. The outputs of an etp rank are therefore partial sums, which combine adds.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows: DispatchedTokens) -> DispatchedTokens:
-        """Maps token rows to output rows, sorted by expert; padding rows of the output are undefined."""
+        """Returns the expert output of each row, sorted by expert. The contents of padding rows are undefined."""
         data, index, offsets_e = rows.data, rows.index, rows.offsets_e
         probs_R: Tensor | None = rows.probs_R
         if self.config.probs_on_input:
@@ -95,7 +95,7 @@ class ExpertStack(nn.Module):
         splits: int = 1,
         init: Literal["normal", "output"] = "normal",
     ) -> None:
-        """`splits`: number of equal output blocks (gate and up) that are each sharded over etp."""
+        """`splits`: number of equal blocks of output channels (2: gate and up); each is sharded over etp separately."""
         super().__init__()
         self.kernels = kernels
         num = config.num_experts
@@ -112,7 +112,8 @@ class ExpertStack(nn.Module):
     def forward(
         self, rows: Tensor, offsets_e: Tensor, *, index: RowIndex | None = None, probs_R: Tensor | None = None
     ) -> Tensor:
-        """Maps `rows` [R, I] (with `index`: token-major [tokens, I]) to [R, O]; `probs_R` multiplies only the bias."""
+        """Maps `rows` [R, I] to [R, O]. With `index`, `rows` are tokens [T, I], from which the GEMM gathers its R rows.
+        `probs_R` multiplies only the bias."""
         out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
         if self.bias is None:
             return out_RO
@@ -123,22 +124,21 @@ class ExpertStack(nn.Module):
 
 
 def _bias_of_rows(bias_eO: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """Bias of each row's expert [R, O], 0 for padding rows. It and its gradient have the internal dtype."""
+    """Bias of each row's expert, [R, O] in promote(fp32, dtype); 0 for padding rows."""
     wide_eO = bias_eO.to(internal_dtype(bias_eO.dtype))
     with_none = torch.cat([wide_eO, wide_eO.new_zeros(1, wide_eO.shape[1])])
     return with_none.index_select(0, expert_of_rows(offsets_e, num_rows))
 
 
 def _scale(rows_RH: Tensor, probs_R: Tensor) -> Tensor:
-    """Multiplies each row by its probability, in the internal dtype."""
+    """Multiplies each row by its probability in promote(fp32, dtype) and converts the result to the rows' dtype."""
     return (rows_RH * probs_R.to(internal_dtype(rows_RH.dtype))[:, None]).to(rows_RH.dtype)
 
 
 class _ScaleByProbs(torch.autograd.Function):
-    """Rows [R, H] times probabilities [R], for probabilities applied to the experts' output.
+    """Multiplies the experts' output rows [R, H] by their probabilities [R], computed in promote(fp32, dtype).
 
-    Rows with probability 0 are padding rows: their results and gradients are 0. Arithmetic is in the internal dtype;
-    the rows are saved for backward in their own dtype.
+    Results and gradients of rows with probability 0 (padding) are 0. Rows are saved for backward in their own dtype.
     """
 
     @staticmethod

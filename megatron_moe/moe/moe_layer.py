@@ -40,7 +40,7 @@ class ModelResources(NamedTuple):
     kernels: Kernels
     saved_tensors: SavedTensorPolicy
     expert_comm: ExpertComm | None = None
-    """Communication state that the token dispatchers of all layers share; None: every layer makes its own."""
+    """Communication state that the token dispatchers of all layers share. If None, every layer creates its own."""
 
 
 class MoELayer(nn.Module):
@@ -53,11 +53,11 @@ class MoELayer(nn.Module):
     2. dispatch x_t (or its latent projection) and p are copied to one row per choice; rows are sorted by expert.
     3. experts  Every expert computes fc2(p * act(fc1(x))) for its rows.
     4. combine  The rows of a token are summed: sum over its choices of p * expert(x_t).
-    5. post     A latent sum is projected back to the hidden size, and the shared experts' output for x_t is added.
+    5. post     With a latent projection, the sum is projected back to width H. The shared experts' output is added.
 
-    `nodes` are these steps as a node chain, with dispatch and combine split into start and finish; `forward` runs it.
-    With `config.shared_overlap`, fc1 of the shared experts is a node between start and finish of dispatch, and fc2 is a
-    node between start and finish of combine.
+    `nodes` is the chain of these steps, with dispatch and combine split into start and finish; `forward` runs it. With
+    `config.shared_overlap`, fc1 of the shared experts runs between start and finish of dispatch, and fc2 between start
+    and finish of combine.
     """
 
     fc1_latent_proj: Linear | None
@@ -73,7 +73,7 @@ class MoELayer(nn.Module):
         saved_tensors: SavedTensorPolicy | None = None,
         expert_comm: ExpertComm | None = None,
     ) -> None:
-        """`layer`: global layer index, used to report metrics. `expert_comm`: see `ModelResources`."""
+        """`layer`: global layer index, for metrics and RNG keys. `expert_comm`: if None, the layer creates its own."""
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         hidden_size = config.router.hidden_size
@@ -97,7 +97,7 @@ class MoELayer(nn.Module):
         self.nodes = self._make_nodes(overlap_shared=config.shared_overlap)
 
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Tensor:
-        """[S, B, H] -> [S, B, H]. `given_ids_TK`: expert ids of an earlier routing to replay (`Routing.chosen_TK`)."""
+        """Returns [S, B, H]. `given_ids_TK`: expert ids to use instead of selecting (`chosen_TK` of a `Routing`)."""
         return run_nodes(self.nodes, LayerState(normed_SBH=hidden_SBH, given_ids_TK=given_ids_TK), mb).out_SBH
 
     def _make_nodes(self, *, overlap_shared: bool) -> tuple[Node, ...]:

@@ -2,8 +2,8 @@
 
 A node maps one `LayerState` to the next. Plain execution (`run_nodes`), recompute (`recompute_nodes`), CUDA-graph
 capture (`capture_nodes`), waiting for gathered weights (`acquire_nodes`) and a schedule that interleaves two
-microbatches (`schedule_steps`) are functions over the same nodes, so they compose. The file is in `moe` because this is
-the lowest package that may import all types in a `LayerState`.
+microbatches (`schedule_steps`) are functions over the same nodes, so they compose. The file is in `moe`, which is the
+lowest package that may import the types of all `LayerState` fields.
 """
 
 import itertools
@@ -35,8 +35,8 @@ CAPTURED_NODES = MappingProxyType(
         "moe": ("router", "residual"),
     }
 )
-"""First and last node of each module of `--cuda-graph-modules`. moe_preprocess and moe need all experts on one rank,
-because collectives are not captured."""
+"""Names of the first and the last node that each module of `--cuda-graph-modules` captures. moe_preprocess and moe can
+be captured only if every rank has all experts, because collectives are not captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,30 +49,30 @@ class LayerState:
     normed_SBH: Tensor = _UNSET
     """Input of the feed-forward module."""
     discard: Scope = _NO_SCOPE
-    """Context manager in which operations do not save `normed_SBH` if layernorm outputs are recomputed."""
+    """Scope for operations that read `normed_SBH`: they do not save it if layernorm outputs are recomputed."""
     given_ids_TK: Tensor | None = None
-    """Expert ids to replay; None: the router selects experts."""
+    """Expert ids to use instead of selecting; None: the router selects experts."""
     routing: Routing = _UNSET
     tokens_SBH: Tensor = _UNSET
     """Tokens to dispatch: `normed_SBH` or its latent projection."""
     pending: Any = None
-    """Dispatch or combine that has been started and not yet finished."""
+    """Dispatch or combine in progress: the return value of the dispatcher's `start_dispatch` or `start_combine`."""
     rows: DispatchedTokens = _UNSET
     handle: Any = None
-    """State of the dispatch, which the combine of `rows` needs."""
+    """State that `finish_dispatch` returns for `start_combine`."""
     shared: Any = None
-    """Result of overlapped shared experts so far: activation [S, B, F] after fc1, output [S, B, H] after fc2."""
+    """Overlapped shared experts: the activation [S, B, F] once fc1 has run, the output [S, B, H] once fc2 has run."""
     routed_TH: Tensor = _UNSET
-    """Sum of the expert outputs of each token."""
+    """Result of combine: the sum of each token's expert outputs, which the experts have already weighted."""
     out_SBH: Tensor = _UNSET
     """Output of the feed-forward module."""
     embedded_SBH: Tensor = _UNSET
     """Multi-token prediction: embeddings of the shifted tokens."""
     earlier: tuple[Tensor, ...] = ()
-    """Multi-token prediction: hidden states of the model and of the depths before this one, each [S, B, H]."""
+    """Multi-token prediction: hidden states of the main model and of all earlier depths, each [S, B, H]."""
 
     def evolve(self, **changes: Any) -> "LayerState":
-        """Returns a copy with changed fields, in a tenth of the host time of `dataclasses.replace`."""
+        """Returns a copy with the given fields replaced, in a tenth of the host time of `dataclasses.replace`."""
         copy = object.__new__(LayerState)
         copy.__dict__.update(self.__dict__)
         copy.__dict__.update(changes)
@@ -80,11 +80,11 @@ class LayerState:
 
 
 EMPTY_STATE = LayerState()
-"""`EMPTY_STATE.evolve(...)` takes a third of the host time of `LayerState(...)`."""
+"""State with no field set. `EMPTY_STATE.evolve(...)` takes a third of the host time of `LayerState(...)`."""
 
 
 class UnitStore(Protocol):
-    """Interface of the parameter store, which gathers weights in units; see `optim.param_store.ParamStore`."""
+    """Interface of `optim.param_store.ParamStore`, which gathers weights in units, such as the experts of a layer."""
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]: ...
     def acquire(self, unit: str) -> None: ...
@@ -98,24 +98,24 @@ class Node:
 
     name: str
     slot: SlotName | None
-    """Slot of this node in a schedule that interleaves two microbatches; None: the slot of the previous node."""
+    """Slot in which a schedule that interleaves two microbatches runs this node; None: the previous node's slot."""
     run: Callable[[Any, MicrobatchContext], Any]
-    """`run(state, mb) -> state`. At the start and end of a pipeline stage the state is not a `LayerState`."""
+    """`run(state, mb)` returns the next state. States are `LayerState`s, except at both ends of a pipeline stage."""
     parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
     store: UnitStore | None = None
-    """Store from which `units` are acquired before `run` and released after it; None: weights are always available."""
+    """Store from which `run_nodes` acquires `units` before `run` (and then releases them); None: always available."""
     units: tuple[str, ...] = ()
 
 
 def parameters_of(*sources: nn.Module | nn.Parameter | None) -> tuple[nn.Parameter, ...]:
-    """Parameters of the given modules plus the parameters given directly, without duplicates."""
+    """Returns the parameters in `sources` (modules or single parameters) without duplicates."""
     found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in sources if each is not None)
     return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> State:
-    """Runs the nodes in order."""
+    """Runs the nodes in order and returns the final state."""
     for node in nodes:
         if node.store is None:
             state = node.run(state, mb)
@@ -129,14 +129,14 @@ def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> Sta
 
 
 def acquire_nodes(nodes: Iterable[Node], store: UnitStore | None) -> tuple[Node, ...]:
-    """Returns nodes that acquire their parameters from `store` before they run; None: returns the nodes unchanged."""
+    """Returns copies of the nodes that acquire their parameters from `store`, or the nodes if `store` is None."""
     if store is None:
         return tuple(nodes)
     return tuple(replace(node, store=store, units=store.units_of(node.parameters)) for node in nodes)
 
 
 def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> Node:
-    """One node for a whole layer: `hidden_SBH = module(*inputs, mb)`, called such that the module's hooks run."""
+    """Node that runs a whole layer and its hooks: `hidden_SBH = module(*inputs, mb)`. `inputs`: state field names."""
 
     def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         out_SBH = module(*(getattr(state, name) for name in inputs), mb)
@@ -146,7 +146,7 @@ def module_node(module: nn.Module, inputs: Sequence[str] = ("hidden_SBH",)) -> N
 
 
 def norm_node(norm: nn.Module) -> Node:
-    """Node that applies a norm to the hidden state, after the last node of a layer."""
+    """Node that applies a norm to `hidden_SBH`, in the slot of the node before it."""
 
     def run(state: LayerState, mb: MicrobatchContext) -> LayerState:
         return state.evolve(hidden_SBH=norm(state.hidden_SBH))
@@ -155,16 +155,16 @@ def norm_node(norm: nn.Module) -> Node:
 
 
 class BoundNodes(NamedTuple):
-    """Consecutive nodes and the microbatch context to run them with."""
+    """Consecutive nodes of a chain and the microbatch context with which they run."""
 
     nodes: Sequence[Node]
     mb: MicrobatchContext
     layer: int | None = None
-    """Index of the nodes' layer in the chunk, as in `Slot.layer`."""
+    """Index in the model chunk of the layer that contains the nodes, as in `Slot.layer`."""
 
 
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
-    """Runs all nodes of the chain in order."""
+    """Runs all nodes of the chain in order and returns the final state."""
     for bound in chain:
         state = run_nodes(bound.nodes, state, bound.mb)
     return state
@@ -178,9 +178,9 @@ def recompute_nodes(
     inputs: Sequence[str] = ("hidden_SBH",),
     output: str = "hidden_SBH",
 ) -> Node:
-    """Returns one node that saves only the state fields `inputs` and recomputes `nodes` in backward.
+    """Returns one node that runs `nodes`, saves only the state fields `inputs`, and runs `nodes` again in backward.
 
-    `nodes` receive no other field and set the field `output`. The new node sets the fields `inputs` to None.
+    `nodes` must read no other field, and must set the field `output`. The new node sets the fields `inputs` to None.
     """
 
     def chain(*tensors_and_mb: Any) -> Any:
@@ -196,10 +196,10 @@ def recompute_nodes(
 
 
 def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:
-    """Merges the nodes of each of `modules` (keys of `CAPTURED_NODES`) to one captured node. `site`: path of the layer.
+    """Merges the nodes of each module in `modules` (keys of `CAPTURED_NODES`) into one captured node.
 
-    If the microbatch has a graph instance, a captured node replays a CUDA graph of its nodes, captured at first use;
-    otherwise it runs the nodes. Modules that the layer does not have are skipped.
+    If the microbatch has a graph instance, a captured node replays a CUDA graph of the merged nodes, which is captured
+    at first use. Otherwise it runs them. Modules that the layer lacks are skipped. `site`: path of the layer.
     """
     chain = list(nodes)
     for module in modules:
@@ -226,8 +226,8 @@ def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext
 
 
 def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
-    """Converts the chain to the steps of an overlapped schedule. Consecutive compute nodes of one slot form one step;
-    start and finish of an exchange are separate steps."""
+    """Converts the chain to the steps of a schedule that interleaves two microbatches. Consecutive compute nodes of one
+    slot form one step. Start and finish of dispatch, and of combine, are separate steps."""
     steps: list[Step] = []
     for nodes, mb, layer in chain:
         groups: list[tuple[SlotName, list[Node]]] = []

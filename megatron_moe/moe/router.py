@@ -1,7 +1,7 @@
 """Router: selects experts for every token and computes their weights.
 
-Order of operations: input jitter, gate projection, forced logits (benchmarks), selection (one op, which also computes
-all sums over tokens), capacity, losses, counts.
+Order of operations: input jitter, gate projection, forced logits (benchmarks), selection (one kernel op, which also
+computes all sums over tokens), capacity limit, auxiliary losses, token counts.
 """
 
 from dataclasses import replace
@@ -50,11 +50,11 @@ class ExpertSelection:
         """Every token selects `topk` experts.
 
         Args:
-            given_ids_TK: ids to use instead of selecting.
-            thresholds_E: thresholds of quantile balancing, subtracted from the logits for the selection.
-            balance: True in training, where Sinkhorn routing selects by the balanced matrix.
-            balance_sets: number of sets of tokens with their own balancing sums (`Kernels.route`); 0: no sums.
-            z: whether to compute the sum for the z loss.
+            given_ids_TK: expert ids to use instead of selecting.
+            thresholds_E: quantile balancing: values subtracted from the logits before top-k, not in the probabilities.
+            balance: for Sinkhorn routing: True (in training) selects by the balanced matrix, False by probability.
+            balance_sets: number of token sets that get separate sums for balancing losses; 0: no sums.
+            z: True to compute the sum for the z loss.
         """
         config = self.config
         if "sinkhorn" in config.balancing:
@@ -129,7 +129,7 @@ class Router(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.selection = ExpertSelection(config, capacity, kernels)
-        """Can be replaced by a subclass, for example one that selects for several parts of the tokens separately."""
+        """Selects the experts. The layout check replaces it by a subclass that selects per rank of another layout."""
         num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
         partial = ctx.config.sequence_parallel
@@ -151,7 +151,7 @@ class Router(nn.Module):
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """Token counts for global_aux_loss by microbatch: the forward stores them for its recomputation in backward."""
+        """Choices per expert for global_aux_loss, by microbatch, that a forward stores for its recomputation."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -160,10 +160,10 @@ class Router(nn.Module):
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
         """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
-        `given_ids_TK` replays a selection (an earlier `Routing.chosen_TK`) with probabilities of the current logits. In
-        training, losses are attached and choices counted if gradients are enabled, and metrics are recorded if
-        `mb.metrics` is set. With recompute the first forward has only metrics and the second only gradients, so nothing
-        is counted twice.
+        `given_ids_TK` (an earlier `Routing.chosen_TK`) replaces the selection; probabilities follow from the current
+        logits. In training, loss gradients are attached and choices are counted if gradients are enabled, and metrics
+        are recorded if `mb.metrics` is set. With recompute, the first forward records metrics and the second one counts
+        choices, so nothing is counted twice.
         """
         recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
@@ -226,11 +226,11 @@ class Router(nn.Module):
         return torch.promote_types(dtype, torch.float64 if self.config.dtype == "fp64" else torch.float32)
 
     def draw(self, num_tokens: int, dtype: torch.dtype, mb: MicrobatchContext) -> Tensor:
-        """Random logits [T, E] for benchmarks, so that the expert load does not depend on the weights.
+        """Returns random logits [T, E] for benchmarks, so that the expert load does not depend on the weights.
 
-        N(0, 1) noise that differs between tokens, microbatches and layers, drawn in fp32 so that fp64 runs use the same
-        values. `force_biased` adds a sample of N(0, |std|) per expert, for a load of known imbalance. This sample is
-        the same on all ranks. It is redrawn every step, or fixed for the run if std is negative.
+        The logits are N(0, 1) noise that differs between tokens, microbatches and layers. It is drawn in fp32 so that
+        fp64 runs use the same values. With std = `force_biased`, one sample of N(0, |std|) per expert is added for a
+        load of known imbalance. These samples are the same on all ranks, and redrawn every step unless std < 0.
         """
         num_experts, std, device = self.config.num_experts, self.config.force_biased, self.ctx.device
         dtype, part = self._logits_dtype(dtype), sequence_part(self.ctx)
@@ -249,8 +249,8 @@ class Router(nn.Module):
     def _losses(
         self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
     ) -> list[tuple[str, Tensor, float]]:
-        """(name in the log, loss, coefficient) of the z loss and the balancing losses. `routed`: None for expert
-        choice."""
+        """Returns (name in the log, loss, coefficient) for the z loss and each balancing loss that are enabled.
+        `routed`: None for expert choice, which has no balancing losses."""
         made: list[tuple[str, Tensor, float]] = []
         if self.config.z_loss_coeff:
             z_sum = None if routed is None else routed.z_sum
@@ -263,7 +263,7 @@ class Router(nn.Module):
         return made
 
     def _attach_losses(self, routing: Routing, made: list[tuple[str, Tensor, float]], mb: MicrobatchContext) -> Routing:
-        """Records the losses as metrics and attaches their gradients to the probabilities."""
+        """Records the losses in `mb.metrics` (if set) and attaches their gradients to the probabilities."""
         if not made:
             return routing
         names, losses, coeffs = zip(*made, strict=True)
@@ -290,7 +290,7 @@ class Router(nn.Module):
         return losses.with_shares_of(counts_E)
 
     def _count(self, routing: Routing, logits_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Accumulates the statistics for the update at the end of the global batch."""
+        """Accumulates the statistics that update expert bias and thresholds at the end of the global batch."""
         # `+=` would also set the module attribute, which costs more host time than the addition
         if self.expert_bias is not None:
             self.tokens_since_update.add_(routing.counts_E)
@@ -314,13 +314,13 @@ class Router(nn.Module):
         record_load(metrics, self.layer, requested_E, self.ctx.group("tp_cp"), dropless=dropless)
 
     def record_bias(self, metrics: MetricAccumulator) -> None:
-        """Records max - min of the expert bias as moe/expert_bias_range, once per step."""
+        """Records max - min of the expert bias as metric moe/expert_bias_range. Called once per step."""
         if self.expert_bias is not None:
             spread = self.expert_bias.max() - self.expert_bias.min()
             metrics.record("moe/expert_bias_range", spread, layer=self.layer)
 
     def batch_sums(self) -> Tensor:
-        """Statistics since the last update, to be summed over ranks: fp64 [n]; n is 0 if the router has none."""
+        """Returns the statistics since the last update, fp64 [n], for a sum over ranks; n is 0 without statistics."""
         parts: list[Tensor] = []
         if self.expert_bias is not None:
             parts.append(self.tokens_since_update.double())
@@ -330,7 +330,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_batch(self, sums: Tensor, proceed: Tensor | None) -> None:
-        """Updates expert bias and thresholds from `sums` unless `proceed` is False, then resets the statistics."""
+        """Updates expert bias and thresholds from `sums` (`batch_sums` summed over ranks), then resets the statistics.
+        `proceed`: bool scalar on the device; if it is False, bias and thresholds stay unchanged."""
         num_experts = self.config.num_experts
         if self.expert_bias is not None:
             tokens_E, sums = sums[:num_experts], sums[num_experts:]
@@ -354,7 +355,7 @@ class Router(nn.Module):
 
 
 def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
-    """Asserts combinations that the flag checks already reject with an explanation."""
+    """Asserts that the options are compatible. Flag checks reject incompatible options earlier, with an explanation."""
     assert 1 <= config.topk <= config.num_experts, f"top-{config.topk} of {config.num_experts} experts"
     assert len(config.balancing) == len(config.aux_loss_coeffs), f"{config.balancing} and {config.aux_loss_coeffs}"
     assert not config.expert_bias or config.score_function != "softmax", "softmax scores do not support expert bias"
@@ -369,7 +370,7 @@ def _check(config: RouterConfig, capacity: CapacityConfig | None) -> None:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Straight-through estimator: forward returns the replacement, backward passes the gradient to the logits."""
+    """Straight-through estimator: forward returns `replacement_TE`, backward passes its gradient to the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, replacement_TE: Tensor) -> Tensor:

@@ -13,21 +13,21 @@ from megatron_moe.parallel.context import ProcessGroup
 def record_load(
     metrics: MetricAccumulator, layer: int, counts_E: Tensor, group: ProcessGroup, *, dropless: bool = False
 ) -> None:
-    """Records the load balance of one microbatch, which is split over the ranks of `group`. `counts_E`: number of
-    choices per expert on this rank before dropping. `dropless`: True if the router never drops choices.
+    """Records load metrics of one microbatch, whose tokens are split over the ranks of `group`.
 
-    moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664)
-    moe/load_entropy       entropy of the load fractions / log E: 1 if even, 0 if all tokens choose one expert
+    `counts_E`: choices per expert on this rank, dropped ones included. `dropless`: True if choices are never dropped.
+    moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664); load: choices of an expert
+    moe/load_entropy       entropy of the experts' load shares, divided by log E: 1 if equal, 0 if one expert has all
     moe/dead_experts       number of experts without tokens
     moe/tokens_per_expert  number of tokens of each expert [E], summed over microbatches and ranks
-    moe/dropped_tokens     0 with `dropless`; otherwise recorded by `record_drops`
+    moe/dropped_tokens     0 if `dropless`; otherwise the caller records it with `record_drops`
     """
     metrics.collect("moe/load", layer, counts_E, _Loads(group, dropless))
 
 
 @dataclass(frozen=True)
 class _Loads:
-    """Computes the load metrics of many layers and microbatches in one batch."""
+    """Callback of `MetricAccumulator.collect` that computes load metrics of many layers and microbatches at once."""
 
     group: ProcessGroup
     dropless: bool
@@ -55,5 +55,5 @@ class _Loads:
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
-    """Records moe/dropped_tokens, the fraction of dropped choices (for expert choice: of tokens without an expert)."""
+    """Records moe/dropped_tokens: the fraction of dropped choices, or, for expert choice, of tokens without expert."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)

@@ -16,9 +16,9 @@ from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.parallel.exchange import AllGather, run
 
 SINKHORN_TOLERANCE = 1e-4
-"""Megatron's tolerance on the mean change of the expert scales between two iterations."""
+"""Convergence tolerance: mean absolute change of the expert scales between two iterations. Megatron's value."""
 SINKHORN_ITERATIONS = 64
-"""Fixed number of iterations, to avoid a host synchronisation; the scales are frozen once the tolerance is met."""
+"""Fixed number of iterations, to avoid a host synchronisation. After convergence, the scales no longer change."""
 _SINKHORN_EPS = 1e-8
 
 
@@ -28,10 +28,9 @@ _SINKHORN_EPS = 1e-8
 def sinkhorn_choice(
     logits_TE: Tensor, topk: int, valid_T: Tensor | None, given_ids_TK: Tensor | None, *, balance: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (ids_TK, probs_TK), selected by the balanced matrix if `balance` (training), else by probability.
-
-    The probability of a choice is sigmoid(logit) for K = 1, otherwise the softmax over all experts, not renormalised.
-    """
+    """Returns (ids_TK, probs_TK). Without `given_ids_TK`, each token selects K experts: by the Sinkhorn-balanced matrix
+    if `balance` (in training), otherwise by probability. The probability of an expert is sigmoid(logit) for K = 1,
+    otherwise the softmax over all experts; the K probabilities are not renormalised."""
     wide_TE = logits_TE.to(internal_dtype(logits_TE.dtype))
     weights_TE = wide_TE.sigmoid() if topk == 1 else wide_TE.softmax(dim=-1)
     ids_TK = given_ids_TK
@@ -42,9 +41,9 @@ def sinkhorn_choice(
 
 
 def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Scales rows and columns of exp(logits) in turn until rows sum to 1 / T and columns to 1 / E; returns [T, E].
+    """Returns exp(logits) [T, E] with rows and columns scaled such that rows sum to 1 / T and columns to 1 / E.
 
-    Rows of padding tokens (`valid_T` False) are zero.
+    T counts valid tokens only. Rows of padding tokens (`valid_T` False) are zero.
     """
     # Subtracting the row maximum keeps exp finite; the row scale cancels this factor.
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp()
@@ -73,9 +72,9 @@ def quantile_thresholds(
 ) -> tuple[Tensor, Tensor]:
     """Returns (thresholds_E, has_tokens): fp64 thresholds that would have balanced the expert load of these tokens.
 
-    The margin of a token is the (K + 1)-th largest of logits - thresholds. With n = floor(tokens * K / E), the
-    threshold of an expert is the (n + 1)-th largest of logits - margin. Without valid tokens the thresholds are 0 and
-    `has_tokens` is False.
+    The margin of a token is the (K + 1)-th largest of its logits minus the current `thresholds_E`. With n = floor(valid
+    tokens * K / E), the new threshold of an expert is the (n + 1)-th largest of its logits minus the tokens' margins.
+    Without valid tokens, the thresholds are 0 and `has_tokens` is False.
     """
     wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
     excess_TE = wide_TE - thresholds_E.to(wide_TE.dtype)
@@ -92,7 +91,7 @@ def quantile_thresholds(
 
 
 def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    """All-gathers logits and padding mask over `group`, whose ranks share a microbatch; not differentiable."""
+    """All-gathers logits and valid-token mask of a microbatch that is split over `group`. Not differentiable."""
     if group.size == 1:
         return logits_TE, valid_T
     # tp x cp: T * E logits and T bytes per layer and microbatch, only for quantile balancing
@@ -107,11 +106,11 @@ def whole_microbatch(logits_TE: Tensor, valid_T: Tensor | None, group: ProcessGr
 def expert_choice(
     logits_TE: Tensor, config: RouterConfig, capacity: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (map_TE, probs_TE): every expert selects the `capacity` tokens with the highest scores for it.
+    """Returns (map_TE, probs_TE), the selections and their weights; every expert selects `capacity` tokens.
 
-    S = softmax(X W) over the experts (or sigmoid and sqrtsoftplus scores normalised to sum to 1 per token); expert e
-    selects the top `capacity` tokens of column e (the earlier token wins ties) with weights S[t, e] (section 3.2 of the
-    paper: G, I = TopK(S^T, k)). Any number of experts may select a token; weights are not renormalised.
+    The scores S [T, E] of a token are the softmax of its logits, or its sigmoid or sqrtsoftplus scores normalised to
+    sum to 1. Expert e selects the `capacity` valid tokens with the highest S[t, e]; the earlier token wins ties. The
+    weight is S[t, e], times `config.scaling_factor` if set. Any number of experts may select a token.
     """
     scores_TE = balance_scores(logits_TE, config)
     ranking_TE = scores_TE.detach()
@@ -137,7 +136,7 @@ def _num_valid(valid_T: Tensor | None, like_TE: Tensor) -> Tensor:
 def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
     """Maximum number of tokens per expert: ceil(factor * T * K / E), at most T (GShard, arXiv 2006.16668).
 
-    The limit is per rank and microbatch. T includes padding tokens, because the limit sizes buffers on the host.
+    The limit is per rank and microbatch. T includes padding tokens, because the host must know the buffer sizes.
     """
     return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
 
@@ -147,8 +146,8 @@ def within_capacity(
 ) -> Tensor:
     """Mask of the choices that are within their expert's capacity: bool [T, K], False where the id is -1.
 
-    Every expert keeps its `capacity` choices with the highest probability ("probs"; the earlier token wins ties) or of
-    the earliest tokens ("position"). `counts_E` [E]: number of choices per expert.
+    Every expert keeps at most `capacity` choices. With policy "probs", these have the highest probabilities, and the
+    earlier token wins ties. With "position", they are those of the earliest tokens. `counts_E`: choices per expert.
     """
     experts = torch.where(ids_TK < 0, len(counts_E), ids_TK).flatten()
     order = torch.arange(len(experts), device=experts.device)

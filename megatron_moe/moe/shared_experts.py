@@ -12,10 +12,10 @@ from megatron_moe.parallel.parameter import Parameter, new_parameter
 
 
 class SharedExperts(nn.Module):
-    """Computes fc2(act(fc1(x))), multiplied by sigmoid(x w^T) per token if `config.gate` (Qwen2-MoE).
+    """Computes fc2(act(fc1(x))). With `config.gate`, each token's output is multiplied by sigmoid(x w^T) (Qwen2-MoE).
 
-    Several shared experts are one MLP with their total ffn size. Parameters: `linear_fc1.weight` [F or 2F, H] with the
-    gate's rows first, `linear_fc2.weight` [H, F], and `gate_weight` [1, H].
+    Several shared experts are one MLP with their total ffn size. Parameters: `linear_fc1.weight` [F, H], or [2F, H] for
+    a gated activation (gate rows first); `linear_fc2.weight` [H, F]; and w = `gate_weight` [1, H] with `config.gate`.
     """
 
     gate_weight: Parameter | None
@@ -34,15 +34,15 @@ class SharedExperts(nn.Module):
             self.gate_weight = new_parameter((1, hidden), meta, ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]"""
+        """Returns the MLP's output [..., H] for hidden states [..., H]."""
         return self.second(self.first(hidden), hidden)
 
     def first(self, hidden: Tensor) -> Tensor:
-        """act(fc1(x)): [..., H] -> [..., F]"""
+        """First half of `forward`: returns act(fc1(hidden)), [..., F]."""
         return self.kernels.activation(self.linear_fc1(hidden), None, self.activation)
 
     def second(self, act: Tensor, hidden: Tensor) -> Tensor:
-        """fc2(act), multiplied by the gate of `hidden` if configured: [..., F] and [..., H] -> [..., H]"""
+        """Second half of `forward`: returns fc2(act), [..., H], multiplied by the gate of `hidden` if configured."""
         out: Tensor = self.linear_fc2(act)
         if self.gate_weight is None:
             return out

@@ -1,12 +1,12 @@
 """Upcycling: initialises an MoE layer from a dense MLP (`--moe-use-upcycling`).
 
-Plain (arXiv 2212.05055): every expert is a copy of the MLP. Granular (arXiv 2410.07524): the MLP is split along its ffn
-dim into g slices, g = dense ffn / expert ffn. Experts i * g ... i * g + g - 1 hold the g slices and form virtual group
-i, one whole MLP; the router gives them equal logits, so that top-k selects whole groups when g divides K.
+Plain upcycling (arXiv 2212.05055): every expert is a copy of the MLP. Granular upcycling (arXiv 2410.07524): the MLP is
+split along its ffn dim into g = dense ffn / expert ffn slices. Experts i * g to i * g + g - 1 hold the g slices of one
+copy of the MLP, virtual group i. The router gives them equal logits, so top-k selects whole groups if g divides K.
 
-With p_i the weight of every expert of group i, the layer computes sum_i p_i * scale * MLP(x), which is MLP(x) for
-scale = g / (sum of a token's K weights). The scale is applied to the second matrix, because a gated activation is not
-linear in the first.
+If each expert of a selected group i has weight p_i, the layer computes MLP(x) * scale * (sum of p_i over these
+groups). This is MLP(x) for scale = g / (sum of the token's K weights). The scale is applied to the second matrix,
+because a gated activation is not linear in the first.
 """
 
 import math
@@ -24,17 +24,17 @@ class Upcycled:
     """Weights of one upcycled MoE layer."""
 
     weights: dict[str, Tensor]
-    """Weights by name within the layer: router.weight, experts.linear_fc1.weight, ..."""
+    """Weights by their name in the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
-    """Reason why the output differs from that of the dense MLP, for a warning; None: equal up to rounding."""
+    """Reason, for a warning, why the layer's output differs from the dense MLP's; None: equal up to rounding."""
 
 
 def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: MoEConfig) -> Upcycled:
-    """Converts a dense MLP into the MoE layer of `config`.
+    """Converts the weights of a dense MLP into those of the MoE layer `config`. Dtypes do not change.
 
-    dense: linear_fc1.weight [fan * g * F, H] (gate rows first), linear_fc2.weight [H, g * F], and biases if the experts
-    have them. router: newly initialised weight [E, H] and optional bias [E]. Dtypes do not change. Raises
-    CheckpointProblem if the sizes do not fit.
+    dense: linear_fc1.weight [g * F, H], or [2 * g * F, H] for a gated activation (gate rows first), linear_fc2.weight
+    [H, g * F], and biases if the experts have them; F is the expert ffn size. router: newly initialised weight [E, H]
+    and optional bias [E]. Raises CheckpointProblem if names or sizes do not fit.
     """
     granularity = _granularity(dense, config)
     num_experts = config.experts.num_experts
@@ -58,7 +58,7 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
 
 
 def expected_weight_sum(router: RouterConfig) -> float:
-    """Sum of a token's K probabilities: a constant if they are normalised, otherwise the sum for all-zero logits."""
+    """Sum of a token's K probabilities: exact if they are normalised, otherwise the sum for logits that are all 0."""
     even = router.topk / router.num_experts
     if "sinkhorn" in router.balancing:
         return even if router.topk > 1 else 0.5
@@ -71,7 +71,7 @@ def expected_weight_sum(router: RouterConfig) -> float:
 
 
 def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
-    """Reason why the output of an upcycled layer differs from that of the dense MLP; None if they are equal."""
+    """Reason why the output of an upcycled layer differs from the dense MLP's; None if equal up to rounding."""
     router = config.router
     for kind in ("sinkhorn", "expert_choice"):
         if kind in router.balancing:
@@ -90,7 +90,7 @@ def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
 
 
 def _granularity(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
-    """Number of expert slices per dense MLP. Raises CheckpointProblem if the sizes do not fit."""
+    """Number of slices into which the dense MLP is split. Raises CheckpointProblem if names or sizes do not fit."""
     experts = config.experts
     expected = {"linear_fc1.weight", "linear_fc2.weight"}
     if experts.bias:

@@ -21,7 +21,7 @@ class AdamW:
         )
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        """Implements `UpdateRule.step`."""
+        """Updates weights, master weights and moments of a range of elements in place (`UpdateRule.step`)."""
         key, stored, weights = operands.key, operands.stored, operands.weights
         step = AdamWStep(
             lr=scalars.decoupled_lr if key.decoupled_lr and scalars.decoupled_lr is not None else scalars.lr,

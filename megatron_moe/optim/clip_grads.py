@@ -20,8 +20,8 @@ def gradient_norms(
     (everything else) are norms of its parts. A non-finite element anywhere makes "all" non-finite on every rank.
 
     Args:
-        nonfinite: bool scalar of this rank (`Optimizer.nonfinite`). It is summed over ranks in the same collective; the
-            entry "nonfinite" of the result is above zero if any rank has set it.
+        nonfinite: this rank's flag `Optimizer.nonfinite`. It is summed over ranks in the same collective; the result
+            then has an entry "nonfinite", which is above zero if the flag is True on any rank.
     """
     zero = torch.zeros((), dtype=internal_dtype(buffers.grad_dtype), device=buffers.device)
     squares = {part: zero.clone() for part in ("dense", "experts", "router")}
@@ -37,30 +37,30 @@ def gradient_norms(
 
 
 def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
-    """Yields the buffers whose owned ranges this rank includes in norms; all buffers if it owns the whole model."""
+    """Yields the buffers whose owned ranges this rank includes in norms and other sums over the model."""
     for buffer in buffers.buffers:
         if buffers.whole or buffer.counts:
             yield buffer
 
 
 def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Adds up sums over `counted` buffers over the world, in place, so that every element of the model counts once.
+    """Adds `sums`, which each rank computed from its `counted` buffers, over all ranks in place: sums over the model.
 
-    No-op if every rank owns the whole model, since the values are then bitwise equal already. Otherwise one collective
-    returns the same bits on all ranks, so all ranks clip by the same factor.
+    If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are returned unchanged.
+    Otherwise one collective returns the same bits on all ranks, so all ranks clip by the same factor.
     """
     return sums if buffers.whole else all_reduce_(sums, context.group("world"))
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
-    """Clip factor min(1, clip_grad / (norm + 1e-6)), or 1 if `clip_grad` is 0. A scalar on the device."""
+    """Clip factor, a scalar on the device: min(1, clip_grad / (norm + 1e-6)), or 1 if `clip_grad` is 0."""
     if clip_grad == 0.0:
         return torch.ones_like(norm)
     return (clip_grad / (norm + 1e-6)).clamp(max=1.0)
 
 
 def count_zeros(buffers: GradBuffers) -> Tensor:
-    """Number of elements of the finished gradients that are exactly zero, int64 scalar on the device."""
+    """Number of gradient elements of the model that are exactly zero, int64 scalar on the device."""
     zeros = torch.zeros((), dtype=torch.int64, device=buffers.device)
     for buffer in counted(buffers):
         for (start, end), grads in zip(buffer.owned, buffer.owned_parts(buffer.grads), strict=True):

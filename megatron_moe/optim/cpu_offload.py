@@ -2,7 +2,7 @@
 
 Results are identical to steps with state in device memory. State that is stepped on the CPU stays in host memory:
 gradients are copied to the host and new weights to the device. Streamed state is copied to the device chunk by chunk,
-updated there under the step's device flags, and copied back, without a host synchronisation.
+updated there, and copied back. This needs no host synchronisation, because the update reads `proceed` on the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from megatron_moe.parallel.streams import Event, HostCopies
 _HOST_CHUNK = 1 << 20
 """Number of elements that are copied and stepped at a time, small enough for the CPU caches."""
 Chunk = tuple[OptimizerState, int, int]
-"""(state, start, end), in elements of the state."""
+"""(state, start, end): elements `start` to `end` of a state, which are stepped together."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _OffloadedStep:
     rule: UpdateRule
     config: OptimizerOffloadConfig
     kernels: Kernels
-    """Kernels of the device; if the device is a CPU, they also step host states."""
+    """Kernels of the training device; if it is a CPU, they also step host states by default."""
     copies: HostCopies
 
 
@@ -38,9 +38,9 @@ class _OffloadedStep:
 class CPUStep(_OffloadedStep):
     """Steps states on the CPU.
 
-    The host blocks for the copies of clip factor and flag `proceed`, returns if the step is rejected, and then blocks
-    for the gradients of each chunk. The device's compute stream waits only for the new weights. With
-    `overlap_cpu_optimizer_d2h_h2d`, copies of the next gradients and previous weights overlap with the step of a chunk.
+    The host blocks until the step's scalars are copied. If `proceed` is False, it returns; otherwise it blocks for the
+    gradients of each chunk. The device's compute stream waits only for the new weights. While a chunk is stepped, with
+    `overlap_cpu_optimizer_d2h_h2d`, the next chunk's gradients and the previous chunk's weights are copied.
     """
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class CPUStep(_OffloadedStep):
             scalars.nonfinite.fill_(True)
 
     def _copy_scalars(self, scalars: StepScalars) -> StepScalars:
-        """Copies the step's scalars to the host and blocks until this is done. The clip factor keeps its dtype."""
+        """Copies the step's scalars to the host, blocks until this is done, and returns them with unchanged dtypes."""
         on_device = (scalars.step, scalars.grad_scale, scalars.proceed, scalars.nonfinite)
         stacked = torch.stack([each.double() for each in on_device])
         self.copies.synchronize(self.copies.to_host(self._scalars, stacked))
@@ -99,7 +99,7 @@ class CPUStep(_OffloadedStep):
         )
 
     def _load(self, number: int, chunks: Sequence[Chunk]) -> Event:
-        """Starts the copy of a chunk's gradients to the host."""
+        """Starts the copy of the gradients of chunk `number` to the host; no-op past the last chunk."""
         if number >= len(chunks):
             return None
         state, start, end = chunks[number]
@@ -169,5 +169,5 @@ def _host_kernels(config: OptimizerOffloadConfig, kernels: Kernels, states: Sequ
 
 
 def _view(buffer: Tensor, like: Tensor) -> Tensor:
-    """View of the beginning of a buffer with the size and dtype of `like`."""
+    """View of the first bytes of `buffer` as a tensor with the size and dtype of `like`."""
     return buffer.view(torch.uint8)[: like.nbytes].view(like.dtype)

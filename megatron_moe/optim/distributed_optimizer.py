@@ -1,9 +1,9 @@
-"""Optimizer over flat buffers: steps the ranges that this rank owns with an update rule (ZeRO-0 and ZeRO-1).
+"""Optimizer over flat buffers: applies an update rule to the ranges that this rank owns (ZeRO-0 and ZeRO-1).
 
 The step can overlap with the next forward (`Optimizer.step_in_forward`), because the update is bound by memory
 bandwidth and the forward mostly by compute. Buckets are stepped on a side stream in the order in which the forward
-reads the weights, and each node of the forward acquires (waits for) the unit of its parameters. Results are identical.
-A backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
+reads the weights, and each node of the forward waits for the updates of its parameters. Results do not change: a
+backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,21 +29,21 @@ from megatron_moe.parallel.streams import Streams, make_host_copies, make_stream
 
 @dataclass(frozen=True)
 class StateRange:
-    """Elements that this rank owns of one parameter's state of one kind (master weights or a moment)."""
+    """The part that this rank owns of one parameter's master weights or of one of its moments."""
 
     name: str
     """Global name of the parameter."""
     kind: str
     parameter: Parameter
     start: int
-    """First element in this rank's part of the parameter, in row-major order."""
+    """Index of the first owned element in the flattened parameter (this rank's model-parallel shard)."""
     data: Tensor
-    """[n] in fp32 (fp64 in fp64 runs): the state, or a host copy if the state has another format. Values written to it
-    take effect in `weights_from_masters`."""
+    """[n] in fp32 (fp64 in fp64 runs): a view of the state, or a host copy if the state has another format. Values
+    written to it take effect when `weights_from_masters` is called."""
 
     @property
     def whole(self) -> Tensor:
-        """`data` in the parameter's shape; only if this rank owns the whole parameter."""
+        """View of `data` in the parameter's shape; requires that this rank owns the whole parameter."""
         return self.data.view(self.parameter.shape)
 
 
@@ -51,7 +51,7 @@ class Optimizer:
     """Steps the ranges of the buffers that this rank owns. The constructor copies the weights to the master weights.
 
     Args:
-        precision: formats of master weights and moments. The buffers' `OptimizerConfig` selects device or host memory.
+        precision: formats of master weights and moments. `buffers.optimizer` selects whether they are in host memory.
         rule: update rule; None: AdamW.
     """
 
@@ -74,23 +74,23 @@ class Optimizer:
         assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
-        """(state, kind, fp32 copy) of the state in other formats that `named_state` returned last."""
+        """(state, kind, fp32 copy) for each state of another format that the last `named_state` had to copy."""
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
         self.store = ParamStore(buffers)
         self._gather_in_forward = False
         self._streams: Streams | None = None
-        """Streams of a step that overlaps with the next forward; None: the step does not overlap."""
+        """Streams for a step that overlaps with the next forward; None if the step does not overlap."""
         self._buckets: list[list[UpdateOperands]] = []
-        """Owned ranges of every bucket in forward order, for the overlapped step."""
+        """Operands of the owned ranges in each bucket, with buckets in forward order, for the overlapped step."""
         self._scalars: StepScalars | None = None
-        """Scalars of the last overlapped step, referenced because the optimizer stream may still read them."""
+        """Scalars of the last overlapped step, kept alive because the optimizer stream may still read them."""
 
     def step_in_forward(self, model: AcquiringModel) -> None:
         """Enables the overlapped step: `step` returns while updates are pending, and nodes of `model` wait for them.
 
-        Other code must call `finish_gather` before it reads weights or state or writes gradients.
+        Other code must call `finish_gather` before it reads weights or optimizer state, or writes gradients.
         """
         assert all(state.home == "device" for state in self.states), "state in host memory is not stepped on a stream"
         for number, index in forward_order(self.buffers.layout):
@@ -127,7 +127,7 @@ class Optimizer:
             grad_scale: scalar on the device that multiplies every gradient (the clip factor).
             proceed: bool scalar on the device. False: weights, moments and step count stay bitwise unchanged, even if
                 gradients are not finite.
-            decoupled_lr: learning rate of embedding and head; None: not decoupled.
+            decoupled_lr: learning rate of embedding and head; None: they use `lr`.
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
@@ -149,7 +149,7 @@ class Optimizer:
             self.finish_gather()
 
     def _start_overlapped(self, scalars: StepScalars, streams: Streams) -> None:
-        """Launches the updates of all buckets on the optimizer stream. No bucket may be pending."""
+        """Launches the updates of all buckets on the optimizer stream. Earlier updates must not be pending."""
         self._scalars = scalars
         with streams.fork("optimizer"):
             for number, bucket in enumerate(self._buckets):
@@ -158,8 +158,8 @@ class Optimizer:
                 self.store.write_back(number, streams)
 
     def weights_from_masters(self) -> None:
-        """Stores the values that were written to the data of `named_state`, rounds the master weights to the parameters
-        and gathers the parameters on all ranks."""
+        """Stores the values that the caller wrote to `StateRange.data`, converts the master weights to the parameters'
+        dtype, and gathers the parameters on all ranks."""
         self.finish_gather()
         self._host_copies.synchronize_all()
         for state, kind, numbers in self._copies:
@@ -171,7 +171,7 @@ class Optimizer:
         self.finish_gather()
 
     def masters_from_weights(self) -> None:
-        """Sets the master weights from the weights, after these were initialised or loaded without optimizer state."""
+        """Copies the parameters to the master weights; for parameters initialised or loaded without optimizer state."""
         self.finish_gather()
         self._host_copies.synchronize_all()
         self._copies = []
@@ -179,7 +179,7 @@ class Optimizer:
             state.master_from_weights()
 
     def named_state(self) -> Iterator[StateRange]:
-        """Yields all state that this rank owns except `step_count`, in fp32 (fp64 in fp64 runs) for any format.
+        """Yields all state that this rank owns except `step_count`, converted to fp32 (fp64 in fp64 runs).
 
         To restore state, copy it into `StateRange.data`, then call `weights_from_masters`.
         """
@@ -204,7 +204,7 @@ class Optimizer:
         return numbers
 
     def params_norm(self) -> Tensor:
-        """L2 norm of the master weights of the whole model, each element counted once. A scalar on the device."""
+        """L2 norm of the whole model's master weights, a scalar on the device. Each element is counted once."""
         self.finish_gather()
         if any(state.home != "device" for state in self.states):
             self._host_copies.synchronize_all()
@@ -222,10 +222,10 @@ def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
     """Checks that the ranks together own every element of the model exactly once. Collective over the world.
 
     Otherwise elements would be missing from norms and checkpoints, or be stepped twice or never. `elements`: number of
-    elements of the model on each grid.
+    elements of the model, for experts ("expert") and all other parameters ("attention").
 
     Raises:
-        RunError: an element is owned twice or by no rank.
+        RunError: the numbers of owned elements and of elements of the model differ.
     """
     owned = dict.fromkeys(elements, 0)
     for buffer in counted(buffers):

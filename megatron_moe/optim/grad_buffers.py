@@ -3,7 +3,7 @@
 Every parameter is a view of a flat tensor, and so is its gradient, which is accumulated over microbatches in the
 accumulation dtype. GEMMs write or add their weight gradient directly to the buffer through `parameter.sink`; gradients
 that autograd leaves in `.grad` are moved by `collect` after every backward. The first gradient of a step overwrites the
-buffer, later gradients are added, and the gradient of a parameter that gets none is zero.
+buffer, and later gradients are added. A parameter that gets no gradient in a step has gradient zero.
 """
 
 from collections import deque
@@ -33,9 +33,9 @@ from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter
 
 
 class WeightGradQueue:
-    """Queue of weight-gradient computations, which run immediately unless `deferred` is set.
+    """Queue of weight-gradient computations, which run immediately unless `deferred` is True.
 
-    If `deferred` is set, they run when the schedule calls `run`, at the latest in `GradBuffers.complete`.
+    If `deferred` is True, they run when the schedule calls `run`, at the latest in `GradBuffers.complete`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class WeightGradQueue:
         return len(self._tasks)
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs the task, or appends it to the queue if `deferred` is set."""
+        """Runs the task, or appends it to the queue if `deferred` is True."""
         if self.deferred:
             self._tasks.append(task)
         else:
@@ -62,8 +62,8 @@ class WeightGradQueue:
 class MainGrad:
     """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `sink`.
 
-    `BatchedWeightGrad`s are merged until `interval` of them, or those of all microbatches of the step, have been added,
-    so that the buffer is read and written once for all of them.
+    `BatchedWeightGrad`s are collected until `interval` of them, or all of the step, have been added. They are then
+    computed together, so that the buffer is read and written once for all of them.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class MainGrad:
         self.filled = False
         """True once the first gradient of this step has been stored; later gradients are added to it."""
         self.on_arrival: Callable[[int], object] = lambda number: None
-        """Called with the number of gradients that have just been added."""
+        """Callback that receives the number of gradients that have just been added to the buffer."""
         self._queue = queue
         self._interval = interval
         self._batched: BatchedWeightGrad | None = None
         self._batches_left: int | None = None
-        """Number of microbatches of this step that have not added a `BatchedWeightGrad` yet; None: unknown."""
+        """Number of `BatchedWeightGrad`s (one per microbatch) still to come in this step; None if unknown."""
         self._num_arrived = 0
         self._num_expected: int | None = None
         self._in_autograd = False
-        """True if autograd has added gradients of this backward that `_num_arrived` does not include yet."""
+        """True if gradients from autograd were added in this backward that `_num_arrived` does not include yet."""
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """See `GradBuffers.begin_step`."""
+        """Begins a step, as in `GradBuffers.begin_step`: the next gradient overwrites that of the last step."""
         assert self._batched is None, f"{self.name}: a weight gradient of the last step was never computed"
         self.filled = False
         self._batches_left = num_microbatches
@@ -96,11 +96,11 @@ class MainGrad:
         self._num_expected = None if num_microbatches is None else num_microbatches * self.parameter.uses
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        """Implements `GradAccumulator`."""
+        """Submits the computation of a gradient to the queue, as specified by `GradAccumulator.add`."""
         self._queue.submit(partial(self._take, compute))
 
     def compute_batched(self) -> None:
-        """Computes the deferred `BatchedWeightGrad`."""
+        """Computes the `BatchedWeightGrad`s collected so far, if any."""
         batched, self._batched = self._batched, None
         if batched is not None:
             self._compute(batched, len(batched.parts))
@@ -142,7 +142,7 @@ class MainGrad:
             self._in_autograd = True
 
     def end_backward(self) -> None:
-        """Counts gradients of a parameter with several uses, which autograd adds in a varying number of hook calls."""
+        """Counts the gradients of a parameter with several uses. `accept` cannot, as autograd may sum some of them."""
         if self._in_autograd:
             self._in_autograd = False
             self._count(self.parameter.uses)
@@ -170,11 +170,11 @@ class FlatBuffer:
         device = context.device
         self.layout = layout
         self.group = context.group(replica_group(layout.key.grid))
-        """Data-parallel ranks, which hold copies of the parameters and process different tokens."""
+        """Data-parallel process group, whose ranks hold copies of the parameters and process different tokens."""
         self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
-        """Ranges that this rank steps: its shard of every bucket, or the whole buffer."""
+        """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
-        """True on the one rank in the world that counts these ranges in norms and checkpoints."""
+        """True if this rank, of all ranks that own these ranges, includes them in norms and checkpoints."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
         """Flat tensor in the storage format; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
@@ -186,11 +186,11 @@ class FlatBuffer:
         return self.layout.key
 
     def owned_parts(self, flat: Tensor) -> list[Tensor]:
-        """Slices a flat tensor of this buffer's size: views of the ranges that this rank owns."""
+        """Views of the ranges that this rank owns in `flat`, a tensor with this buffer's layout."""
         return [flat[start:end] for start, end in self.owned]
 
     def bucket(self, index: int) -> GradBucket:
-        """Creates a `GradBucket` that counts the gradients of its parameters and reduces them."""
+        """Creates the `GradBucket` of bucket `index`, which counts and reduces the gradients of its parameters."""
         start, end = self.layout.buckets[index]
         places = zip(self.layout.places, self.slots, strict=True)
         slots = [slot for place, slot in places if place.bucket == index]
@@ -201,12 +201,12 @@ class FlatBuffer:
         return bucket
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields (global name, view in the parameter's shape) of all parameters in a tensor of this buffer's size."""
+        """Yields each parameter's global name and its view of `flat`, a tensor with this buffer's layout."""
         for place in self.layout.places:
             yield place.name, flat[place.start : place.end].view(place.shape)
 
     def adopt(self, parameters: dict[str, Parameter], queue: WeightGradQueue, interval: int) -> None:
-        """Copies the parameters into this buffer, makes them views of it and sets their sinks."""
+        """Copies the parameters into this buffer, makes them views of it, and sets a `MainGrad` as `sink` of each."""
         slots = []
         for (name, weight), (_, main_grad) in zip(self.views(self.weights), self.views(self.grads), strict=True):
             parameter = parameters[name]
@@ -219,17 +219,17 @@ class FlatBuffer:
 
 
 def replica_group(grid: Grid) -> str:
-    """Name of the group of ranks that hold copies of a parameter of this grid and process different tokens."""
+    """Name of the process group whose ranks hold copies of the grid's parameters and process different tokens."""
     return "edp" if grid == "expert" else "dp_cp"
 
 
 def tensor_group(grid: Grid) -> str:
-    """Name of the group over which tensor parallelism shards or replicates parameters of this grid."""
+    """Name of the process group over which tensor parallelism shards or replicates the grid's parameters."""
     return "etp" if grid == "expert" else "tp"
 
 
 def _is_first_owner(key: BufferKey, context: ParallelContext, *, sharded: bool) -> bool:
-    """True on the first of the ranks that own the same elements of a buffer."""
+    """True if this rank is the first of the ranks that own the same elements of a buffer."""
     copies = [] if sharded else [replica_group(key.grid)]
     copies += [tensor_group(key.grid)] if key.replicated else []
     copies += ["embedding"] if key.shared_stages else []
@@ -243,7 +243,7 @@ class GradBuffers:
         named_parameters: (global name, parameter) in the order of registration.
         precision: selects the dtype in which gradients are accumulated and reduced.
         kernels: kernels that compute norms and optimizer steps on these buffers.
-        optimizer: selects weight decay and learning rate of a parameter; parameters with the same share a buffer.
+        optimizer: selects weight decay and learning rate; parameters with equal settings share a buffer.
         data_parallel: size of buckets, and whether ranks own shards of them (ZeRO-1).
         expert_interval: number of microbatches whose expert weight gradients are computed together.
         alignment: alignment of the ranges that ranks own (`UpdateRule.alignment`).
@@ -293,7 +293,7 @@ class GradBuffers:
 
     @property
     def whole(self) -> bool:
-        """True if this rank owns every element of the model."""
+        """True if every rank owns every element of the model."""
         config = self.context.config
         return not self.data_parallel.use_distributed_optimizer and {config.tp, config.pp, config.ep, config.etp} == {1}
 
@@ -305,7 +305,8 @@ class GradBuffers:
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
         """Begins a step: the next gradient of every parameter overwrites that of the last step.
 
-        `num_microbatches`: None if unknown. `early`: if the number is known, starts reductions before `finish_grads`.
+        `num_microbatches`: None if unknown. `early`: allows reductions to start before `finish_grads`, which also needs
+        a known number of microbatches.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
@@ -329,18 +330,17 @@ class GradBuffers:
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
-    """Completes, reduces and scales all gradients in place; with a sharded optimizer only in this rank's ranges.
+    """Completes, reduces and scales all gradients in place, so that they are those of the loss of the global batch.
 
-    The result is the derivative of the loss over the global batch. Dense parameters are replicated over dp x cp ranks
-    and experts over edp ranks, but gradients of both contain tokens of all dp x cp ranks (those of experts came through
-    dispatch), so both are divided by dp x cp.
+    With a sharded optimizer, only the ranges that this rank owns are valid afterwards. Without `token_count`, the
+    losses of ranks are means. Gradients are then sums over data-parallel ranks, divided by dp x cp. Experts have only
+    edp such ranks, but the same divisor, because dispatch brings them the tokens of all dp x cp ranks.
 
-    Without `token_count` the ranks' losses are means and the gradient is the mean over ranks. With `token_count`
-    (per-token loss) the losses are sums over tokens: gradients are summed and divided by `token_count`, a device scalar
-    with the tokens of the global batch. If it is 0, the gradient is zero.
+    With `token_count` (per-token loss), the ranks' losses are sums over tokens, and summed gradients are divided by
+    `token_count`, the number of tokens in the global batch (a scalar on the device). If it is 0, gradients are zero.
     """
     in_collective = buffers.data_parallel.ddp_average_in_collective
-    assert token_count is None or not in_collective, "a mean over ranks of gradients that are sums over tokens"
+    assert token_count is None or not in_collective, "averaging in the collective does not support per-token loss"
     buffers.complete()
     buffers.reducer.finish()
     num_ranks = context.group("dp_cp").size
@@ -355,7 +355,7 @@ def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count:
 
 
 def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> None:
-    """Sums partial gradients of ranks with the same data-parallel index, which own the same ranges."""
+    """Sums `grads` over the ranks of the tp, etp or embedding group if each of them holds only a partial sum."""
     if buffer.key.partial:
         # tp or etp: norms, gates and biases, a few H-wide vectors and E * H per layer
         all_reduce_(grads, context.group(tensor_group(buffer.key.grid)))
@@ -365,7 +365,7 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 
 
 def _accept(parameter: Tensor) -> None:
-    """Gradient hook of a parameter. Must not capture the `MainGrad`: Python cannot collect such a reference cycle."""
+    """Gradient hook of a parameter. It must not capture the `MainGrad`: Python cannot free such a reference cycle."""
     assert isinstance(parameter, Parameter) and isinstance(parameter.sink, MainGrad), "a parameter without a slot"
     parameter.sink.accept()
 

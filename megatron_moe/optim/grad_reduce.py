@@ -1,8 +1,8 @@
 """Reduction of gradients over data-parallel ranks, one collective per bucket.
 
-With overlap, the reduction of a bucket starts in the backward pass, as soon as all gradients of its parameters in the
-step have been added (`ParamShape.uses` per parameter and microbatch). Reductions start in the same order on all ranks,
-regardless of the order of the gradients, so collectives always match.
+With overlap, a bucket's reduction starts during the backward pass, as soon as all gradients that the step adds to the
+bucket are complete: `ParamShape.uses` gradients per parameter and microbatch. All ranks start the reductions in the
+same order, even if gradients are added in another order, so that collectives match.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,26 +20,27 @@ class GradBucket:
     def __init__(
         self, grads: Tensor, group: ProcessGroup, num_per_microbatch: int, fill_gaps: Sequence[Callable[[], None]]
     ) -> None:
-        """`num_per_microbatch`: gradients per microbatch. `fill_gaps`: functions that zero missing gradients."""
+        """`grads`: gradients of the bucket, flat. `num_per_microbatch`: number of gradients that a microbatch adds.
+        `fill_gaps`: functions, one per parameter, that zero its gradient if the step has added none."""
         self.grads = grads
         self.group = group
         self.num_per_microbatch = num_per_microbatch
         self.num_arrived = 0
         """Number of gradients added in this step."""
         self.pending: PendingCollective | None = None
-        """The reduction; None before it has started."""
+        """Reduction of this step; None before it has started."""
         self.on_arrival: Callable[[], None] | None = None
         self._fill_gaps = fill_gaps
 
     def arrived(self, number: int) -> None:
-        """Counts gradients that have been added."""
-        assert self.pending is None, f"a gradient after the reduction of its bucket began ({self.num_arrived} before)"
+        """Adds `number` to the count of gradients that have been added in this step."""
+        assert self.pending is None, f"gradient added after its bucket's reduction started ({self.num_arrived} before)"
         self.num_arrived += number
         if self.on_arrival is not None:
             self.on_arrival()
 
     def start(self, config: DataParallelConfig) -> None:
-        """Starts the reduction. No gradient may be added from now on."""
+        """Starts the reduction. No gradient may be added to the bucket afterwards."""
         for fill in self._fill_gaps:
             fill()
         # dp_cp or edp: one bucket, by default 40 million elements
@@ -53,10 +54,9 @@ class GradBucket:
 
 
 class GradReducer:
-    """Starts the reductions of all buckets in order, and waits for them.
+    """Starts the reductions of all buckets, in the order of `buckets`, and waits for them.
 
-    Args:
-        buckets: in the order in which a backward pass completes them.
+    `buckets` are in the order in which a backward pass completes them.
     """
 
     def __init__(self, buckets: Sequence[GradBucket], config: DataParallelConfig) -> None:
@@ -69,7 +69,7 @@ class GradReducer:
             bucket.on_arrival = self._start_complete if config.overlap_grad_reduce else None
 
     def begin_step(self, num_microbatches: int | None) -> None:
-        """Resets the counts. `num_microbatches` None: no reduction starts before `finish`."""
+        """Resets the counts for a new step. If `num_microbatches` is None, no reduction starts before `finish`."""
         self._num_microbatches = num_microbatches
         self.num_started = 0
         for bucket in self.buckets:
@@ -81,7 +81,7 @@ class GradReducer:
         while self.num_started < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:
-            assert bucket.pending is not None, "a bucket without its reduction"
+            assert bucket.pending is not None, "the reduction of a bucket was not started"
             bucket.pending.wait()
             bucket.pending = PendingCollective()
 
@@ -90,7 +90,7 @@ class GradReducer:
             self._start_next()
 
     def _complete(self, bucket: GradBucket) -> bool:
-        # `finish` reduces buckets without gradients: no forward has waited for the last update, which may read them.
+        # `finish` reduces buckets without gradients: no forward waits for their last update, which may be running.
         if self._num_microbatches is None or bucket.num_per_microbatch == 0:
             return False
         return bucket.num_arrived == bucket.num_per_microbatch * self._num_microbatches

@@ -1,6 +1,6 @@
-"""Learning rate and weight decay as functions of the training sequences consumed. Pure functions without torch.
+"""Learning rate and weight decay as functions of the number of training sequences (samples) consumed.
 
-The schedules are Megatron's. A step that consumes samples n to n + batch size uses the values at n.
+The schedules are Megatron's. A step uses the values at the number of samples consumed before it.
 """
 
 import math
@@ -20,7 +20,7 @@ class LRSchedule:
 
     config: LRConfig
     decoupled: tuple[float, float] | None = None
-    """(largest, smallest) learning rate of embedding and head; None: not decoupled."""
+    """(largest, smallest) learning rate of embedding and head (`--decoupled-lr`); None: that of other parameters."""
 
     @classmethod
     def of(cls, config: LRConfig, optimizer: OptimizerConfig) -> "LRSchedule":
@@ -34,11 +34,11 @@ class LRSchedule:
         return _learning_rate(self.config, samples, self.config.max_lr, self.config.min_lr)
 
     def decoupled_lr(self, samples: int) -> float | None:
-        """Learning rate of embedding and head: the same curve between its own bounds."""
+        """Learning rate of embedding and head: as `lr`, but between the values `decoupled`. None: not decoupled."""
         return None if self.decoupled is None else _learning_rate(self.config, samples, *self.decoupled)
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay after `samples` sequences: changes from start to end value, then is constant."""
+        """Weight decay after `samples` sequences. It goes from the start to the end value and then stays constant."""
         config = self.config
         over = config.decay_samples if config.weight_decay_samples is None else config.weight_decay_samples
         if config.weight_decay_style == "constant" or samples > over:
@@ -48,24 +48,22 @@ class LRSchedule:
         return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
 
     def to_json(self) -> dict[str, Any]:
-        """Settings of the schedule that checkpoints contain."""
+        """Schedule settings that checkpoints contain."""
         curve = {name: value for name, value in asdict(self.config).items() if name not in _NOT_PART_OF_THE_CURVE}
         return curve | {"decoupled": None if self.decoupled is None else list(self.decoupled)}
 
     def resumed(
         self, saved: dict[str, Any], batch_sizes: tuple[int, int | None] = (1, None)
     ) -> tuple["LRSchedule", list[str]]:
-        """Schedule after resuming from a checkpoint with settings `saved`, and a message per setting that differs.
+        """Returns the schedule with which a resumed run continues, and a message per setting that differs.
 
-        `--override-opt_param-scheduler` selects the command line's settings, `--use-checkpoint-opt_param-scheduler` the
-        checkpoint's; without either, a difference is an error. Lengths that differ only because the global batch size
-        changed are taken from the checkpoint, because the learning rate depends on samples.
-
-        Args:
-            batch_sizes: `--global-batch-size` of the run and of the checkpoint; None: unknown.
+        `saved` contains the checkpoint's settings (`to_json`). If settings differ, `--override-opt_param-scheduler`
+        selects the command line's and `--use-checkpoint-opt_param-scheduler` the checkpoint's. Neither flag is needed
+        if only lengths (in samples) differ, in proportion to the global batch sizes; the checkpoint's are then used.
+        `batch_sizes`: `--global-batch-size` of the run and of the checkpoint; None: unknown.
 
         Raises:
-            CheckpointProblem: settings differ and neither flag is set.
+            CheckpointProblem: settings differ in another way and neither flag is set.
         """
         own = self.to_json()
         differences = {name: (own[name], saved[name]) for name in own if name in saved and own[name] != saved[name]}
@@ -110,7 +108,7 @@ def _learning_rate(config: LRConfig, samples: int, largest: float, smallest: flo
 
 
 def _share(config: LRConfig, samples: int) -> float:
-    """Position between the smallest (0) and the largest (1) learning rate."""
+    """Relative learning rate after warmup: 0 at the smallest, 1 at the largest learning rate."""
     if config.style == "WSD":
         assert config.wsd_decay_samples is not None, "WSD needs wsd_decay_samples"
         anneal_start = config.decay_samples - config.wsd_decay_samples

@@ -1,10 +1,10 @@
-"""Layout of parameters in flat buffers: offsets, buckets, units and owner ranges. No torch.
+"""Layout of parameters in flat buffers: offsets, buckets, units and owner ranges. This module does not import torch.
 
-Parameters that are reduced over the same ranks and stepped with the same hyperparameters share a flat buffer, so the
-norm, the reduction and the optimizer step are one kernel per buffer. Inside a buffer, parameters are in reverse order
-of registration, which is about the order in which a backward pass finishes them. Buckets are the ranges of a buffer
-that one collective covers. Under ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) the data-parallel ranks own consecutive
-ranges of every bucket, whose edges respect the owner alignment of the parameters.
+Parameters that are reduced over the same ranks and updated with the same hyperparameters share a flat buffer, so that
+one kernel per buffer computes the norm or the optimizer step. Inside a buffer, parameters are in reverse order of
+registration, which is about the order in which a backward pass finishes their gradients. A bucket is the range of a
+buffer that one collective covers. Under ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each data-parallel rank owns one
+range of every bucket. The optimizer can require that no range boundary divides a block or matrix (`OwnerAlignment`).
 """
 
 import re
@@ -28,9 +28,9 @@ _HIGH_BANDWIDTH_ALIGN = 1 << 16
 Range = tuple[int, int]
 """(start, end) in elements of a flat buffer."""
 StorageFormat = FloatName
-"""Format in which a parameter is stored between steps."""
+"""Dtype in which a parameter is stored."""
 OwnerAlignment = Literal["element", "block_1x32", "block_128x128", "matrix"]
-"""Part of a matrix that is never divided between owners: an element, a block that shares a scale, or the matrix."""
+"""Part of a matrix that must not be divided between owner ranks: an element, a block with one scale, or the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,16 @@ class ParamShape:
     """Shape and properties of one parameter on this rank."""
 
     name: str
-    """Global name."""
+    """Global name: path in the module tree, with the global layer index."""
     shape: tuple[int, ...]
     storage: StorageFormat
     meta: ParamMeta
     replicated: bool = False
-    """True if all tensor-parallel ranks of the parameter's grid hold the same elements."""
+    """True if all tensor-parallel ranks (tp, for experts etp) hold the same elements."""
     shared_stages: bool = False
     """True if other pipeline stages hold the same elements."""
     uses: int = 1
-    """Number of gradients that the backward of one microbatch adds on this rank."""
+    """Number of times that the backward of one microbatch adds to this parameter's gradient on this rank."""
     alignment: OwnerAlignment = "element"
 
     @property
@@ -56,8 +56,8 @@ class ParamShape:
 
     @property
     def unit(self) -> str:
-        """Name of the unit with which the parameter is acquired: `embedding`, `layers.N`, `layers.N.experts`, `mtp.N`,
-        `mtp.N.experts` or `head` (final norm and output layer)."""
+        """Name of the set of parameters that `ParamStore` makes available together with this one: `embedding`,
+        `layers.N`, `layers.N.experts`, `mtp.N`, `mtp.N.experts` or `head` (final norm and output layer)."""
         layer = re.match(r"(?:decoder\.(layers)|(mtp)\.layers)\.(\d+)\.", self.name)
         if layer is None:
             first = self.name.partition(".")[0]
@@ -66,7 +66,7 @@ class ParamShape:
         return f"{unit}.experts" if self.meta.grid == "expert" else unit
 
     def owner_edges(self) -> Iterator[int]:
-        """Yields the offsets, in elements, at which an owner's range may start. Not for the alignment `element`."""
+        """Yields the offsets in elements at which an owner's range may start. The alignment must not be `element`."""
         shape = self.shape if self.meta.num_experts is None else self.shape[1:]
         rows, columns = (1, *shape)[-2:]
         for start in range(0, self.numel, rows * columns):
@@ -80,7 +80,7 @@ class ParamShape:
         return range(0, rows * columns, 32 if columns % 32 == 0 else columns)
 
     def _split_rows(self, rows: int) -> list[int]:
-        """First row of each matrix that is concatenated along the rows: gate and up, or q, k and v of every group."""
+        """First row of each of the matrices stacked along the rows: gate and up, or q, k and v of every query group."""
         splits = self.meta.splits if self.meta.tp_dim == 0 else ()
         total = sum(splits)
         if not total:
@@ -98,26 +98,26 @@ class BufferKey:
     grid: Grid
     storage: StorageFormat
     router: bool
-    """True for gate matrices, whose gradient norm is reported separately."""
+    """True for router weights, whose gradient norm is reported separately."""
     decay: bool
     decoupled_lr: bool
     replicated: bool = False
-    """True if tensor-parallel ranks hold the same elements; norms and checkpoints use the first rank's."""
+    """True if all tensor-parallel ranks hold the same elements; norms and checkpoints use the first rank's copy."""
     partial: bool = False
-    """True if each of these tensor-parallel ranks computes a partial gradient; these must be summed."""
+    """True if `replicated` and every tensor-parallel rank computes a partial gradient; these gradients are summed."""
     shared_stages: bool = False
-    """True if two pipeline stages hold the same elements, with partial gradients; norms use the first stage's."""
+    """True if several stages hold the same elements. Their gradients are summed; norms use the first stage's copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Position of one parameter in a buffer; `start` and `end` in elements."""
+    """Position of one parameter in a buffer. `start` and `end` are offsets in elements."""
 
     parameter: ParamShape
     start: int
     bucket: int
     registered: int
-    """Index in the order of registration."""
+    """Index of the parameter in the order of registration."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLayout:
-    """Layout of one flat buffer; sizes in elements. Elements between parameters are padding and stay zero."""
+    """Layout of one flat buffer. Sizes are in elements. Elements between parameters are padding and stay zero."""
 
     key: BufferKey
     size: int
@@ -151,10 +151,10 @@ class BufferLayout:
         return sum(max(0, min(place.end, end) - max(place.start, start)) for place in self.places)
 
     def owner_ranges(self, num_owners: int) -> tuple[tuple[Range, ...], ...]:
-        """[owner][bucket] ranges that together cover the buffer.
+        """Range of each owner in each bucket, indexed [owner][bucket]. The ranges together cover the buffer.
 
         With the alignment `element`, all ranges of a bucket have equal size. Otherwise a boundary inside a block or
-        matrix is moved back to the start of the block or matrix, so ranges differ in size and can be empty.
+        matrix is moved to the start of that block or matrix, so ranges differ in size and can be empty.
         """
         by_bucket = []
         for index, (start, end) in enumerate(self.buckets):
@@ -179,7 +179,7 @@ class ParamLayout:
     buffers: tuple[BufferLayout, ...]
 
     def buckets_of_units(self) -> dict[str, tuple[int, ...]]:
-        """Unit -> indices in `forward_order` of the buckets that contain its parameters, in ascending order."""
+        """For each unit, ascending indices in `forward_order` of the buckets that contain parameters of the unit."""
         index = {at: number for number, at in enumerate(forward_order(self))}
         found: dict[str, set[int]] = {}
         for number, buffer in enumerate(self.buffers):
@@ -197,8 +197,8 @@ def place_parameters(
 ) -> ParamLayout:
     """Assigns parameters, given in the order of registration, to buffers and buckets.
 
-    `num_shards` is the data-parallel size of each grid. A bucket ends after the parameter with which it reaches the
-    bucket size. The default bucket size is Megatron's, max(40 million, 1 million per rank) elements.
+    `num_shards` is the number of data-parallel ranks of each grid. A bucket ends after the parameter with which it
+    reaches the bucket size. The default bucket size is Megatron's: max(40 million, 1 million per rank) elements.
     """
     config = config or DataParallelConfig()
     size = config.ddp_bucket_size
@@ -217,8 +217,8 @@ def place_parameters(
 
 
 def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) indices in the order in which a backward pass completes the buckets, i.e. in descending order of
-    their first registered parameter. The order depends only on the model, so it is the same on all ranks."""
+    """(buffer, bucket) indices in the order in which a backward pass completes the buckets: by descending registration
+    index of the bucket's earliest registered parameter. The order is the same on all ranks of a reduction."""
     first: dict[tuple[int, int], int] = {}
     for index, buffer in enumerate(layout.buffers):
         for place in buffer.places:
@@ -252,7 +252,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
 
 
 def decays(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
-    """Whether weight decay applies: to matrices except biases, and to norms of q and k with `decay_qk_norm`."""
+    """True if weight decay applies: to matrices with `ParamMeta.decay`; with `decay_qk_norm`, also to q and k norms."""
     if decay_qk_norm and ("q_layernorm." in parameter.name or "k_layernorm." in parameter.name):
         return True
     return parameter.meta.decay and len(parameter.shape) > 1 and not parameter.name.endswith(".bias")

@@ -1,8 +1,8 @@
-"""Parameters of one rank by unit: readers acquire a unit before they use its weights.
+"""Parameters of one rank, divided into units (e.g. a layer without its experts) that are acquired before use.
 
-The optimizer publishes new weights bucket by bucket (`write_back`), and each bucket stays pending until a reader
-acquires a unit with parameters in it. Under ZeRO-0 and ZeRO-1 weights and gradients of all units are resident, so
-`release` frees nothing and `grads` returns views.
+The optimizer publishes new weights bucket by bucket (`write_back`). A bucket is then pending until model code acquires
+a unit with parameters in this bucket, which waits for the update and the all-gather. Under ZeRO-0 and ZeRO-1 weights
+and gradients of all units are resident, so `release` frees nothing and `grads` returns views.
 """
 
 from collections.abc import Iterable
@@ -17,25 +17,25 @@ from megatron_moe.parallel.streams import Event, Streams
 
 
 class AcquiringModel(Protocol):
-    """A model whose nodes acquire their parameters."""
+    """Model whose computation steps (`Node`) acquire their parameters before they run."""
 
     def acquire_from(self, store: "ParamStore") -> None:
-        """Makes all nodes acquire the units of their parameters from `store`."""
+        """Sets the store from which all nodes acquire the units of their parameters before they run."""
         ...
 
 
 class _PendingBucket(NamedTuple):
-    """Bucket with new weights that no reader has acquired yet."""
+    """Bucket with new weights of which no unit has been acquired yet."""
 
     streams: Streams | None
-    """Streams of the update; None: it ran on the reader's stream."""
+    """Streams of an update that ran on the optimizer stream; None: it ran on the stream that reads the weights."""
     stepped: Event
-    """Event at the end of the update on the optimizer stream."""
+    """Event that was recorded on the optimizer stream after the update."""
     gather: PendingCollective | None
 
 
 class ParamStore:
-    """Weights and gradients by unit (`ParamShape.unit`). New weights are pending per bucket, in forward order."""
+    """Weights and gradients of one rank by unit (`ParamShape.unit`). Buckets are numbered in `forward_order`."""
 
     def __init__(self, buffers: GradBuffers) -> None:
         places = [(buffers.buffers[number], index) for number, index in forward_order(buffers.layout)]
@@ -56,34 +56,34 @@ class ParamStore:
         return self._sharded and any(group.size > 1 for _, group in self._buckets)
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Units of these parameters. Frozen parameters have no unit."""
+        """Units that contain the parameters, without duplicates. Frozen parameters have no unit."""
         found = (self._unit_of.get(id(parameter)) for parameter in parameters)
         return tuple(dict.fromkeys(unit for unit in found if unit is not None))
 
     def acquire(self, unit: str) -> None:
-        """Makes the current stream wait for the unit's pending buckets."""
+        """Makes the current stream wait for the new weights of the unit's pending buckets."""
         if self._pending:
             self._wait(self._units[unit])
 
     def acquire_all(self) -> None:
-        """Makes the current stream wait for all pending buckets."""
+        """Makes the current stream wait for the new weights of all pending buckets."""
         self._wait(range(len(self._buckets)))
 
     def release(self, unit: str) -> None:
-        """Ends a use of the unit's weights, which stay resident. The unit must have been acquired."""
+        """Marks the end of a use of the unit's weights; frees nothing. The unit must have been acquired."""
         if self._pending:
             missing = [index for index in self._units[unit] if index in self._pending]
             assert not missing, f"{unit} was read while its buckets {missing} were pending"
 
     def grads(self, unit: str) -> dict[str, Tensor]:
-        """Accumulated gradients of the unit's parameters by global name, views of the flat buffers."""
+        """Accumulated gradients of the unit's parameters by global name, as views of the flat buffers."""
         return dict(self._slots[unit])
 
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
-        """Publishes a bucket in which this rank has updated its owned ranges; gathers other ranks' weights.
+        """Publishes the new weights of a bucket after this rank's update of the ranges that it owns.
 
-        `streams`: streams of an update that runs on another stream than the readers; None: it runs on the readers'
-        stream.
+        Starts the all-gather of the bucket if the optimizer is sharded. `streams`: streams of the update if it ran on
+        the optimizer stream; None: it ran on the stream that reads the weights.
         """
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
         weights, group = self._buckets[bucket]

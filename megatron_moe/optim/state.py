@@ -17,26 +17,26 @@ from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 
 Home = Literal["device", "host", "streamed"]
-"""device: device memory; host: host memory, stepped on the CPU; streamed: host memory, stepped on the device."""
+"""device: stored and updated on the device; host: both on the CPU; streamed: in host memory, updated on the device."""
 _CHUNK = 1 << 22
 """Number of elements converted at a time when state is read or written outside of steps."""
 
 
 class MomentSpec(NamedTuple):
-    """One kind of state of an update rule in addition to the master weights."""
+    """One moment of an update rule: a value per element that the rule stores in addition to the master weight."""
 
     kind: str
-    """Name in checkpoints."""
+    """Name of the moment in checkpoints."""
     format: StateName
     root: bool = False
-    """Whether the formats fp16 and fp8 store the square root."""
+    """True if the formats fp16 and fp8 store the square root of this moment."""
 
 
 class StoredState(NamedTuple):
     """Master weights and moments of consecutive elements."""
 
     master: PackedState | None
-    """None: the parameters themselves are the masters."""
+    """Master weights; None: the parameters themselves are the master weights."""
     moments: Mapping[str, PackedState]
     """Moments by kind, in the order in which the update rule declares them."""
 
@@ -49,7 +49,7 @@ class StoredState(NamedTuple):
         return [part for each in self.all for part in each.parts]
 
     def part(self, start: int, end: int) -> "StoredState":
-        """Views of elements `start` to `end`; `start` must be a multiple of the block size."""
+        """Views of elements `start` to `end`; `start` must be a multiple of `BLOCK` (elements that share a scale)."""
         moments = {kind: moment.part(start, end) for kind, moment in self.moments.items()}
         return StoredState(None if self.master is None else self.master.part(start, end), moments)
 
@@ -64,7 +64,7 @@ class UpdateOperands(NamedTuple):
 
     key: BufferKey
     start: int
-    """Index of the first element in the buffer."""
+    """Offset of the first element in the buffer."""
     weights: Tensor
     grads: Tensor
     stored: StoredState
@@ -72,25 +72,27 @@ class UpdateOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Hyperparameters and flags of one step. Tensors are scalars on the device of the state."""
+    """Hyperparameters and flags of one step. Tensors are scalars on the device that runs the update."""
 
     lr: float
     decoupled_lr: float | None
     weight_decay: float
     step: Tensor
-    """Number of this update, counted from 1, int64."""
+    """int64 number of this update, starting at 1."""
     grad_scale: Tensor
+    """Factor by which gradients are multiplied (gradient clipping)."""
     proceed: Tensor
+    """bool; False: weights and state stay unchanged."""
     nonfinite: Tensor
-    """See `AdamWStep`, also for `grad_scale` and `proceed`."""
+    """bool, set to True by the update if a stored weight or moment is not finite."""
 
 
 class UpdateRule(Protocol):
-    """Update rule of an optimizer: kinds of state per element, and the update of a range of elements."""
+    """Update rule of an optimizer: declares its moments and updates a range of elements."""
 
     @property
     def moments(self) -> tuple[MomentSpec, ...]:
-        """Kinds of state in addition to the master weights."""
+        """Moments that the rule stores for every element."""
         ...
 
     @property
@@ -99,21 +101,21 @@ class UpdateRule(Protocol):
         ...
 
     def step(self, scalars: StepScalars, operands: UpdateOperands, kernels: Kernels) -> None:
-        """Updates weights and state in place. `kernels` are those of the operands' device."""
+        """Updates weights and state in place. `kernels` must run on the device of the operands."""
         ...
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """State of a range of a flat buffer that this rank owns."""
+    """Optimizer state of one range of a flat buffer. This rank owns the range."""
 
     buffer: FlatBuffer
     start: int
-    """Index of the first element in the buffer."""
+    """Offset of the range in the buffer, in elements."""
     weights: Tensor
-    """View of the buffer's weights."""
+    """View of the buffer's weights in the range."""
     grads: Tensor
-    """View of the buffer's gradients."""
+    """View of the buffer's gradients in the range."""
     kept: StoredState
     home: Home
     saves_master: bool
@@ -129,12 +131,12 @@ class OptimizerState:
 
     @property
     def kinds(self) -> dict[str, PackedState]:
-        """State that checkpoints contain, by kind; the kind of master weights is "master"."""
+        """State that checkpoints contain, by kind: "master" for master weights, else the name of the moment."""
         moments = dict(self.kept.moments)
         return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
 
     def operands(self, start: int = 0, end: int | None = None) -> UpdateOperands:
-        """Views of elements `start` to `end` of this state; `start` must be a multiple of the block size."""
+        """Views of elements `start` to `end`, counted from the start of this state; `start`: a multiple of `BLOCK`."""
         end = self.size if end is None else end
         stored = self.kept.part(start, end)
         return UpdateOperands(
@@ -142,13 +144,13 @@ class OptimizerState:
         )
 
     def chunks(self, size: int = _CHUNK) -> Iterator[Range]:
-        """Yields consecutive ranges (start, end) of whole blocks with at most `size` elements each."""
+        """Yields (start, end) of chunks of at most `size` elements. Offsets count from the start of this state."""
         size = max(size // BLOCK * BLOCK, BLOCK)
         for start in range(0, self.size, size):
             yield start, min(start + size, self.size)
 
     def read(self, kind: str) -> Tensor:
-        """Returns a copy of the values in host memory, in fp32 (fp64 in fp64 runs)."""
+        """Returns the values of one kind of state: a copy in host memory, in fp32 (fp64 in fp64 runs)."""
         state = self.kinds[kind]
         wide = torch.float64 if state.data.dtype == torch.float64 else torch.float32
         out = torch.empty(self.size, dtype=wide)
@@ -157,13 +159,14 @@ class OptimizerState:
         return out
 
     def _numbers(self, state: PackedState, start: int, end: int) -> Tensor:
-        """Unpacked values on the device of the state."""
+        """Unpacked values of elements `start` to `end`, on the device of `state`."""
         part = state.part(start, end)
         needs_weights = part.format == "remainder"
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
     def write(self, kind: str, numbers: Tensor) -> None:
-        """Stores values as returned by `read`. For the format "remainder", the weights are also set."""
+        """Stores `numbers`, values of one kind as returned by `read`. Master weights in the format "remainder" are
+        stored in part in the parameters (the high bits), so these are set too."""
         state = self.kinds[kind]
         for start, end in self.chunks():
             part, weights = state.part(start, end), self.weights[start:end]
@@ -174,7 +177,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds master weights to weights. If checkpoints lack the masters, sets these from the weights."""
+        """Rounds the master weights to the parameters, or sets them from the parameters if not `saves_master`."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return
@@ -219,9 +222,9 @@ def new_states(
     config: OptimizerOffloadConfig,
     copies: HostCopies,
 ) -> Iterator[OptimizerState]:
-    """Creates the state of all ranges of a buffer that this rank owns: masters equal the weights, moments are zero.
+    """Creates the state of all ranges of a buffer that this rank owns. Masters equal the weights; moments are zero.
 
-    The configured fraction of the elements, counted from the first in whole blocks, is in host memory.
+    The state of the first `config.fraction` of these elements, rounded up to whole blocks, is in host memory.
     """
     on_host = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:

@@ -15,10 +15,10 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 def check_agreement(run_yaml: str, context: ParallelContext) -> None:
-    """Raises EnvironmentProblem on all ranks if any was started differently from rank 0. Collective over the world.
+    """Raises EnvironmentProblem on all ranks if any rank was started differently from rank 0.
 
-    `run_yaml`: every flag and its value, one per line. Paths may differ between machines and are not compared.
-    """
+    All ranks must call it. `run_yaml`: flags and their values, one flag per line. Paths are not compared, because they
+    may differ between machines."""
     world = context.group("world")
     if world.size == 1:
         return
@@ -35,11 +35,10 @@ def check_agreement(run_yaml: str, context: ParallelContext) -> None:
 
 
 def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
-    """Runs `action` on every rank. Collective over the world.
+    """Runs `action` on every rank. All ranks must call it.
 
-    An EnvironmentProblem or OSError of one rank is raised on all ranks as an EnvironmentProblem, so no rank waits
-    forever.
-    """
+    If `action` raises EnvironmentProblem or OSError on a rank, all ranks raise EnvironmentProblem, so that none waits
+    forever."""
     problem = None
     try:
         action()
@@ -52,12 +51,12 @@ def on_every_rank(action: Callable[[], None], context: ParallelContext) -> None:
 
 
 def on_first_rank(action: Callable[[], None], context: ParallelContext) -> None:
-    """Runs `action` on rank 0; raises its errors on all ranks, as `on_every_rank` does. Collective over the world."""
+    """Runs `action` on rank 0 and raises its errors on all ranks, as `on_every_rank` does. All ranks must call it."""
     on_every_rank(action if context.is_first else lambda: None, context)
 
 
 def _properties(run_yaml: str) -> dict[str, str]:
-    """Properties to compare, by name: flags that are not paths, torch version, checksum of the source files."""
+    """Values that must be equal on all ranks, by name: flags except paths, torch version, source file checksum."""
     checksum = 0
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)

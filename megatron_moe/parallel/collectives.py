@@ -22,7 +22,7 @@ def all_reduce_(tensor: Tensor, group: ProcessGroup, op: Literal["sum", "max", "
 
 
 def reduce_scatter_flat(out: Tensor, flat: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums `flat` [n * size] over the group; rank r receives shard r in `out` [n]."""
+    """Sums `flat` [group size * n] over the group and writes this rank's shard of the sum to `out` [n]."""
     if group.size == 1:
         return out.copy_(flat)
     dist.reduce_scatter_tensor(out, flat, group=group.handle)
@@ -30,7 +30,7 @@ def reduce_scatter_flat(out: Tensor, flat: Tensor, group: ProcessGroup) -> Tenso
 
 
 def all_gather_flat(flat: Tensor, shard: Tensor, group: ProcessGroup) -> Tensor:
-    """Fills `flat` [n * size] with the `shard` [n] of every rank, in rank order."""
+    """Fills `flat` [group size * n] with the `shard` [n] of every rank, in rank order."""
     if group.size == 1:
         return flat.copy_(shard)
     dist.all_gather_into_tensor(flat, shard, group=group.handle)
@@ -39,7 +39,7 @@ def all_gather_flat(flat: Tensor, shard: Tensor, group: ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """Asynchronous collective on one tensor."""
+    """Asynchronous collective on one tensor; already complete if `work` is None."""
 
     work: dist.Work | None = None
     finish: Callable[[], object] | None = None
@@ -54,12 +54,12 @@ class PendingCollective:
 
 
 def shard_of(flat: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's shard of `flat` [n * size]: a view [n]."""
+    """This rank's shard of `flat` [group size * n]: a view [n]."""
     return flat.chunk(group.size)[group.rank]
 
 
 def start_all_reduce_(flat: Tensor, group: ProcessGroup, *, mean: bool = False) -> PendingCollective:
-    """Starts an in-place all-reduce of `flat`: the sum or mean over the group."""
+    """Starts an in-place all-reduce of `flat`, which computes the sum over the group, or the mean if `mean`."""
     if group.size == 1:
         return PendingCollective()
     native_mean = mean and _is_nccl(group)
@@ -70,7 +70,7 @@ def start_all_reduce_(flat: Tensor, group: ProcessGroup, *, mean: bool = False) 
 def start_reduce_scatter_(
     flat: Tensor, group: ProcessGroup, *, mean: bool = False, fp32_sums: bool = False
 ) -> PendingCollective:
-    """Starts a reduce-scatter of `flat` [n * size]; the sum or mean is written to this rank's shard of `flat`.
+    """Starts a reduce-scatter of `flat` [group size * n] that writes the sum or mean to this rank's shard of `flat`.
 
     The other shards are undefined afterwards. With `fp32_sums`, values are communicated in the dtype of `flat` but
     summed in fp32.
@@ -91,7 +91,7 @@ def start_reduce_scatter_(
 
 
 def start_all_gather_(flat: Tensor, group: ProcessGroup) -> PendingCollective:
-    """Starts an in-place all-gather: fills `flat` [n * size] with the shards of all ranks."""
+    """Starts an in-place all-gather: fills `flat` [group size * n] with the shards of all ranks."""
     if group.size == 1:
         return PendingCollective()
     return PendingCollective(

@@ -34,13 +34,13 @@ def torch_dtype(name: FloatName) -> torch.dtype:
 
 
 def float_name(dtype: torch.dtype) -> FloatName:
-    """Inverse of `torch_dtype`."""
+    """Name of a torch dtype, e.g. "bf16"; inverse of `torch_dtype`."""
     return next(name for name, each in _DTYPES if each == dtype)
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Process group: the ranks whose grid coordinates equal this rank's on all axes except those of the group."""
+    """Process group that contains this rank. Its ranks have equal coordinates on all grid axes outside the group."""
 
     name: str
     ranks: tuple[int, ...]
@@ -48,7 +48,7 @@ class ProcessGroup:
     rank: int
     """Index of this rank in `ranks`."""
     handle: dist.ProcessGroup | None
-    """None for a group of one."""
+    """torch's process group; None if this rank is the only member."""
     device: torch.device
 
     @property
@@ -57,12 +57,12 @@ class ProcessGroup:
 
 
 Handles = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
-"""Communicators by (ranks, purpose). Groups with equal rank lists share them."""
+"""Communicators by (ranks, purpose). Groups with the same ranks and purpose share a communicator."""
 
 
 @dataclass(eq=False, repr=False)
 class ParallelContext:
-    """Process groups of both grids, device, parameter dtype and seed of this rank.
+    """Process groups of the attention and expert grids, device, parameter dtype and seed of this rank.
 
     Construction is collective: every rank takes part in creating every group, in the same order.
     """
@@ -74,11 +74,11 @@ class ParallelContext:
     seed: int
     handles: Handles = field(default_factory=dict)
     owns_process_group: bool = False
-    """Whether `stop` destroys torch's process group."""
+    """True if `stop` destroys torch's default process group."""
     is_fake: bool = False
-    """True if no other rank exists: only the groups of this rank are created, and collectives transfer nothing."""
+    """True if the other ranks do not exist: only this rank's groups are created, and collectives transfer nothing."""
     make_links: Callable[["ParallelContext"], Any] | None = None
-    """Replaces `p2p.Links` if ranks are threads; None: `p2p.Links`, which sends with torch.distributed."""
+    """Creates the pipeline links if ranks are threads; None: `p2p.Links`, which uses torch.distributed."""
 
     def __post_init__(self) -> None:
         self.config = replace(self.config, world_size=self.launch.world_size)
@@ -166,8 +166,8 @@ class ParallelContext:
     ) -> "ParallelContext":
         """Context of `rank` in an existing process group, for tests whose ranks are pooled processes or threads.
 
-        `handles`: communicators of earlier contexts of this process group, to reuse; new ones are added in place.
-        Creating an NCCL communicator takes a fraction of a second.
+        `handles`: communicators of earlier contexts in the same process group, which are reused because creating an
+        NCCL communicator takes a fraction of a second. New communicators are added in place.
         """
         launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank, local_world_size=config.world_size)
         handles = {} if handles is None else handles
@@ -201,7 +201,7 @@ class ParallelContext:
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
 
     def stop(self) -> None:
-        """Destroys the process group if this context created it. The context cannot be used afterwards."""
+        """Destroys torch's process group if this context created it. The context cannot be used afterwards."""
         if self.owns_process_group:
             dist.destroy_process_group()
 
@@ -254,13 +254,13 @@ def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) ->
 
 
 def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
-    """Connects to the store of the process group; returns it once all ranks have connected.
+    """Connects to the TCP store of the process group and returns it once all ranks have connected.
 
-    The store's server runs in torchrun's agent if there is one, else on rank 0. Rank 0 waits here and not in the
-    store's constructor, which cannot report missing ranks; the other ranks wait for the signal of rank 0.
+    The store's server runs in torchrun's agent if there is one, else on rank 0. Rank 0 waits for the other ranks in
+    this function, because the store's constructor cannot report missing ranks, and then signals the others to continue.
 
     Raises:
-        OtherRankProblem: on rank 0, if ranks are missing after the timeout. Other ranks raise torch's errors.
+        OtherRankProblem: on rank 0, if ranks are missing at the timeout. The other ranks raise torch's errors.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     is_server = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

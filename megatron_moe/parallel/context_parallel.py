@@ -1,4 +1,4 @@
-"""Context parallelism: assignment of sequence positions to ranks, ring and all-to-all exchanges of attention."""
+"""Context parallelism: assigns sequence positions to ranks; ring and all-to-all communication for attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from megatron_moe.parallel.exchange import AllToAll, Wait
 
 Split = Literal["zigzag", "contiguous"]
 Chunks = tuple[range, ...]
-"""Position ranges of one sequence."""
+"""Ranges of positions in a sequence."""
 
 
 def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
-    """Divides a sequence of `seq` positions among ranks; returns the chunks of every rank.
+    """Divides a sequence of `seq` positions among n = `num_ranks` ranks; returns the chunks of every rank.
 
-    zigzag: rank i holds chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
-    contiguous: rank i holds chunk i of n equal chunks.
+    zigzag: rank i gets chunks i and 2n - 1 - i of 2n equal chunks, which balances the work under a causal mask.
+    contiguous: rank i gets chunk i of n equal chunks.
     """
     if num_ranks == 1:
         return ((range(seq),),)
@@ -34,10 +34,10 @@ def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
 
 
 def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -> int:
-    """Smallest sufficient degree of dynamic context parallelism, a power of two up to `num_ranks`.
+    """Smallest degree (ranks per sequence) of dynamic context parallelism, a power of two, that meets two conditions.
 
-    With this degree, each rank holds at most `limit` tokens of the longest document (`longest` tokens), and the
-    `num_ranks / degree` groups can divide the `num_sequences` of the microbatch equally.
+    Each rank gets at most `limit` tokens of the longest document, which has `longest` tokens, and the `num_sequences`
+    of the microbatch divide equally among the `num_ranks / degree` groups. Returns `num_ranks` if no degree does.
     """
     degree = 1
     while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
@@ -47,20 +47,20 @@ def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Part of a microbatch's sequences on one context-parallel rank."""
+    """Part of a microbatch on one context-parallel rank: some of the sequences, and some positions of each."""
 
     of_ranks: tuple[Chunks, ...]
-    """Chunks of every rank of the group, in group order."""
+    """Chunks of every rank in `group`, in group order."""
     rank: int
-    """Index of this rank in the group."""
+    """Index of this rank in `group`."""
     group: str = "cp"
-    """Name of the process group over which the sequences are split."""
+    """Name of the process group over which each sequence is split."""
     share: tuple[int, int] = (0, 1)
-    """(index, number): the group has part `index` of `number` equal parts of the microbatch's sequences."""
+    """(index of this group, number of groups): each group processes an equal share of the microbatch's sequences."""
 
     @property
     def num_parts(self) -> int:
-        """Number of parts into which the microbatch is split, one per rank."""
+        """Number of ranks that process parts of the microbatch: ranks per group times number of groups."""
         return len(self.of_ranks) * self.share[1]
 
     @property
@@ -84,7 +84,7 @@ def take_places(x_BS: Tensor, chunks: Chunks) -> Tensor:
 
 
 def joined(parts: Sequence[Chunks]) -> Chunks:
-    """Chunks of several ranks in ascending order; adjacent chunks are merged."""
+    """Chunks of several ranks, sorted by position; adjacent chunks are merged."""
     merged: list[range] = []
     for chunk in _ascending(parts):
         if merged and merged[-1].stop == chunk.start:
@@ -95,12 +95,12 @@ def joined(parts: Sequence[Chunks]) -> Chunks:
 
 
 def in_order(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Sorts rows by position (dim 0). In `x_S` they are concatenated rank by rank; rank i has the chunks `parts[i]`."""
+    """Sorts the rows (dim 0) of `x_S` by position. Input order: the rows of `parts[0]`, then `parts[1]`, and so on."""
     return _reordered(x_S, [chunk for chunks in parts for chunk in chunks], _ascending(parts))
 
 
 def by_rank(x_S: Tensor, parts: Sequence[Chunks]) -> Tensor:
-    """Inverse of `in_order`: reorders rows that are sorted by position to rank-by-rank order."""
+    """Inverse of `in_order`: reorders rows that are sorted by position to the order `parts[0]`, `parts[1]`, ..."""
     return _reordered(x_S, _ascending(parts), [chunk for chunks in parts for chunk in chunks])
 
 
@@ -114,9 +114,9 @@ def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> 
 
 
 class Ring:
-    """Ring over the ranks of a group: a rank sends to the next rank and receives from the previous one.
+    """Ring over the ranks of a group: each rank sends to the next rank and receives from the previous one.
 
-    Transfers are outside autograd; forward and backward of ring attention call them. `group` None: a ring of one rank.
+    Transfers are not differentiable; ring attention calls them in its forward and backward. `group` None: one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -124,10 +124,10 @@ class Ring:
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
     def circulate(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields (rank, tensors of that rank) for every rank, starting with this rank; overlaps the next transfer.
+        """Yields (rank, tensors of that rank) for every rank, starting with this rank.
 
-        All tensors must have one dtype, and the same shapes on all ranks.
-        """
+        The next transfer runs while the caller uses the yielded tensors. All tensors must have the same dtype, and
+        their shapes must be equal on all ranks."""
         if self.size == 1:
             yield 0, list(tensors)
             return
@@ -139,7 +139,7 @@ class Ring:
                 flat = wait()
 
     def pass_on(self, flat: Tensor) -> Wait:
-        """Starts to send `flat` to the next rank; the returned function waits for and returns the previous rank's."""
+        """Starts to send `flat` to the next rank. The returned function waits for the tensor of the previous rank."""
         if self.group is None or self.size == 1:
             return lambda: flat
         send, receive = [0] * self.size, [0] * self.size
@@ -159,9 +159,9 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all from all heads at this rank's positions to this rank's heads at all positions (in rank order).
+    """All-to-all that gathers positions and scatters heads: [S, B, N, D] -> [size * S, B, N / size, D].
 
-    [S, B, N, D] -> [size * S, B, N / size, D]. Backward: `gather_heads` of the gradient.
+    `size` is the group size. Positions are in rank order. Backward: `gather_heads` of the gradient.
     """
     heads = x_SBND.shape[2]
     assert heads % group.size == 0, f"{heads} heads do not divide among {group.size} ranks"
@@ -170,6 +170,6 @@ def scatter_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
-    """Inverse of `scatter_heads`: [size * S, B, N / size, D] -> [S, B, N, D]. Backward: `scatter_heads`."""
+    """Inverse of `scatter_heads`: [size * S, B, N / size, D] -> [S, B, N, D], with the group size `size`."""
     parts = exchange.run(AllToAll(group), x_SBND.unflatten(0, (group.size, -1)))
     return parts.movedim(0, 2).flatten(2, 3)

@@ -1,8 +1,8 @@
 """Differentiable collectives along the first dim: all-to-all, all-gather and reduce-scatter of rows.
 
-The backward of an exchange is the transposed exchange. An exchange can be split into start and finish to overlap it
-with other work; the backward then overlaps the transpose with the backward of that work. Sums over ranks are computed
-in promote(fp32, dtype).
+The backward of an exchange is its transposed exchange. An exchange can be split into start and finish, to overlap it
+with other work; its backward then overlaps with the backward of that work. Reduce-scatter sums in fp32 or fp64, and
+rounds the sums to the dtype of the rows.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,24 @@ from megatron_moe.parallel.context import ProcessGroup
 
 Sizes = tuple[int, ...]
 Wait = Callable[[], Tensor]
-"""Waits for a collective and returns the received rows."""
+"""Function that waits for a collective and returns the received rows."""
 
 
 def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for `work` and returns `tensor`; the argument keeps it alive until the transfer has completed."""
+    """Waits for `work` and returns `tensor`. A `partial` of the call keeps `tensor` alive during the transfer."""
     work.wait()
     return tensor
 
 
 class Exchange(Protocol):
-    """Collective that exchanges rows between the ranks of a group; a linear map of the rows."""
+    """Collective over the ranks of a group whose result is a linear function of the rows (dim 0) of all ranks."""
 
     @property
     def group(self) -> ProcessGroup: ...
 
     @property
     def transposed(self) -> "Exchange":
-        """Exchange that computes the input gradients from the output gradients."""
+        """Exchange for the backward: it computes the gradient of the input rows from that of the output rows."""
         ...
 
     def launch(self, rows: Tensor) -> Wait:
@@ -47,7 +47,7 @@ class Exchange(Protocol):
 class AllToAll:
     """All-to-all: this rank sends `send[j]` rows to rank j and receives `receive[j]` rows from rank j, in rank order.
 
-    None: rows are divided equally among the ranks.
+    `send` and `receive` None: rows are divided equally among the ranks.
     """
 
     group: ProcessGroup
@@ -69,7 +69,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank receives the rows of all ranks, in rank order. `sizes`: number of rows of each rank; None: equal."""
+    """All-gather of rows, in rank order. `sizes`: number of rows of each rank; None: equal on all ranks."""
 
     group: ProcessGroup
     sizes: Sizes | None = None
@@ -93,7 +93,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Sums rows over ranks; every rank receives one part of the sum. `sizes`: rows in each rank's part; None: equal."""
+    """Reduce-scatter (sum) of rows. `sizes`: number of rows that each rank receives; None: equal on all ranks."""
 
     group: ProcessGroup
     sizes: Sizes | None = None
@@ -115,13 +115,13 @@ class ReduceScatter:
 
 
 class PendingExchange:
-    """Exchange of rows [R, ...] that has been started. With one rank, nothing is communicated or copied."""
+    """Started exchange of rows [R, ...]. In a group of one rank, nothing is communicated or copied."""
 
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self.exchange = exchange
         self.anchor: Any = None
-        """Tensor that connects start and finish in the autograd graph (with one rank: the rows). A schedule may
-        temporarily replace it by another object (`replace_boundary`)."""
+        """Empty tensor that connects start and finish in the autograd graph; in a group of one rank, the rows.
+        `replace_boundary` can replace it temporarily by another object."""
         self._wait: Wait | None = None
         if exchange.group.size == 1:
             self.anchor = rows
@@ -129,7 +129,7 @@ class PendingExchange:
             self.anchor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Tensor:
-        """Waits for and returns the rows that this rank receives. Can be called once."""
+        """Waits for the rows that this rank receives and returns them. Can be called once."""
         anchor, self.anchor = self.anchor, None
         assert isinstance(anchor, Tensor), f"the anchor of the graph is {anchor}, not a tensor"
         if self.exchange.group.size == 1:
@@ -137,7 +137,7 @@ class PendingExchange:
         return _Finish.apply(anchor, self)  # type: ignore[no-untyped-call,no-any-return]
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
-        """Replaces the anchor by `change(anchor)`; for schedules that cut the graph between start and finish."""
+        """Replaces `anchor` by `change(anchor)`, so that a schedule can cut the autograd graph before `finish`."""
         self.anchor = change(self.anchor)
 
     def launch(self, exchange: Exchange, rows: Tensor) -> None:
@@ -151,12 +151,12 @@ class PendingExchange:
 
 
 def start(exchange: Exchange, rows: Tensor) -> PendingExchange:
-    """Starts to exchange rows [R, ...]."""
+    """Starts to exchange rows [R, ...]; `finish` of the result returns the received rows."""
     return PendingExchange(exchange, rows)
 
 
 def run(exchange: Exchange, rows: Tensor) -> Tensor:
-    """Exchanges rows [R, ...]."""
+    """Exchanges rows [R, ...] and returns the rows that this rank receives."""
     return start(exchange, rows).finish()
 
 
@@ -189,7 +189,7 @@ class _Finish(torch.autograd.Function):
 
 
 def _longest(sizes: Sizes | None, share: int) -> tuple[int, bool]:
-    """(number of rows of the longest part, whether all parts are equal)."""
+    """(rows of the longest part, whether all parts have equal length). `share`: rows per part if `sizes` is None."""
     if sizes is None:
         return share, True
     return max(sizes), min(sizes) == max(sizes)

@@ -1,8 +1,8 @@
 """Parallel folding: separate grids for attention and experts over the same ranks.
 
-The attention grid is (pp, dp, cp, tp), the expert grid (pp, edp, ep, etp). Both cover the world and share the pipeline
-axis. The order of the axes determines a rank's coordinates, the first axis varying fastest. A group over a set of axes
-contains the ranks that have the same coordinates on all other axes.
+The attention grid has the axes tp, cp, dp and pp, the expert grid etp, ep, edp and pp. Both contain all ranks and have
+the same pipelines. `ParallelConfig.order` assigns axes to consecutive ranks; its first axis varies fastest. A group
+over a set of axes consists of ranks that have the same coordinates on all other axes.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from megatron_moe.config.parallel import ParallelConfig
 
 
 class FoldError(ValueError):
-    """The axis sizes do not divide the world size, or the two grids have different pipelines."""
+    """Invalid parallel sizes, e.g. axis sizes that do not divide the world size or grids with different pipelines."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of ranks: (name, size) of every axis, the fastest-varying axis first."""
+    """Grid of ranks. `axes` contains (name, size) of every axis, the fastest-varying axis first."""
 
     axes: tuple[tuple[str, int], ...]
 
@@ -28,7 +28,7 @@ class Grid:
         return prod(size for _, size in self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Index of `rank` on every axis."""
+        """Index of `rank` on every axis, by axis name."""
         indices = {}
         for axis, size in self.axes:
             indices[axis] = rank % size
@@ -46,8 +46,8 @@ class Grid:
         return [tuple(ranks) for ranks in found.values()]
 
     def cut(self, axis: str, levels: tuple[tuple[str, int], ...]) -> "Grid":
-        """Grid in which `axis` is divided into the axes `levels`, (name, size), fastest-varying first. Raises FoldError
-        if the product of the sizes is not the axis size."""
+        """Copy of this grid in which `axis` is replaced by the axes `levels`: (name, size), fastest-varying first.
+        Raises FoldError if the product of their sizes is not the size of `axis`."""
         size = dict(self.axes)[axis]
         if prod(part for _, part in levels) != size:
             sizes = " x ".join(f"{name} {part}" for name, part in levels)
@@ -73,8 +73,8 @@ def attention_grid(config: ParallelConfig) -> Grid:
 
 
 def expert_grid(config: ParallelConfig) -> Grid:
-    """Grid of the experts, with axes named tp (etp), ep, dp (edp) and pp; context-parallel ranks are folded into ep and
-    edp. Raises FoldError if the axes do not divide the world size."""
+    """Grid of the expert parameters. Its axes tp, ep, dp and pp have the sizes etp, ep, edp and pp; cp has size 1.
+    Raises FoldError if the axes do not divide the world size."""
     return _grid(config, {"tp": config.etp, "cp": 1, "ep": config.ep, "pp": config.pp}, "etp {tp} x ep {ep} x pp {pp}")
 
 
@@ -89,8 +89,8 @@ def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
 
 
 def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
-    """Ranks of all process groups by name: groups of both grids, "embedding" (pipeline ranks with an embedding),
-    "world"; for hierarchical context parallelism "cp_a2a" and "cp_p2p", for dynamic "cp_1", "cp_2", "cp_4", …"""
+    """Rank lists of all process groups by name: groups of both grids, "embedding" (pipeline ranks with a copy of the
+    embedding), "world", "cp_a2a" and "cp_p2p" (hierarchical context parallelism), "cp_1", "cp_2", ... (dynamic)."""
     attention, expert = attention_grid(config), expert_grid(config)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -117,13 +117,13 @@ def context_degrees(cp: int) -> list[int]:
 
 
 def _neighbours(attention: Grid, degree: int) -> list[tuple[int, ...]]:
-    """Groups of `degree` adjacent ranks on the context-parallel axis."""
+    """Groups of `degree` ranks that are adjacent on the context-parallel axis."""
     cp = dict(attention.axes)["cp"]
     return attention.cut("cp", (("near", degree), ("far", cp // degree))).groups(("near",))
 
 
 def _embedding_groups(config: ParallelConfig, pipeline: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One group of the pipeline ranks with a copy of the embedding, and one group of size 1 per other rank."""
+    """Groups of one pipeline: the ranks with a copy of the embedding, and a group of size 1 for each other rank."""
     indices = (0, config.pp - 1) if config.embedding_ranks is None else config.embedding_ranks
     holders = tuple(dict.fromkeys(pipeline[index] for index in indices))
     return [holders, *((rank,) for rank in pipeline if rank not in holders)]

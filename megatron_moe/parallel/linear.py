@@ -16,7 +16,7 @@ from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W [outputs, inputs].
+    """Linear layer y = x W^T + b with W [outputs, inputs].
 
     `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
 
@@ -24,10 +24,10 @@ class Linear(nn.Module):
           last dim.
     1     row parallel: inputs are sharded. x is sharded along its last dim; y, summed over the ranks, is the residual
           stream, and the bias is added once, after the sum.
-    None  replicated. Under sequence parallelism every rank multiplies its own positions.
+    None  replicated. Under sequence parallelism every rank multiplies only its own positions.
 
-    Under sequence parallelism (arXiv 2205.05198 section 4.2.2) the residual stream on a rank has only the rank's own
-    positions, otherwise all positions. `splits`: see `ParamMeta`. `init`: "output" for a matrix that writes to the
+    Under sequence parallelism (arXiv 2205.05198 section 4.2.2) the residual stream on a rank contains only the rank's
+    own positions, otherwise all positions. `splits`: see `ParamMeta`. `init`: "output" for a matrix that writes to the
     residual stream.
     """
 
@@ -72,7 +72,7 @@ class Linear(nn.Module):
             self.bias = new_parameter((outputs,), bias_meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [S, ..., inputs] to [S, ..., outputs]; of a sharded dim, x and y have this rank's shard."""
+        """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""
         if self.tp_dim == 0:
             return column_product(x, self.weight, self.bias, self.ctx, self.kernels)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
@@ -84,10 +84,10 @@ class Linear(nn.Module):
 def column_product(
     hidden_SBH: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, kernels: Kernels
 ) -> Tensor:
-    """Multiplies the residual stream by a column-parallel weight [O / tp, H]: [S, B, O / tp] for all positions.
+    """Multiplies the residual stream by a column-parallel weight [O / tp, H]; returns all positions, [S, B, O / tp].
 
-    Under sequence parallelism the input is saved as a shard and gathered again in backward. tp: this costs one more
-    all-gather of S * B * H elements, but the saved input is tp times smaller.
+    Under sequence parallelism the input [S / tp, B, H] is gathered over tp, but saved as a shard and gathered again in
+    backward: one more all-gather of S * B * H elements, for a saved input that is tp times smaller.
     """
     sharded = None
     if ctx.config.sequence_parallel:

@@ -1,8 +1,8 @@
 """Point-to-point communication between pipeline stages: activations forward, gradients backward.
 
 The stages form a ring. Each directed edge has one communicator per kind of message, so messages arrive in the order in
-which they were sent, independently of other edges. A pipeline therefore deadlocks only if its schedule does, which
-`pipeline/simulator.py` excludes. Shapes are not sent; both sides compute them.
+which they were sent, independently of other edges. A pipeline can therefore deadlock only if its schedule has a cyclic
+dependency, which `pipeline/simulator.py` excludes. Shapes are not sent; sender and receiver compute them.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ Edge = tuple[int, int]
 
 
 def connect(context: ParallelContext) -> "Links":
-    """Creates the pipeline links of this rank. Collective over the world."""
+    """Creates the pipeline links of this rank. All ranks of the world must call it."""
     links: Links = (context.make_links or Links)(context)
     return links
 
 
 class Links:
-    """Point-to-point links of this rank to its neighbours in the pipeline. Peers are indices in the group "pp"."""
+    """Point-to-point links of this rank to its pipeline neighbours, which are given as indices in the group "pp"."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
@@ -50,15 +50,15 @@ class Links:
                         self._handles[kind, color] = handle
 
     def send(self, kind: Kind, tensor: Tensor, to: int, label: str) -> Callable[[], object]:
-        """Starts to send `tensor`, which must not change until the returned function has waited for the end of the
-        send. `label` names the message in errors."""
+        """Starts to send `tensor`; the returned function waits for the end of the send. Until then `tensor` must not
+        be modified. `label` names the message in errors."""
         handle = self._handle(kind, (self.rank, to))
         work = dist.isend(tensor, self._group.ranks[to], group=handle)
         assert work is not None, f"{label}: this rank is not in the pipeline of rank {to}"
         return partial(wait_for, work, tensor)
 
     def receive(self, kind: Kind, shape: tuple[int, ...], source: int, label: str) -> Callable[[], Tensor]:
-        """Starts to receive the next message, in the dtype of the parameters; the returned function waits for it."""
+        """Starts to receive a tensor in the dtype of the parameters; the returned function waits for and returns it."""
         handle = self._handle(kind, (source, self.rank))
         tensor = torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
         work = dist.irecv(tensor, self._group.ranks[source], group=handle)
@@ -71,8 +71,8 @@ class Links:
 
 
 def edge_color(edge: Edge, size: int) -> int:
-    """Color of an edge of the ring, different for the two edges of a rank: 0 or 1; 2 for the last edge of an odd
-    ring."""
+    """Color of an edge of a ring of `size` ranks, which selects its communicator. A rank's two edges have different
+    colors: 0 and 1 alternate along the ring, and the last edge of an odd ring has color 2."""
     source, destination = edge
     assert destination == (source + 1) % size, f"stages {source} and {destination} of {size} are not neighbours"
     return 2 if destination == 0 and size % 2 else source % 2

@@ -19,23 +19,23 @@ class ParamMeta:
     role: Role
     grid: Grid = "attention"
     init: Literal["normal", "output", "embedding", "zeros", "ones"] = "normal"
-    """normal: `InitConfig.std`; output: `InitConfig.output_std`, for matrices that write to the residual stream."""
+    """Initial values. output: normal with `InitConfig.output_std`, for matrices that write to the residual stream."""
     fan_in: int = 1
-    """Inputs per output element, for unit-gain initialisation."""
+    """Number of inputs per output element, for unit-gain initialisation."""
     num_experts: int | None = None
-    """Global number of experts stacked in dim 0, each initialised and saved by its global id; None: no expert dim."""
+    """Global number of experts, which are stacked in dim 0; None: no expert dim."""
     tp_dim: int | None = None
-    """Dim that is sharded over the tensor-parallel ranks, not counting the expert dim; None: replicated."""
+    """Dim that is sharded over tensor-parallel ranks, counted without the expert dim; None: replicated."""
     splits: tuple[int, ...] = ()
-    """Global sizes along `tp_dim` of matrices that are sharded separately (gate and up). If the sizes form a pattern
-    that repeats along the dim (q, k, v of each query group), each rank gets whole repetitions."""
+    """Global sizes of matrices that are concatenated along `tp_dim` and sharded separately (gate and up). If their sum
+    is less than the dim, the pattern repeats (q, k, v of each query group), and each rank gets whole repetitions."""
     decay: bool = True
-    """Whether weight decay applies."""
+    """False excludes the parameter from weight decay."""
     partial_over_tp: bool = False
-    """True if the parameter is replicated, but each tensor-parallel rank computes a partial gradient (from its tokens
-    under sequence parallelism, or from its heads); partial gradients are summed over these ranks."""
+    """True if the parameter is replicated, but each tensor-parallel rank computes a partial gradient (from its own
+    tokens under sequence parallelism, or from its own heads). These gradients are summed over tensor-parallel ranks."""
     shared_stages: bool = False
-    """True if several pipeline stages have a copy; their gradients are summed, and norms include one copy."""
+    """True if several pipeline stages have a copy. The copies' gradients are summed; norms count one copy."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class ParamBox:
 
 
 Part = tuple[int, int]
-"""(index, size): coordinate of this rank on an axis and the size of the axis."""
+"""(index, size): a rank's coordinate on a grid axis, and the size of the axis."""
 
 
 def sharded_dim(meta: ParamMeta) -> int | None:
-    """Dim of the tensor that is sharded over tensor-parallel ranks, counting the expert dim; None: replicated."""
+    """Dim that is sharded over tensor-parallel ranks, counted with the expert dim; None: replicated."""
     return None if meta.tp_dim is None else meta.tp_dim + (meta.num_experts is not None)
 
 
 def local_boxes(shape: tuple[int, ...], meta: ParamMeta, *, tp: Part, ep: Part) -> tuple[ParamBox, ...]:
-    """Boxes of a parameter of global `shape` that form a rank's shard if concatenated along the sharded dim.
+    """Boxes of a tensor of global `shape` that form one rank's shard when concatenated along the sharded dim.
 
     `tp` and `ep` are the rank's coordinates on the tensor- and expert-parallel axes. Each expert-parallel rank has a
-    contiguous range of expert ids.
+    contiguous range of experts.
     """
     offset, size = [0] * len(shape), list(shape)
     if meta.num_experts is not None:
@@ -83,7 +83,7 @@ def local_shape(boxes: tuple[ParamBox, ...], meta: ParamMeta) -> tuple[int, ...]
 
 
 def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]]:
-    """(start, width) of the rank's ranges along the sharded dim."""
+    """(start, length) of each range of the sharded dim that a rank has. `width`: global size of the dim."""
     if not splits or sum(splits) < width:
         repeated = sum(splits) or 1
         assert width % repeated == 0, f"{splits} does not repeat within {width}"
@@ -96,7 +96,7 @@ def _cuts(width: int, splits: tuple[int, ...], tp: Part) -> list[tuple[int, int]
 
 
 def _share(number: int, part: Part, what: str) -> tuple[int, int]:
-    """(start, count) of the rank's part of `number` items, which are divided equally."""
+    """(start, count) of a rank's part of `number` items, which are divided equally. `what`: the items, for errors."""
     index, num_parts = part
     assert number % num_parts == 0, f"{number} {what} do not divide among {num_parts} ranks"
     return index * (number // num_parts), number // num_parts

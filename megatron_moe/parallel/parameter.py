@@ -12,27 +12,27 @@ from megatron_moe.parallel.param_meta import ParamBox, ParamMeta, local_boxes, l
 
 
 class GradAccumulator(Protocol):
-    """Accumulates a weight gradient and decides when it is computed.
+    """Accumulates the gradient of one parameter and decides when its weight-gradient GEMMs run.
 
-    The optimizer's buffers set it as the `sink` of every parameter, so weight gradients are computed directly into the
-    flat buffer. A parameter without a sink gets its gradient from autograd, so modules work without optimizer.
+    The optimizer's buffers set one as the `sink` of every parameter, so that GEMMs write weight gradients directly into
+    the flat buffer. A parameter without a sink gets its gradient from autograd, so modules work without an optimizer.
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        """Runs `compute(out, accumulate)` now or later. `compute` must write (or add, if `accumulate`) the gradient to
-        `out`, which has the parameter's shape and the accumulation dtype. `BatchedWeightGrad`s may be merged."""
+        """Runs `compute(out, accumulate)` now or later. It must write the gradient to `out`, or add it if `accumulate`.
+        `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""
         ...
 
 
 @dataclass(frozen=True)
 class BatchedWeightGrad:
     """Weight gradient that can be merged with later gradients of the same parameter and computed together with them.
-    Accumulators that do not merge gradients can simply call it."""
+    An accumulator that does not merge gradients can call the object directly."""
 
     product: Callable[[Sequence[Any], Tensor, bool], None]
-    """`product(parts, out, accumulate)` writes or adds the sum of the gradients of all parts to `out`."""
+    """`product(parts, out, accumulate)` writes the sum of all parts' gradients to `out`, or adds it if `accumulate`."""
     parts: tuple[Any, ...]
-    """Operands of the weight-gradient GEMMs that `product` merges; they must not be modified until it has run."""
+    """Operands of one weight-gradient GEMM per merged gradient. They must not be modified before `product` has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)
@@ -42,12 +42,12 @@ class BatchedWeightGrad:
 
 
 class Parameter(nn.Parameter):
-    """Parameter that contains this rank's shard of a tensor of `global_shape`."""
+    """Parameter that contains this rank's shard of a global tensor of shape `global_shape`."""
 
     meta: ParamMeta
     global_shape: tuple[int, ...]
     boxes: tuple[ParamBox, ...]
-    """Boxes of the global tensor that form the shard if concatenated along the sharded dim."""
+    """Boxes of the global tensor that form the shard when concatenated along the sharded dim."""
     sink: GradAccumulator | None
     uses: int = 1
     """Number of gradients per microbatch on this rank: one per GEMM or embedding lookup that uses the parameter,
@@ -64,7 +64,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
 def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext) -> Parameter:
     """Creates this rank's shard of a parameter of the global `shape`, in the context's dtype and on its device.
 
-    It is uninitialised; `model/init.py` fills it by its global name.
+    The values are uninitialised; `model/init.py` sets them.
     """
     tp, ep = ctx.group("etp" if meta.grid == "expert" else "tp"), ctx.group("ep")
     boxes = local_boxes(shape, meta, tp=(tp.rank, tp.size), ep=(ep.rank, ep.size))
@@ -77,7 +77,7 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
 
 
 def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
-    """Extracts a shard from the whole tensor by concatenating its boxes; returns a view if there is one box."""
+    """Extracts a shard from the global tensor `whole`: concatenates the `boxes`, or returns a view if there is one."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 
@@ -89,13 +89,13 @@ def held_experts(parameter: Parameter) -> range:
 
 
 def expert_part(whole: Tensor, parameter: Parameter) -> Tensor:
-    """Extracts this rank's shard of one expert from its whole tensor. `parameter`: stacked expert parameter."""
+    """Extracts this rank's shard from the whole tensor of one expert. `parameter` stacks the experts of this rank."""
     boxes = tuple(ParamBox(box.offset[1:], box.size[1:]) for box in parameter.boxes)
     return local_part(whole, boxes, replace(parameter.meta, num_experts=None))
 
 
 def write_part(whole: Tensor, part: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> None:
-    """Writes a rank's shard into the whole tensor (inverse of `local_part`)."""
+    """Writes a rank's shard `part` into the global tensor `whole` (inverse of `local_part`)."""
     dim = sharded_dim(meta) or 0
     pieces = part.split([box.size[dim] for box in boxes], dim=dim)
     for box, piece in zip(boxes, pieces, strict=True):

@@ -1,7 +1,7 @@
 """Keyed random numbers: a draw depends only on its key, not on the rank or on earlier draws.
 
-Initial weights are therefore independent of the layout, recomputation repeats the dropout mask of the forward, and
-ranks can be threads of one process.
+Initial weights are therefore the same for all parallel sizes, recomputation repeats the dropout mask of the forward,
+and ranks can be threads of one process.
 """
 
 import hashlib
@@ -17,22 +17,22 @@ Key = tuple[int | str, ...]
 
 
 class RNGKey(NamedTuple):
-    """Prefix of the keys of all random draws of one microbatch."""
+    """First parts of the keys of all random draws in one microbatch."""
 
     seed: int
     """Seed of the run."""
     iteration: int
     microbatch: int
-    """Index in the global batch, so that draws do not depend on the number of data-parallel ranks."""
+    """Index of the microbatch in the global batch; independent of the number of data-parallel ranks."""
     scope: Key = ()
-    """Distinguishes draws of one microbatch by context-parallel rank and depth of multi-token prediction."""
+    """Key parts that distinguish draws of one microbatch: context-parallel rank, depth of multi-token prediction."""
 
     def site(self, *names: int | str) -> Key:
         """Key of the draws at one site of the model, such as "embedding" or the name of a layer."""
         return (self.seed, self.iteration, self.microbatch, *self.scope, *names)
 
     def within(self, *scope: int | str) -> "RNGKey":
-        """Copy of the key with `scope` appended to its scope."""
+        """Copy of this key with the arguments appended to `scope`."""
         return self._replace(scope=(*self.scope, *scope))
 
 
@@ -43,31 +43,30 @@ def seed_of(key: Key) -> int:
 
 
 def generator(key: Key, device: torch.device | str = "cpu") -> torch.Generator:
-    """New generator for one draw, e.g. `generator((seed, "decoder.layers.3.mlp.router.weight"))`; a CPU generator for
-    the meta device."""
+    """New generator for one draw, seeded by `key`. For the meta device, returns a CPU generator."""
     where = torch.device(device)
     return torch.Generator("cpu" if where.type == "meta" else where).manual_seed(seed_of(key))
 
 
 def uniform(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """Uniform fp32 numbers in [0, 1) for one shard of a tensor. `part`: (index, number) of equal shards along `dim`.
+    """Uniform fp32 numbers in [0, 1) for a tensor, or for one of several equal shards of it along `dim`.
 
-    The whole tensor is drawn and then sliced, so the numbers do not depend on the sharding; drawing therefore costs
-    `number` times as much as for the shard.
+    `part` is (index of the shard, number of shards), and `shape` is the shape of the shard. The whole tensor is drawn
+    and then sliced, so the numbers do not depend on the sharding.
     """
     return _draw(torch.rand, shape, key, device, dim, part)
 
 
 def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """Standard normal fp32 numbers for one shard of a tensor; arguments as for `uniform`."""
+    """Standard normal fp32 numbers for a tensor or one shard of it. The arguments are those of `uniform`."""
     return _draw(torch.randn, shape, key, device, dim, part)
 
 
 def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
     """Zeroes elements with probability `p` and scales the others by 1 / (1 - p). `key` None: evaluation, no dropout.
 
-    `x` is shard `part` (index, number) of a tensor along `dim`; the mask is sliced from the mask of the whole tensor.
-    """
+    `part` is (index of the shard, number of shards): `x` is this shard, along `dim`, of a larger tensor. The mask is
+    sliced from the mask of the whole tensor, so it does not depend on the sharding."""
     if key is None or p == 0.0:
         return x
     keep = uniform(x.shape, key, x.device, dim=dim, part=part) >= p

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 Event = torch.cuda.Event | None
-"""CUDA event; None: already completed."""
+"""CUDA event, or None for work that has already completed."""
 
 
 class Streams:
-    """Named streams of one device; this version, for CPU and meta tensors, does nothing."""
+    """Named CUDA streams of one device. This base class, for CPU and meta tensors, does nothing."""
 
     def on(self, name: str) -> AbstractContextManager[object]:
-        """Context manager that makes a stream current. "compute" is the stream that was current at construction."""
+        """Makes the stream `name` current in a with block. "compute" is the stream that was current at construction."""
         return nullcontext()
 
     def fork(self, name: str) -> AbstractContextManager[object]:
-        """Like `on`, but the stream first waits for the work queued so far on the previously current stream."""
+        """Makes a stream current, as `on` does. It first waits for the work queued on the previously current stream."""
         return nullcontext()
 
     def record(self) -> Event:
@@ -66,36 +66,38 @@ def make_streams(device: torch.device, *names: str) -> Streams:
 
 
 class HostCopies(Streams):
-    """Copies between a device and host memory; this version copies synchronously, from CPU to CPU.
+    """Copies between a device and host memory; this base class copies synchronously, from CPU to CPU.
 
-    Source and destination are flat tensors of equal size and dtype. `record` and `wait` use the current stream.
+    Source and destination are flat tensors of equal size and dtype.
     """
 
     has_data = True
-    """Whether host buffers hold data that the host can read."""
+    """False if host buffers are meta tensors, which hold no data."""
 
     def host_buffer(self, size: int, dtype: torch.dtype, *, pinned: bool = True, exact: bool = True) -> Tensor:
-        """Allocates a tensor [size] in host memory, filled with zeros if `exact`.
+        """Allocates a tensor of `size` elements in host memory, filled with zeros if `exact`.
 
         Args:
             pinned: allocates page-locked memory, so that copies are asynchronous.
-            exact: allocates exactly `size` elements; otherwise pinned memory comes from torch's caching host allocator,
-                which is faster but rounds up to a power of two.
+            exact: allocates exactly `size` elements; if False, pinned memory comes from torch's caching host allocator,
+                which is faster but rounds sizes up to a power of two.
         """
         return torch.zeros(size, dtype=dtype, device="cpu" if self.has_data else "meta")
 
     def to_host(self, into: Tensor, source: Tensor, *after: Event, free_source: bool = False) -> Event:
-        """Copies to the host after the work queued on the current stream and the events `after`; returns the end event.
+        """Copies `source`, on the device, to `into`, on the host. Returns an event that completes with the copy.
 
-        `free_source`: the caller may free `source` before it has waited for the returned event.
+        The copy waits for the work queued on the current stream and for the events `after`. `free_source`: allows
+        the caller to free `source` at once; its memory is not reused before the end of the copy.
         """
         into.copy_(source)
         return None
 
     def to_device(self, into: Tensor, source: Tensor, *after: Event, free_into: bool = False) -> Event:
-        """Copies to the device after the events `after` only. `source` must not change before the returned end event.
+        """Copies `source`, on the host, to `into`, on the device. Returns an event that completes with the copy.
 
-        `free_into`: the caller may free `into` before it has waited for the returned event.
+        The copy waits for the events `after`, but not for the current stream. `source` must not change until the end.
+        `free_into`: allows the caller to free `into` at once; its memory is not reused before the end of the copy.
         """
         into.copy_(source)
         return None
@@ -104,7 +106,7 @@ class HostCopies(Streams):
         """Blocks the host until an event has completed."""
 
     def synchronize_all(self) -> None:
-        """Blocks the host until all copies have finished."""
+        """Blocks the host until all copies have completed."""
 
 
 class CudaHostCopies(HostCopies, CudaStreams):
@@ -157,13 +159,13 @@ def _unregister(memory: list[Tensor]) -> None:
 
 
 class MetaHostCopies(HostCopies):
-    """Copies of meta tensors; host buffers are meta tensors, too."""
+    """`HostCopies` for meta tensors: host buffers are meta tensors, and no data is copied."""
 
     has_data = False
 
 
 def make_host_copies(device: torch.device) -> HostCopies:
-    """Creates the `HostCopies` of a device."""
+    """Creates the `HostCopies` for a device: CUDA, CPU or meta."""
     if device.type == "meta":
         return MetaHostCopies()
     return CudaHostCopies(device) if device.type == "cuda" else HostCopies()

@@ -2,7 +2,7 @@
 
 With one rank each function returns its input. A tensor is *replicated* if every rank of the group holds the same
 values, *sharded* if each rank holds one of equal slices, and *partial* if the true value is the sum over the ranks. The
-gradient of a replicated tensor is partial if ranks use it differently (for their own columns or heads).
+gradient of a replicated tensor is partial if each rank uses the tensor for its own columns or heads.
 """
 
 from collections.abc import Callable
@@ -18,41 +18,41 @@ from megatron_moe.parallel.param_meta import Part
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Identity of a replicated tensor that ranks use differently. Backward: all-reduce of the partial gradient."""
+    """Returns a replicated tensor that each rank uses for its own columns or heads. Backward: all-reduce."""
     return _differentiable(x, group, _identity, _all_reduce)
 
 
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Partial to replicated: all-reduce. Backward: identity."""
+    """All-reduces a partial tensor; the result is replicated. Backward: identity."""
     return _differentiable(x, group, _all_reduce, _identity)
 
 
 def gather_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Sharded along `dim` to replicated: all-gather. Backward: this rank's slice of the replicated gradient."""
+    """All-gathers a tensor along `dim` if all ranks use the result alike. Backward: slice of the gradient."""
     return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_slice, dim=dim))
 
 
 def scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Replicated to sharded along `dim`: this rank's slice. Backward: all-gather."""
+    """Returns this rank's slice of a replicated tensor along `dim`. Backward: all-gather."""
     return _differentiable(x, group, partial(_slice, dim=dim), partial(_all_gather, dim=dim))
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Sharded along `dim` to replicated, for a result that ranks use differently. Backward: reduce-scatter of the
-    partial gradient."""
+    """All-gathers a tensor along `dim` if each rank uses the result for its own columns or heads. Backward:
+    reduce-scatter of the partial gradient."""
     return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Partial to sharded along `dim`. Backward: all-gather."""
+    """Sums a partial tensor over ranks and returns this rank's slice along `dim`. Backward: all-gather."""
     return _differentiable(x, group, partial(_reduce_scatter, dim=dim), partial(_all_gather, dim=dim))
 
 
 def enter_tensor_parallel(hidden_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Converts the residual stream to the input of a column-parallel matrix: all positions, on every rank.
+    """Converts the residual stream to the input of a column-parallel matrix, which has all positions on every rank.
 
-    tp: with sequence parallelism, all-gather of S * B * H elements (backward: reduce-scatter); without it, identity
-    (backward: all-reduce).
+    Communication over tp: with sequence parallelism, an all-gather of S * B * H elements (backward: reduce-scatter);
+    otherwise none (backward: all-reduce).
     """
     group = ctx.group("tp")
     return all_gather(hidden_SBH, group) if ctx.config.sequence_parallel else copy_to(hidden_SBH, group)
@@ -61,8 +61,8 @@ def enter_tensor_parallel(hidden_SBH: Tensor, ctx: ParallelContext) -> Tensor:
 def leave_tensor_parallel(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
     """Converts the partial output of a row-parallel matrix to the residual stream.
 
-    tp: with sequence parallelism, reduce-scatter of S * B * H elements along S (backward: all-gather); without it,
-    all-reduce (backward: identity).
+    Communication over tp: with sequence parallelism, a reduce-scatter of S * B * H elements along S (backward:
+    all-gather); otherwise an all-reduce (backward: none).
     """
     group = ctx.group("tp")
     return reduce_scatter(partial_SBH, group) if ctx.config.sequence_parallel else reduce_from(partial_SBH, group)
@@ -71,8 +71,8 @@ def leave_tensor_parallel(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
 def columns_to_residual(columns_SBH: Tensor, ctx: ParallelContext) -> Tensor:
     """Converts the output of a column-parallel matrix (H / tp channels on this rank) to the residual stream.
 
-    tp: all-gather of S * B * H elements (backward: this rank's columns). With sequence parallelism, this rank's
-    positions are then selected (backward: all-gather).
+    Communication over tp: an all-gather of S * B * H elements (backward: selection of this rank's columns). With
+    sequence parallelism, the function then selects this rank's positions (backward: all-gather).
     """
     group = ctx.group("tp")
     hidden_SBH = gather_from(columns_SBH, group, dim=-1)
@@ -80,20 +80,20 @@ def columns_to_residual(columns_SBH: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def sequence_part(ctx: ParallelContext) -> Part:
-    """(index, number) of this rank's shard of the residual stream along S."""
+    """(index of this rank's shard, number of shards) of the residual stream along S: (0, 1) if it is replicated."""
     tp = ctx.group("tp")
     return (tp.rank, tp.size) if ctx.config.sequence_parallel else (0, 1)
 
 
 def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
-    """Slices a [B, S] tensor to this rank's positions of the residual stream: [B, S / tp] under sequence parallelism.
-    For tensors without gradients."""
+    """Selects this rank's positions of the residual stream from a [B, S] tensor without gradients. Returns [B, S / tp]
+    with sequence parallelism, otherwise the whole tensor."""
     index, num_parts = sequence_part(ctx)
     return x_BS if num_parts == 1 else _equal_slice(x_BS, index, num_parts, dim=1)
 
 
 def gather_shard(shard: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather along dim 0 outside autograd, for inputs that are saved for backward as shards."""
+    """All-gathers along dim 0 without autograd. The backward calls this for inputs that were saved as shards."""
     return shard if group.size == 1 else _all_gather(shard, group, 0)
 
 

@@ -1,4 +1,4 @@
-"""Actions and entries of a pipeline schedule."""
+"""Entries of a pipeline schedule: computations, transfers, and overlapped pairs of computations."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,9 +11,9 @@ Transfer = Literal["send_forward", "receive_forward", "send_backward", "receive_
 class Action:
     """One computation or transfer of a rank, for one microbatch and one model chunk.
 
-    backward consists of backward_input (gradient of the chunk's input) and backward_weight (gradients of its weights).
-    send_forward sends the chunk's output, receive_forward receives its input; send_backward sends the gradient of its
-    input, receive_backward receives the gradient of its output.
+    `backward` computes the gradient of the chunk's input (`backward_input`) and of its weights (`backward_weight`).
+    `send_forward` sends the chunk's output, and `receive_forward` receives its input. `send_backward` sends the
+    gradient of the input, and `receive_backward` receives the gradient of the output.
     """
 
     kind: Compute | Transfer
@@ -28,7 +28,7 @@ class Action:
         return self.peer is not None
 
     def __str__(self) -> str:
-        """F forward, B backward, I backward_input, W backward_weight; sf0.0>1 send_forward to rank 1."""
+        """Kind, microbatch, chunk: F2.0, B2.0, I2.0 (input gradient), W2.0 (weights). sf2.0>1 is a send to rank 1."""
         at = f"{self.microbatch}.{self.chunk}"
         if self.is_transfer:
             first, second = self.kind.split("_")
@@ -40,7 +40,7 @@ class Action:
 class OverlappedPair:
     """Forward of one microbatch interleaved with the backward of another, node by node (`overlap.py`).
 
-    Inputs of both are received before the pair, outputs of both are sent after it.
+    The inputs of both are received before the pair runs, and the outputs of both are sent after it.
     """
 
     forward: Action
@@ -52,9 +52,9 @@ class OverlappedPair:
 
 Entry = Action | OverlappedPair
 Schedule = tuple[tuple[Entry, ...], ...]
-"""Entries of each pipeline rank."""
+"""Entries in execution order, for each pipeline rank."""
 
 
 def parts(entry: Entry) -> tuple[Action, ...]:
-    """Actions of an entry: a single action, or forward and backward of a pair."""
+    """Actions of an entry: the forward and the backward of a pair, or the entry itself."""
     return (entry.forward, entry.backward) if isinstance(entry, OverlappedPair) else (entry,)

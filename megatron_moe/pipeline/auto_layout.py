@@ -1,7 +1,7 @@
 """Automatic pipeline layout that balances the cost of stages.
 
 Costs are the FLOPs of GEMMs, forward and backward, per sequence (`cost_model/flops.py`). The cost of the loss includes
-the logits of every depth of multi-token prediction; the embedding costs nothing. Memory is not considered.
+the logits of every depth of multi-token prediction. The embedding costs nothing. Memory is not considered.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_moe.pipeline.layout import LayoutError, PipelineLayout, StageLayou
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Costs of the decoder layers, embedding, MTP layers and loss, in any unit."""
+    """Costs of each decoder layer and of the embedding, MTP layers and loss, in any unit."""
 
     layers: tuple[float, ...]
     embedding: float = 0.0
@@ -34,7 +34,7 @@ class StageCosts:
 
 
 def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
-    """FLOPs of one sequence, forward and backward."""
+    """GEMM FLOPs of one sequence, forward and backward, for each layer, all MTP layers and the loss."""
     whole = count_flops(model, 1, seq_length)
     return StageCosts(
         layers=tuple(float(count_layer_flops(layer, seq_length).total) for layer in model.layers),
@@ -44,9 +44,9 @@ def flop_costs(model: ModelConfig, seq_length: int) -> StageCosts:
 
 
 def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -> PipelineLayout:
-    """The layout with the smallest maximum stage cost and, among those, the smallest sum of squared stage costs.
+    """Layout with the smallest maximum stage cost and, among those, the smallest sum of squared stage costs.
 
-    MTP layers are placed where Megatron allows them: in the last chunk of any rank but the first. Raises LayoutError.
+    MTP layers are in one of the last two stages. Raises LayoutError if there are fewer than pp * vpp - 2 layers.
     """
     if len(costs.layers) < pp * vpp - 2:
         raise LayoutError(
@@ -61,8 +61,8 @@ def auto_layout(costs: StageCosts, *, pp: int, vpp: int = 1, num_mtp: int = 0) -
 
 
 def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[tuple[float, float], list[int]]:
-    """((maximum stage cost, sum of squared stage costs), layers per stage) of the best placement with MTP on
-    `mtp_stage`; later stages have no layers."""
+    """Finds the best placement with all MTP layers on `mtp_stage` and no decoder layers on later stages. Returns
+    ((maximum stage cost, sum of squared stage costs), number of decoder layers per stage)."""
     ends = [0.0] * num_stages
     ends[0] += costs.embedding
     ends[mtp_stage] += costs.mtp
@@ -75,10 +75,10 @@ def _balance(costs: StageCosts, num_stages: int, mtp_stage: int) -> tuple[tuple[
 
 
 def _partition(below: Sequence[float], ends: Sequence[float], limit: float | None) -> tuple[float, list[int]]:
-    """Partitions the layers into consecutive stages by dynamic programming; returns (value, layers per stage).
+    """Partitions the layers into consecutive stages by dynamic programming; returns (minimum, layers per stage).
 
-    `below[n]` is the cost of the first n layers, `ends[s]` the cost of stage s without its layers. Minimises the
-    maximum stage cost or, given a limit on it, the sum of squared stage costs.
+    Minimises the maximum stage cost or, if `limit` is given, the sum of squared stage costs with no cost above `limit`.
+    `below[n]` is the cost of the first n layers, `ends[s]` the cost of stage s without its layers.
     """
     infinite = float("inf")
     value = [0.0] + [infinite] * (len(below) - 1)
@@ -103,7 +103,7 @@ def _partition(below: Sequence[float], ends: Sequence[float], limit: float | Non
 
 
 def cost_table(layout: PipelineLayout, costs: StageCosts) -> str:
-    """Table of the stages (rank, chunk, contents, fraction of the cost) and a line about the most expensive rank."""
+    """Table of stages (rank, chunk, contents, share of the total cost) and a line about the most expensive rank."""
     lines = layout.table().splitlines()
     shares = [costs.of(stage) / costs.total for stage in layout.stages]
     width = max(map(len, lines))

@@ -2,8 +2,8 @@
 
 It runs every schedule: a single stage, 1F1B, interleaved, overlapped and forward only. A microbatch runs through a
 chunk as a `SegmentedMicrobatch`, which has one step unless the schedule overlaps two microbatches. The output of a
-stage is freed after its send; only its graph edge is kept for the backward. Received tensors start a new graph, and
-their gradients are returned explicitly.
+stage is freed after its send; only its autograd edge is kept for the backward. A received tensor starts a new autograd
+graph, and its gradient is sent to the previous stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,27 +20,27 @@ from megatron_moe.pipeline.overlap import Slot, Step
 from megatron_moe.pipeline.segment import SegmentedMicrobatch
 
 At = tuple[int, int]
-"""(microbatch, chunk)."""
+"""(microbatch, index of the model chunk on this rank)."""
 
 
 class Stage(Protocol):
-    """Interface of the model chunks of one rank."""
+    """Interface through which the executor runs the model chunks of one pipeline rank."""
 
     def steps(self, microbatch: int, chunk: int) -> Sequence[Step]:
-        """Forward steps of a microbatch in a chunk. The first takes the output of the previous stage, or None in the
-        first stage; the last returns the input of the next stage, or the scalar objective in the last stage."""
+        """Forward steps of a microbatch in a chunk. The first step takes the output of the previous stage, or None in
+        the first stage. The last step returns the input of the next stage, or the scalar loss in the last stage."""
         ...
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
-        """Slots of an overlapped pair in launch order; "weight" slots, if any, compute deferred weight gradients."""
+        """Slots of an overlapped pair in launch order. Direction "weight" computes deferred weight gradients."""
         ...
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:
-        """Shape of the input of a pipeline stage; the gradient of the input has the same shape."""
+        """Shape of the input of a pipeline stage (global index), and of the gradient of this input."""
         ...
 
     def defer_weight_gradients(self, deferred: bool) -> None:
-        """Sets whether the following backwards defer their weight gradients to `weight_gradients`."""
+        """Sets whether the following backwards leave their weight gradients to a later call of `weight_gradients`."""
         ...
 
     def weight_gradients(self) -> None:
@@ -55,10 +55,10 @@ class Stage(Protocol):
 def run_schedule(
     entries: Sequence[Entry], stage: Stage, links: Links, stages: StageMap, streams: Streams | None = None
 ) -> None:
-    """Runs the entries of this rank in order; if gradients are disabled, all computations must be forwards.
+    """Runs the entries of this rank in order. If autograd is disabled, all computations must be forwards.
 
-    Asserts that every received tensor is used, every output is sent, and every forward has its backward. `streams`:
-    None for no-op streams.
+    Asserts that every received tensor is used, every output is sent, and every forward has its backward.
+    `streams`: None means no-op streams.
     """
     run = _ScheduleRun(stage, links, stages, streams or Streams())
     for entry in entries:
@@ -80,7 +80,7 @@ class _ScheduleRun:
         self._in_flight: dict[At, SegmentedMicrobatch] = {}
         """Microbatches whose forward has run and whose backward has not started."""
         self._deferred: list[At] = []
-        """Backwards whose weight gradients are deferred."""
+        """Backwards that have run except for their weight gradients."""
         self._receives: dict[tuple[Kind, At], Callable[[], Tensor]] = {}
         self._outputs: dict[tuple[Kind, At], Tensor] = {}
         self._sends: list[Callable[[], object]] = []
@@ -109,7 +109,7 @@ class _ScheduleRun:
                 self._stage.after_backward(*at)
 
     def run_pair(self, pair: OverlappedPair) -> None:
-        """Interleaves a forward and a backward slot by slot."""
+        """Runs a forward and a backward interleaved slot by slot."""
         self._free_sent()
         forward_at, backward_at = _at(pair.forward), _at(pair.backward)
         slots = self._stage.slots(pair.forward.chunk, pair.backward.chunk)
@@ -179,18 +179,18 @@ class _ScheduleRun:
             self._receives[kind, at] = self._links.receive(kind, shape, peer, label)
 
     def _received(self, kind: Kind, at: At) -> Tensor | None:
-        """Waits for the tensor that a computation receives and returns it; None if it receives none."""
+        """Waits for and returns the tensor received for a computation; None if no receive was started for it."""
         wait = self._receives.pop((kind, at), None)
         return None if wait is None else wait()
 
     def _free_sent(self) -> None:
-        """Waits for the sends that overlapped with the last computation, and frees their tensors."""
+        """Waits for the sends that were started before the previous computation, and frees their tensors."""
         for wait in self._earlier_sends:
             wait()
         self._earlier_sends, self._sends = self._sends, []
 
     def _number(self, at: At) -> int:
-        """Pipeline stage of a chunk of this rank."""
+        """Global index of the pipeline stage that is a chunk of this rank."""
         return self._stages.stage(self._links.rank, at[1])
 
 

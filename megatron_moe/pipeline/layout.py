@@ -11,7 +11,7 @@ from megatron_moe.config.exit_codes import counted
 
 @dataclass(frozen=True)
 class StageMap:
-    """Mapping of stages to ranks, round-robin: chunk c of rank r is stage c * pp + r (arXiv 2104.04473 section 2.2)."""
+    """Round-robin mapping of stages to ranks: chunk c of rank r is stage c * pp + r (arXiv 2104.04473 section 2.2)."""
 
     pp: int = 1
     vpp: int = 1
@@ -22,7 +22,7 @@ class StageMap:
         return self.pp * self.vpp
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Stage of a rank's chunk."""
+        """Index of the stage that is chunk `chunk` of rank `rank`."""
         return chunk * self.pp + rank
 
     def place(self, stage: int) -> tuple[int, int]:
@@ -35,12 +35,12 @@ _REPEATED_LETTER: Final = re.compile(r"([EtmL|])\*(\d+)")
 
 
 class LayoutError(ValueError):
-    """The layers cannot be placed on the stages as requested."""
+    """Raised if layers cannot be placed on stages as requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
-    """Contents of one stage, a model chunk of one pipeline rank."""
+    """Contents of one pipeline stage, which is one model chunk of a pipeline rank."""
 
     layers: tuple[int, ...] = ()
     """Global indices of the decoder layers; may be empty."""
@@ -48,18 +48,18 @@ class StageLayout:
     final_norm: bool = False
     """True for the stage with the last decoder layer."""
     num_mtp: int = 0
-    """Number of MTP layers: all of the model or 0. A stage with MTP layers has a copy of the embedding."""
+    """Number of MTP layers: 0, or all MTP layers of the model. A stage with MTP layers has a copy of the embedding."""
     loss: bool = False
     """Whether the stage has the output head and the loss."""
 
     def __str__(self) -> str:
-        """The stage in the layout language of `parse_layout`."""
+        """Formats the stage in the layout language of `parse_layout`, for example `Ett`."""
         return "E" * self.embedding + _counted("t", len(self.layers)) + _counted("m", self.num_mtp) + "L" * self.loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """All stages in model order."""
+    """All pipeline stages in model order, and the number of pipeline ranks."""
 
     stages: tuple[StageLayout, ...]
     pp: int = 1
@@ -78,13 +78,13 @@ class PipelineLayout:
         return self.stages[rank :: self.pp]
 
     def embedding_ranks(self, *, tied: bool) -> tuple[int, ...]:
-        """Pipeline ranks with a copy of the word embedding, in stage order: the first stage, stages with MTP layers
-        and, if `tied`, the stage with the head."""
+        """Pipeline ranks with a copy of the word embedding, in stage order: those of the first stage, of the stage with
+        MTP layers and, if `tied`, of the stage with the output head."""
         holds = (stage.embedding or stage.num_mtp or tied and stage.loss for stage in self.stages)
         return tuple(dict.fromkeys(index % self.pp for index, held in enumerate(holds) if held))
 
     def __str__(self) -> str:
-        """The layout in the language of `parse_layout`, with equal consecutive stages as repetitions."""
+        """Formats the layout in the language of `parse_layout`, with repetitions for equal consecutive stages."""
         texts = []
         for text, run in groupby(str(stage) for stage in self.stages):
             length = len(list(run))
@@ -115,10 +115,10 @@ def _counted(letter: str, count: int) -> str:
 
 
 def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | None = 0) -> PipelineLayout:
-    """Parses Megatron's layout language, for example `Et*3|(tt|)*29m|L`.
+    """Parses Megatron's layout language, for example `Et*3|(tt|)*29m|L`. Raises LayoutError.
 
-    E is the embedding, t a decoder layer, m an MTP layer, L the loss; `|` ends a stage; commas are ignored. `(...)*N`
-    repeats a group, `t*N` a letter. `num_layers` and `num_mtp` are checked unless None. Raises LayoutError.
+    E is the embedding, t a decoder layer, m an MTP layer, L the loss; `|` ends a stage. `(...)*N` repeats a group, and
+    `t*N` a letter; commas are ignored. The text must have `num_layers` t and `num_mtp` m (None: any number).
     """
     expanded = _expand(text)
     num_layers = expanded.count("t") if num_layers is None else num_layers
@@ -136,7 +136,7 @@ def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | N
 
 
 def _expand(text: str) -> str:
-    """The text with every repetition written out."""
+    """Replaces each repetition in a layout text by its letters. Raises LayoutError for unknown letters."""
     text = text.replace(",", "").replace(" ", "")
     expanded = _REPEATED_GROUP.sub(lambda match: match[1] * int(match[2]), text)
     expanded = _REPEATED_LETTER.sub(lambda match: match[1] * int(match[2]), expanded)
@@ -168,7 +168,7 @@ def _check_letters(text: str, stages: Sequence[str], num_layers: int, num_mtp: i
 
 
 def _mtp_stage(text: str, stages: Sequence[str], pp: int) -> int:
-    """Stage of the MTP layers, or the last stage if there are none. Raises LayoutError for stages Megatron forbids."""
+    """Stage with the MTP layers (the last if there are none). Raises LayoutError for stages that Megatron forbids."""
     holders = [index for index, stage in enumerate(stages) if "m" in stage] or [len(stages) - 1]
     if len(holders) > 1:
         raise LayoutError(f"{text} has m in stages {holders}; all MTP layers must be in one stage")
@@ -192,10 +192,10 @@ def even_layout(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> PipelineLayout:
-    """Layout with the same number of layers on every stage.
+    """Layout with the same number of layers on every stage, and all MTP layers on the last. Raises LayoutError.
 
-    `first` and `last` set the number of layers of the first and last pipeline rank instead. `account_for_*` counts the
-    embedding or the loss as a layer of the first or last stage. MTP layers are on the last stage. Raises LayoutError.
+    `first`, `last`: number of layers of the first and last pipeline rank; the others share the rest equally.
+    `account_for_*`: counts the embedding or loss as one layer of the first or last stage.
     """
     if first is not None or last is not None:
         if account_for_embedding or account_for_loss:
@@ -256,8 +256,8 @@ def place_layers(counts: Sequence[int], pp: int, num_mtp: int, mtp_stage: int) -
 
 
 def virtual_stages(num_layers: int, *, pp: int, per_virtual_stage: int) -> int:
-    """Number of virtual stages per rank if each has `per_virtual_stage` layers; `num_layers` includes embedding and
-    loss if they count as layers. Raises LayoutError."""
+    """Number of virtual stages per rank if each has `per_virtual_stage` layers. `num_layers` includes the embedding and
+    the loss if these count as layers. Raises LayoutError."""
     per_rank, rest = divmod(num_layers, pp)
     if rest or per_rank % per_virtual_stage:
         raise LayoutError(

@@ -1,7 +1,7 @@
-"""Node order of an overlapped pair: the forward of one microbatch interleaved with the backward of another.
+"""Launch order in which the forward of one microbatch is interleaved with the backward of another (overlapped pair).
 
-Dispatch and combine of one direction overlap with computation of the other. The order within a pair of layers is
-Megatron's. It does not affect numerics: each direction keeps its own order, and only the backward writes gradients.
+Nodes are parts of a layer. Dispatch and combine of one direction overlap with computation of the other. The order is
+Megatron's. It does not change numerics: each direction keeps its own order, and only the backward writes gradients.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from megatron_moe.pipeline.layout import StageLayout
 
 Direction = Literal["forward", "backward", "weight"]
 SlotName = Literal["embedding", "attention", "dispatch", "experts", "combine", "post", "head", "chunk"]
-"""Kinds of nodes of a model chunk. attention includes the router; experts is the MLP of a dense layer, which has no
-dispatch and combine; post is shared experts and residual; the last layer's post includes the final norm; head includes
-the loss; chunk is a chunk that is not divided into nodes."""
+"""Kinds of nodes of a model chunk. "attention" includes the router. In dense layers "experts" is the MLP, and there is
+no "dispatch" or "combine". "post" is shared experts and residual addition, and the final norm in the last layer. "head"
+includes the loss. "chunk" is a whole chunk that is not divided into nodes."""
 Stream = Literal["compute", "communication"]
 
 
@@ -26,13 +26,13 @@ def stream_of(node: SlotName) -> Stream:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the forward of a microbatch through a chunk. An exchange has two steps: start and finish."""
+    """One step of a microbatch's forward through a chunk. Dispatch and combine have two steps: start and finish."""
 
     node: SlotName
     layer: int | None
-    """Index of the layer in the chunk, as in `Slot`."""
+    """Index of the layer in the chunk, MTP layers last; None for nodes outside the layers."""
     run: Callable[[Any], Any]
-    """Maps the state after the previous step (first step: the chunk's input) to the next (last step: its output)."""
+    """Maps the previous step's result (for the first step, the chunk's input) to the result of this step."""
 
     @property
     def stream(self) -> Stream:
@@ -41,12 +41,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Slot:
-    """One node in one direction; "weight" computes the node's weight gradients if the backward is split."""
+    """One node in one direction. If the backward is split, direction "weight" computes the node's weight gradients."""
 
     direction: Direction
     node: SlotName
     layer: int | None = None
-    """Index of the layer in the chunk, MTP layers last; None for embedding and head."""
+    """Index of the layer in the chunk, MTP layers last; None for nodes outside the layers."""
 
     def __str__(self) -> str:
         at = "" if self.layer is None else str(self.layer)
@@ -77,9 +77,9 @@ def pair_slots(
     split_backward: bool = False,
     early_attention_backward: bool = False,
 ) -> tuple[Slot, ...]:
-    """Slots of an overlapped pair in launch order, or of one direction only if the other is None.
+    """Slots of an overlapped pair in launch order. If one chunk is None, returns the slots of the other chunk only.
 
-    The forward of the first layer is paired with the backward of the last, and so on; remaining layers follow.
+    The forward of the first layer is paired with the backward of the last, and so on; layers without partner follow.
     `early_attention_backward` moves the backward of attention before the forward of the experts, which frees the
     activations of attention earlier but hides less communication (`--ep-overlap-early-attn-memory-release`).
     """

@@ -4,8 +4,8 @@ A schedule is a list of entries per pipeline rank. One builder covers all kinds:
 
 - one stage: forward and backward of each microbatch;
 - 1F1B (PipeDream-Flush, arXiv 2006.09503): warm-up forwards, alternating forwards and backwards, remaining backwards;
-- interleaved (arXiv 2104.04473 section 2.2): the same over (microbatch, chunk) in Megatron's order;
-- overlapped: each forward and backward of the steady phase form an `OverlappedPair` (`overlap.py`).
+- interleaved (arXiv 2104.04473 section 2.2): 1F1B over pairs (microbatch, chunk) in Megatron's order;
+- overlapped: each forward of the steady phase and the backward after it form an `OverlappedPair` (`overlap.py`).
 
 Sends and receives are explicit. The lists are projections of one global sequence in which each send is followed by its
 receive. They therefore cannot deadlock, even with blocking sends, and messages between two ranks need no tags: they are
@@ -19,11 +19,11 @@ from megatron_moe.pipeline.actions import Action, Entry, OverlappedPair, Schedul
 from megatron_moe.pipeline.layout import StageMap
 
 Task = tuple[str, int, int]
-"""("forward" | "backward", microbatch, stage)."""
+"""Computation of a microbatch: ("forward" | "backward", microbatch, stage)."""
 
 
 class ScheduleError(ValueError):
-    """No schedule exists for the given sizes."""
+    """Raised if no schedule exists for the given sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class ScheduleConfig:
     vpp: int = 1
     """Model chunks per rank (`StageMap`)."""
     group_size: int | None = None
-    """Consecutive microbatches per chunk; None: pp. Used if vpp > 1."""
+    """Number of microbatches that a rank runs in one chunk before the next chunk; None: `pp`. Used only if vpp > 1."""
     overlap: bool = False
     """Pairs forwards with backwards in the steady phase (`OverlappedPair`), to hide expert communication."""
     split_backward: bool = False
-    """Computes and sends the input gradient before the weight gradients."""
+    """Computes and sends the input gradient before the weight gradients are computed."""
     forward_only: bool = False
-    """Evaluation: no backwards."""
+    """Schedules no backwards, for evaluation."""
 
     @property
     def group(self) -> int:
@@ -83,7 +83,7 @@ def check_schedule(config: ScheduleConfig) -> None:
 
 
 def num_warmup(config: ScheduleConfig, rank: int) -> int:
-    """Number of (microbatch, chunk) forwards before the steady phase."""
+    """Number of forwards, over all chunks, that a rank runs before the steady phase."""
     total = config.num_microbatches * config.vpp
     if config.forward_only:
         return total
@@ -94,9 +94,9 @@ def num_warmup(config: ScheduleConfig, rank: int) -> int:
 
 
 def chunk_order(config: ScheduleConfig) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of a rank's forwards in order: for each group of microbatches, chunk by chunk.
+    """(microbatch, chunk) of a rank's forwards in order: chunk by chunk for each group of microbatches.
 
-    Backwards have the same order with the chunks reversed.
+    The backwards have this order with reversed chunk indices.
     """
     order = []
     for start in range(0, config.num_microbatches, config.group):
@@ -131,7 +131,7 @@ def _backward(backward: Action, config: ScheduleConfig) -> list[Action]:
 
 
 def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """Tasks, on this or other ranks, that must be complete before a computation."""
+    """Tasks, on this or other ranks, that must be complete before a computation starts."""
     stage, microbatch = stages.stage(rank, action.chunk), action.microbatch
     if action.kind == "forward":
         return (("forward", microbatch, stage - 1),) if stage else ()
@@ -143,7 +143,7 @@ def needs(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 
 
 def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
-    """Task that a computation completes, if any. A backward is complete when its input gradient is computed."""
+    """Task that a computation completes, or (). A backward is complete when its input gradient has been computed."""
     if action.kind == "backward_weight":
         return ()
     direction = "forward" if action.kind == "forward" else "backward"
@@ -153,10 +153,10 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
     """Inserts sends and receives into the computations of all ranks.
 
-    Computations are assigned start times, with one unit per forward and two per backward. Sender and receiver post a
-    transfer at the time when the sender's computation ends: after the computations that started before this time, and
-    before all others. All lists are projections of this one global order, so the earliest pending transfer can always
-    complete and no deadlock is possible. Receives are posted early so that transfers overlap with computation.
+    Computations are assigned start times; a forward takes one unit of time and a backward two. When the sender's
+    computation ends, both ranks post the transfer: after the computations that started earlier, and before all others.
+    All lists are projections of this one global order, so the earliest pending transfer can always complete and no
+    deadlock is possible. Receives are posted early so that transfers overlap with computation.
     """
     events: list[tuple[tuple[int, ...], int, Entry]] = []
     for rank, entries in enumerate(_started(stages, ranks)):
@@ -186,14 +186,14 @@ def _transfer(stages: StageMap, rank: int, action: Action) -> Iterator[tuple[Act
 
 
 def _units(entry: Entry) -> int:
-    """Relative duration: a backward has two GEMMs for each GEMM of the forward."""
+    """Duration of an entry in units of one forward. A backward takes 2, as it has two GEMMs for each forward GEMM."""
     if isinstance(entry, OverlappedPair):
         return _units(entry.forward) + _units(entry.backward)
     return 2 if entry.kind == "backward" else 1
 
 
 def _started(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> list[list[tuple[int, Entry]]]:
-    """(start time, entry) of all entries per rank; a computation starts when its rank is idle and its inputs exist."""
+    """(start time, entry) of all entries, per rank. An entry starts when its rank is idle and its inputs exist."""
     finished: dict[Task, int] = {}
     started: list[list[tuple[int, Entry]]] = [[] for _ in ranks]
     free, moved = [0] * len(ranks), True

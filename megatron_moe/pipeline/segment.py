@@ -1,14 +1,13 @@
-"""One microbatch in one model chunk as autograd segments: the forward step by step, the backward in reverse order.
+"""Runs one microbatch through one model chunk as autograd segments, one per step, and backward in reverse order.
 
 Without overlap a chunk is one step. An overlapped schedule interleaves the layer nodes of two microbatches. An exchange
-has two steps: its start runs in the exchange's slot; its finish waits for the received rows and runs as late as
-possible, right before the next step of the same microbatch. Work launched between two slots of a microbatch therefore
-overlaps with its exchange, in the forward and in the backward.
+has two steps. The start runs in the exchange's slot. The finish waits for the received rows and runs as late as
+possible, right before the next step of the same microbatch. Work of the other microbatch that is launched in between
+overlaps with the exchange, in the forward and in the backward.
 
 The autograd graph is cut between steps, and gradients are passed explicitly. The state between two steps is any nest of
-frozen dataclasses and tuples. Each of its tensors that requires a gradient becomes a `CutTensor`. The graph of the next
-step starts from a tensor that shares the data but does not save it, so unsaved activations are freed as in an uncut
-graph.
+frozen dataclasses and tuples. Each tensor of the state that requires a gradient becomes a `CutTensor`. The graph of the
+next step starts from a tensor that shares the data but does not save it, so unsaved activations are freed as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +24,10 @@ from megatron_moe.pipeline.overlap import Slot, Step
 
 
 class GradBoundary:
-    """Graph edge of a tensor at a cut, and the sum of the gradients from the segments that used it."""
+    """Autograd edge of a tensor at a cut of the graph, and the sum of its gradients from the segments that used it."""
 
     def __init__(self, edge: GradientEdge | None) -> None:
-        """`edge`: None for the input of the chunk."""
+        """`edge`: autograd edge that produced the tensor; None for the input of the chunk."""
         self.edge = edge
         self.gradient: Tensor | None = None
 
@@ -38,14 +37,14 @@ class GradBoundary:
 
 @dataclass(frozen=True, eq=False)
 class CutTensor:
-    """Data of a tensor between two segments, with its gradient boundary."""
+    """Detached tensor that is passed between segments, and the boundary that accumulates its gradient."""
 
     data: Tensor
     boundary: GradBoundary
 
 
 class SegmentedMicrobatch:
-    """Runs the steps of one microbatch, first forward and then backward; each backward frees its step's graph."""
+    """Runs the steps of one microbatch, first forward and then backward. The backward of a step frees its graph."""
 
     def __init__(self, steps: Sequence[Step], received: Tensor | None, streams: Streams) -> None:
         """`received`: output of the previous stage; None in the first stage."""
@@ -62,7 +61,7 @@ class SegmentedMicrobatch:
         self._output: GradBoundary | None = None
 
     def forward(self, slot: Slot | None = None) -> None:
-        """Runs all pending steps up to and including the first step of `slot`. None: all pending steps."""
+        """Runs the pending steps up to and including the first step of `slot`, or all of them if `slot` is None."""
         end = len(self._steps) if slot is None else min(self._places(slot), default=-1) + 1
         while self._num_forward < end:
             self._forward(self._steps[self._num_forward])
@@ -79,13 +78,13 @@ class SegmentedMicrobatch:
         return state
 
     def begin_backward(self, gradient: Tensor | None) -> None:
-        """Sets the gradient of the output; None: the output is the scalar objective."""
+        """Sets the gradient of the chunk's output; None if the output is the scalar loss."""
         assert self._output is not None, "the output of this chunk requires no gradient"
         if gradient is not None:
             self._output.add(gradient)
 
     def backward(self, slot: Slot | None = None) -> None:
-        """Runs the pending backwards of all steps from the end to the last step of `slot`. None: all pending."""
+        """Runs the pending backwards down to and including the last step of `slot`, or all if `slot` is None."""
         start = 0 if slot is None else max(self._places(slot), default=len(self._boundaries))
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
@@ -97,7 +96,7 @@ class SegmentedMicrobatch:
         return gradient
 
     def _places(self, slot: Slot) -> list[int]:
-        """Indices of the steps of a slot: two for an exchange, none if the layer has no node for the slot."""
+        """Indices of a slot's steps: two for an exchange, one for other nodes, none if the chunk has no such node."""
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
 
     def _forward(self, step: Step) -> None:
@@ -127,23 +126,23 @@ class SegmentedMicrobatch:
 
 
 class _GraphCut:
-    """Cuts the autograd graph before and after a step: `enter` converts the state for it, `leave` its result."""
+    """Cuts the autograd graph before and after a step: `enter` converts the step's input, `leave` its output."""
 
     def __init__(self, record_use: Callable[[Tensor], None]) -> None:
-        """`record_use`: called with every tensor that enters (`Streams.record_use`)."""
+        """`record_use`: called with every tensor of the step's input (`Streams.record_use`)."""
         self.boundaries: list[GradBoundary] = []
-        """Boundaries of the tensors that the step computed."""
+        """Boundaries of the tensors in the step's output that the step computed."""
         self._record_use = record_use
         self._entered: dict[CutTensor, Tensor] = {}
         self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
-        """(tensor, its cut) by the id of the tensor; the reference keeps the id valid."""
+        """id(tensor) -> (tensor, its `CutTensor`). The reference to the tensor keeps the id valid."""
 
     def enter(self, state: Any) -> Any:
-        """Replaces each `CutTensor` of the state by a tensor that starts the graph of the step."""
+        """Replaces each `CutTensor` of the state by a tensor that starts a new graph."""
         return _rebuilt(state, self._enter)
 
     def leave(self, state: Any) -> Any:
-        """Replaces tensors that require a gradient by cut tensors; a tensor from `enter` gets its old cut."""
+        """Replaces tensors that require a gradient by `CutTensor`s. A tensor made by `enter` gets its original one."""
         state = _rebuilt(state, self._leave)
         self._entered.clear()
         self._cuts.clear()
@@ -176,7 +175,7 @@ class _GraphCut:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity whose backward adds the gradient to the boundary; `anchor` makes autograd record the function."""
+    """Identity of `data`. Its backward adds the gradient to `boundary`; `anchor` makes autograd record the function."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, data: Tensor, boundary: GradBoundary) -> Tensor:
@@ -192,7 +191,7 @@ class _Enter(torch.autograd.Function):
 def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
     """Copies the state with `change` applied to its tensors and cut tensors.
 
-    A pending exchange is changed in place, because both of its halves refer to it.
+    A pending exchange is changed in place, because its start and its finish refer to the same object.
     """
     if isinstance(state, Tensor | CutTensor):
         return change(state)

@@ -1,9 +1,9 @@
 """Simulates a schedule: detects deadlocks, missing and misordered work, and measures the pipeline bubble.
 
-Transfer rules are the strictest possible, so a schedule that passes also runs under weaker ones. A rank posts all sends
-and receives between two computations together and blocks until all complete. Messages between two ranks arrive in the
-order sent, without tags. With `depth` 0 a send completes when its receive is posted (rendezvous); with depth k, k
-messages can be buffered per pair of ranks.
+The rules for transfers are strict, so a schedule that passes also runs under weaker rules. A rank posts all sends and
+receives between two computations together and blocks until all complete. Messages between two ranks arrive in the order
+sent, without tags. With `depth` 0 a send completes when its receive is posted (rendezvous). With depth k, k messages
+can be buffered per sender and receiver.
 """
 
 from collections import Counter, deque
@@ -18,13 +18,13 @@ from megatron_moe.pipeline.schedule import Task, gives, needs
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Mean duration of one microbatch on a rank, summed over its chunks, in any unit."""
+    """Mean durations of one microbatch on a rank, summed over the rank's chunks, in any unit."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    """Time of one message."""
+    """Duration of one message."""
     stage_costs: tuple[float, ...] = ()
     """Relative costs of stages, in model order; empty: equal costs."""
 
@@ -47,7 +47,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One computation of a rank."""
+    """One computation of a rank, with its start and end time."""
 
     entry: Entry
     start: float
@@ -56,12 +56,12 @@ class TimelineSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """Result of a simulation."""
+    """Timeline, problems and memory use of a simulated schedule."""
 
     spans: tuple[tuple[TimelineSpan, ...], ...]
     """Computations of each rank in order."""
     problems: tuple[str, ...]
-    """Deadlocks, misordered messages, computations without input, missing computations; empty for a valid schedule."""
+    """Error messages (deadlocks, misordered transfers, missing inputs or computations); empty for a valid schedule."""
     in_flight: tuple[int, ...]
     """Peak number of in-flight (microbatch, chunk) pairs of each rank; see `most_in_flight`."""
 
@@ -80,7 +80,7 @@ class SimulationReport:
 def simulate(
     stages: StageMap, schedule: Schedule, *, durations: Durations | None = None, depth: int | None = 0
 ) -> SimulationReport:
-    """Simulates a schedule. `depth`: messages buffered per pair of ranks; None: unlimited."""
+    """Simulates a schedule. `depth`: messages that can be buffered per sender and receiver; None: unlimited."""
     run = _Simulation(stages, schedule, durations or Durations(), depth)
     run.run()
     return SimulationReport(
@@ -103,12 +103,12 @@ def most_in_flight(entries: Iterable[Entry]) -> int:
 
 @dataclass(slots=True)
 class _End:
-    """Send or receive side of a message."""
+    """One side of a message: the send or the receive."""
 
     rank: int
     action: Action
     message: Task
-    """Task whose result is sent."""
+    """Task whose result the message contains."""
     ready: float
     """Time at which this rank posted the send or receive."""
     number: int
@@ -118,14 +118,14 @@ class _End:
 
 @dataclass
 class _Channel:
-    """First-in-first-out messages from one rank to another."""
+    """Posted sends and receives from one rank to another, matched in first-in-first-out order."""
 
     sent: list[_End] = field(default_factory=list)
     awaited: list[_End] = field(default_factory=list)
 
 
 class _Simulation:
-    """State of a simulation. Each rank runs until it blocks; posting or completing an exchange wakes its peers."""
+    """State of a simulation. Each rank runs until it blocks. Ranks that post or complete transfers wake their peers."""
 
     def __init__(self, stages: StageMap, schedule: Schedule, durations: Durations, depth: int | None) -> None:
         self._stages = stages
@@ -135,7 +135,7 @@ class _Simulation:
         self._next = [0] * len(schedule)
         self._clock = [0.0] * len(schedule)
         self._open: list[list[_End]] = [[] for _ in schedule]
-        """For each rank: incomplete messages of the exchange that blocks it."""
+        """For each rank, the incomplete sends and receives that block it."""
         self._channels = {(a, b): _Channel() for a in range(len(schedule)) for b in range(len(schedule))}
         self._has: list[set[Task]] = [set() for _ in schedule]
         self.spans: list[list[TimelineSpan]] = [[] for _ in schedule]
@@ -193,7 +193,7 @@ class _Simulation:
         return "backward", action.microbatch, stage + receives
 
     def _finish(self, rank: int, awake: deque[int]) -> bool:
-        """Completes messages of the exchange in which a rank is blocked; returns whether all are complete."""
+        """Completes sends and receives that block a rank, where possible; returns whether all are complete."""
         waiting = []
         for end in self._open[rank]:
             time = self._done(end)
@@ -209,7 +209,7 @@ class _Simulation:
         return not waiting
 
     def _done(self, end: _End) -> float | None:
-        """Completion time of a message for its send or receive side; None: not yet complete."""
+        """Time at which a send or receive completes; None if it cannot complete yet."""
         peer = _peer(end.action)
         channel = self._channels[(peer, end.rank) if end.receives else (end.rank, peer)]
         peer_ends = channel.sent if end.receives else channel.awaited
@@ -226,7 +226,7 @@ class _Simulation:
         return max(end.ready, channel.sent[taken].ready, peer_ends[taken].ready) if taken < len(peer_ends) else None
 
     def _stuck(self) -> list[str]:
-        """Message with the cycle of ranks that wait for each other, if any."""
+        """Error message with the chain of blocked ranks that wait for each other; [] if no rank is blocked."""
         waits = {rank: ends[0].action for rank, ends in enumerate(self._open) if ends}
         if not waits:
             return []
@@ -245,7 +245,7 @@ class _Simulation:
 
 
 def _exchanges(entries: Iterable[Entry]) -> list[Entry | list[Action]]:
-    """The entries; consecutive sends and receives form one list because they are posted together."""
+    """Groups consecutive sends and receives into lists, because they are posted together."""
     steps: list[Entry | list[Action]] = []
     for entry in entries:
         if isinstance(entry, OverlappedPair) or not entry.is_transfer:
@@ -263,7 +263,7 @@ def _peer(action: Action) -> int:
 
 
 def _missing(stages: StageMap, schedule: Sequence[Sequence[Entry]]) -> list[str]:
-    """Messages about forwards and backwards that a rank does not run exactly once."""
+    """Error messages about forwards and backwards that a rank does not run exactly once."""
     ranks = [[action for entry in entries for action in parts(entry)] for entries in schedule]
     microbatches = sorted({action.microbatch for actions in ranks for action in actions})
     trains = any(action.kind.startswith("backward") for actions in ranks for action in actions)

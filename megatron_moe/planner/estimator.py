@@ -1,9 +1,9 @@
 """Step-time estimate of a plan, by component, with the efficiencies of `work.py`.
 
-    step = (work of a rank + exposed communication in layers) / (1 - bubble) + data-parallel communication + optimizer
+    step = (compute + exposed communication and offload in layers) / (1 - bubble) + pipeline + data_parallel + optimizer
 
-Work is the mean over pipeline ranks; the bubble includes idle time due to unequal stages. Excluded: launch overhead,
-uneven routing, and interference of concurrent kernels.
+Compute and layer communication are means over pipeline ranks. The bubble includes idle time due to unequal stages.
+Launch overhead, uneven routing, and interference of concurrent kernels are not modelled.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ _TENSOR_FORWARD = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate(Work):
-    """Seconds of one step, by component."""
+    """Estimated time of one step in seconds, by component. "Exposed" means not overlapped with computation."""
 
     tensor_parallel: float
     expert_parallel: float
@@ -41,7 +41,7 @@ class StepEstimate(Work):
     """Exposed gradient reduction and weight gathering."""
     optimizer: float
     flops: float
-    """FLOPs of the step over all ranks, with Megatron's formula."""
+    """FLOPs of the step over all ranks, according to Megatron's formula."""
     world_size: int
 
     @property
@@ -53,17 +53,17 @@ class StepEstimate(Work):
 
     @property
     def total(self) -> float:
-        """Duration of the step."""
+        """Duration of the step in seconds."""
         return sum(seconds for _, seconds in self.parts)
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s per GPU."""
+        """TFLOP/s per GPU, with the FLOPs of Megatron's formula."""
         return self.flops / self.total / self.world_size / 1e12
 
 
 class Estimator:
-    """Step-time estimates of one plan. `placements`: placement of each process group, by name."""
+    """Estimates the step time of a plan. `placements`: group name ("ep", ...) -> placement of these groups on nodes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Estimator:
         self.plan, self.gpu = plan, gpu
         self.rates: Rates = rates_of(gpu, plan.precision)
         self.rank = plan.layout.pp // 2
-        """Pipeline rank whose communication is counted."""
+        """Pipeline rank (the middle one) from whose communication the estimates are derived."""
         self.stages = LayerWork(plan, self.rates).of_stages()
         self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
@@ -83,12 +83,12 @@ class Estimator:
         """Mean number of layers per pipeline rank, divided by the number of layers of `rank`."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
-        """Estimate of the whole step. `bubble` False: without pipeline bubble, a lower bound for every schedule."""
+        """Estimate of the whole step. `bubble=False` omits the bubble, which gives a lower bound for every schedule."""
         plan = self.plan
         idle = 0.0
         if bubble:
             idle = pipeline_bubble(plan.schedule(self.plan.num_microbatches), [work.total for work in self.stages])
-        # work of the mean pipeline rank
+        # mean over pipeline ranks, for all microbatches of a step
         work = sum(self.stages, Work()) * (self.plan.num_microbatches / plan.layout.pp)
         tensor = self._in_layers("tp")
         experts, context = self._experts(work), self._context(work)
@@ -121,7 +121,7 @@ class Estimator:
         return sum(each.seconds(self.gpu) for each in self._of(*groups))
 
     def _in_layers(self, *groups: str) -> float:
-        """Communication time of layers in these groups, in seconds, without overlap; mean over pipeline ranks."""
+        """Seconds of the layers' communication in these process groups, without overlap; mean over pipeline ranks."""
         return self._seconds(*groups) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
@@ -131,18 +131,18 @@ class Estimator:
         return max((1 - HIDDEN_AT_BEST) * found, found - work.total)
 
     def _context(self, work: Work) -> float:
-        """Exposed context-parallel seconds. Only a ring exchange overlaps, with attention to received blocks."""
+        """Exposed seconds of context parallelism. Only the ring ("p2p") overlaps communication with attention."""
         core = self.plan.model.layers[0].mixer.core
         found = self._in_layers("cp")
         return max(0.0, found - work.core_attention) if core.context_exchange == "p2p" else found
 
     def _pipeline(self) -> float:
-        """Exposed pipeline seconds: a hidden state passes through all stages at the start and at the end of a step."""
+        """Exposed seconds of pipeline transfers: one pass through all ranks at the start and at the end of a step."""
         pp, vpp = self.plan.layout.pp, self.plan.layout.vpp
         return self._seconds("pp") * (pp - 1) / (self.plan.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
-        """Exposed data-parallel seconds. The last backward can hide the reduction, the first forward the gathering."""
+        """Exposed data-parallel seconds. Reduction can overlap with one backward, weight gathering with one forward."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]
@@ -151,7 +151,7 @@ class Estimator:
         return exposed
 
     def _offload(self, work: Work) -> float:
-        """Exposed offload seconds. The forward (1/3 of the work) hides copies to the host, the backward copies back."""
+        """Exposed seconds of activation offload. Copies to the host overlap with the forward, 1/3 of compute time."""
         if not self.plan.memory.offload.offload_modules:
             return 0.0
         num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
@@ -159,7 +159,7 @@ class Estimator:
         return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 
     def _optimizer(self) -> float:
-        """Seconds of the optimizer step: one read and one write of state, two accesses of gradients, offload copies."""
+        """Seconds of the optimizer step: memory traffic, and copies for the part of the state on the host."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)

@@ -1,4 +1,4 @@
-"""Enumeration of the valid layouts of a model on a number of GPUs."""
+"""Enumeration of the valid parallel layouts of a model on a given number of GPUs."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,22 +19,22 @@ from megatron_moe.pipeline.schedule import ScheduleError, check_schedule
 from megatron_moe.planner.memory_options import without_options
 
 LONG = 8192
-"""Minimum sequence length for context parallelism; its exchange costs more than it saves on shorter sequences."""
+"""Minimum sequence length for context parallelism, which costs more time than it saves on shorter sequences."""
 MICRO_BATCHES = (1, 2, 4)
 MAX_CP = 64
 CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Numbers of virtual stages per pipeline rank to consider."""
+"""Numbers of model chunks (virtual stages) per pipeline rank that the search considers."""
 
 
 class LayoutGrid(NamedTuple):
-    """Parallel sizes with one chunk per pipeline rank, and the microbatch size."""
+    """Microbatch size and all parallel sizes except the number of chunks per pipeline rank, which is 1 here."""
 
     parallel: ParallelConfig
     micro: int
 
 
 class Layouts:
-    """Enumerates layouts for the model, batch and number of GPUs of a plan."""
+    """Enumerates the layouts for the model, global batch size and number of GPUs of a plan."""
 
     def __init__(self, plan: RunPlan, gpu: GPU) -> None:
         self.plan = without_options(plan)
@@ -44,7 +44,7 @@ class Layouts:
         self._stages: dict[tuple[int, int], PipelineLayout | None] = {}
 
     def grids(self) -> Iterator[LayoutGrid]:
-        """Yields parallel sizes that divide the model and the ranks, with each microbatch size."""
+        """Yields the parallel sizes that the model and the number of GPUs allow, with each of `MICRO_BATCHES`."""
         model = self.plan.model
         tps = [tp for tp in _divisors(self.world) if tp <= self.gpu.per_node]
         cps = [cp for cp in _divisors(self.world) if cp == 1 or (self.plan.data.seq_length >= LONG and cp <= MAX_CP)]
@@ -59,7 +59,7 @@ class Layouts:
                     yield from (LayoutGrid(parallel, micro) for micro in MICRO_BATCHES)
 
     def of_grid(self, grid: LayoutGrid) -> Iterator[RunPlan]:
-        """Yields plans with these sizes and each number of chunks, without and with overlapped expert communication."""
+        """Yields plans with these sizes and each of `CHUNKS`, without and with overlapped expert communication."""
         for vpp in CHUNKS if grid.parallel.pp > 1 else (1,):
             plan = self.of(grid, vpp)
             if plan is not None:
@@ -68,7 +68,7 @@ class Layouts:
                     yield overlapped(plan)
 
     def of(self, grid: LayoutGrid, vpp: int = 1) -> RunPlan | None:
-        """Plan with these sizes and `vpp` chunks per pipeline rank; None if the sizes do not divide layers or batch."""
+        """Plan with these sizes and `vpp` chunks per pipeline rank; None if layers or batch cannot be divided."""
         parallel, plan = replace(grid.parallel, virtual_stages=vpp), self.plan
         stages = self._layout(parallel.pp, vpp)
         size, unit = plan.batch.global_batch_size, grid.micro * parallel.dp
@@ -82,7 +82,7 @@ class Layouts:
         return replace(plan, parallel=parallel, pipeline=PipelineConfig(layout=stages), batch=batch)
 
     def _divides(self, tp: int, cp: int, pp: int, ep: int, etp: int) -> bool:
-        """Whether heads, channels, vocabulary and sequence divide among the ranks, and both grids cover the world."""
+        """Whether the dimensions of the model, the sequence and the world size are divisible by these sizes."""
         model = self.plan.model
         if self.world % (tp * cp * pp) or (self.world // pp) % (ep * etp):
             return False
@@ -110,12 +110,12 @@ class Layouts:
 
 
 def overlapped(plan: RunPlan) -> RunPlan:
-    """The plan with expert communication overlapped with another microbatch."""
+    """Copy of the plan that overlaps expert communication with another microbatch and delays weight gradients."""
     return replace(plan, pipeline=replace(plan.pipeline, overlap=True, delay_wgrad_compute=True))
 
 
 def _may_overlap(plan: RunPlan) -> bool:
-    """Whether this plan satisfies the rules of `--overlap-moe-expert-parallel-comm`."""
+    """Whether the plan allows `--overlap-moe-expert-parallel-comm`."""
     moe = plan.model.moe_configs
     if plan.parallel.ep == 1 or not moe or any(each.dispatcher == "allgather" or each.shared_overlap for each in moe):
         return False

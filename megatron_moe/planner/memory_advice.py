@@ -1,4 +1,4 @@
-"""Expected memory of a pipeline rank, and the memory options that would save the most."""
+"""Advice after an out-of-memory error: expected memory of a pipeline rank, and the options that save the most."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ _MOST_OPTIONS = 3
 
 
 def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterator[str]:
-    """Lines for an out-of-memory error: expected memory by category, as in a dry run, and options to reduce it.
+    """Yields lines for an out-of-memory error: expected memory by category, as in a dry run, and options to reduce it.
 
     `device_name`: GPU name reported by CUDA. Step times are estimated for an H100 if the cost model lacks this GPU.
     """
@@ -21,12 +21,12 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
     if options:
         yield "the memory options that would save most:"
     for option, gain, slowdown in options:
-        yield f"  {option.flags}: {gib(gain)} less, step time {slowdown:+.1%} by the cost model"
-    yield "or a smaller --micro-batch-size or --seq-length, or more GPUs; tools/plan.py searches layouts that fit"
+        yield f"  {option.flags}: saves {gib(gain)}, estimated step time {slowdown:+.1%}"
+    yield "otherwise reduce --micro-batch-size or --seq-length, or use more GPUs; tools/plan.py finds layouts that fit"
 
 
 def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> list[tuple[MemoryOption, float, float]]:
-    """(option, bytes saved on this rank, relative increase of the step time) of the options that save most."""
+    """(option, bytes saved on this rank, relative change of the step time) of the options that save most."""
     options = [(option, saved(plan, option, pipeline_rank)) for option in more_switches(plan)]
     best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_OPTIONS]
     gpu = next((gpu for gpu in GPUS.values() if gpu.name in device_name.split()), GPUS["h100"])

@@ -12,14 +12,14 @@ from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.memory import RankMemory
 
 SELECTIVE = ("moe_act", "layernorm", "mla_up_proj", "shared_experts", "mlp", "moe")
-"""Modules of selective recompute to consider; core_attn is excluded because it frees only the log-sum-exp."""
+"""Modules considered for selective recompute. core_attn is excluded: its recompute would free only the log-sum-exp."""
 OFFLOADABLE = ("expert_fc1", "moe_act", "core_attn")
 """Modules whose inputs can be offloaded to host memory."""
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """One memory option, and the function that enables or disables it in a plan."""
+    """Flags of a memory option, and the change of a plan (`apply`) that enables the option or disables it."""
 
     flags: str
     """Command-line flags of the option."""
@@ -27,7 +27,7 @@ class MemoryOption:
 
 
 def modules_of(model: ModelConfig) -> tuple[str, ...]:
-    """Modules of `SELECTIVE` that the model has."""
+    """Modules of `SELECTIVE` that the model has and can recompute."""
     moe = model.moe_configs
     absent = {
         "moe_act": not moe,
@@ -40,26 +40,26 @@ def modules_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def with_recompute(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
-    """The plan with selective recompute of exactly these modules."""
+    """Copy of the plan with selective recompute of these modules only."""
     names = tuple(modules)
     config = RecomputeConfig(recompute_granularity="selective", recompute_modules=names) if names else RecomputeConfig()
     return replace(plan, memory=replace(plan.memory, recompute=config))
 
 
 def with_offload(plan: RunPlan, modules: Iterable[str]) -> RunPlan:
-    """The plan with activation offload of exactly these modules."""
+    """Copy of the plan with activation offload of these modules only."""
     offload = replace(plan.memory.offload, offload_modules=tuple(modules))
     return replace(plan, memory=replace(plan.memory, offload=offload))
 
 
 def with_full_recompute(plan: RunPlan) -> RunPlan:
-    """The plan with full recompute of every layer, without activation offload and paged stash."""
+    """Copy of the plan with full recompute of every layer, and without activation offload and paged stash."""
     config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return _with_memory(plan, config, replace(plan.memory.offload, offload_modules=()))
 
 
 def without_options(plan: RunPlan) -> RunPlan:
-    """The plan without recompute, activation offload and paged stash; optimizer options are unchanged."""
+    """Copy of the plan without recompute, activation offload and paged stash; optimizer options are unchanged."""
     offload = ActivationOffloadConfig(optimizer_fraction=plan.memory.offload.optimizer_fraction)
     return _with_memory(plan, RecomputeConfig(), offload)
 
@@ -121,7 +121,7 @@ def _state_options(plan: RunPlan) -> list[MemoryOption]:
 
 
 def with_remainders(plan: RunPlan) -> RunPlan:
-    """The plan with 16-bit remainders of master weights (`PrecisionConfig.store_param_remainders`), where possible."""
+    """Copy of the plan that stores only the low 16 bits of master weights; unchanged if this is impossible."""
     precision = plan.precision
     if precision.params != "bf16" or precision.main_params_dtype != "fp32" or precision.low_precision_params:
         return plan
@@ -129,7 +129,7 @@ def with_remainders(plan: RunPlan) -> RunPlan:
 
 
 def with_bf16_moments(plan: RunPlan) -> RunPlan:
-    """The plan with bf16 moments and 16-bit master remainders, unless a moment already has a narrow format."""
+    """Copy of the plan with bf16 optimizer moments and `with_remainders`, if parameters are bf16 and moments fp32."""
     precision = plan.precision
     if precision.params != "bf16" or {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} != {"fp32"}:
         return plan
@@ -137,7 +137,7 @@ def with_bf16_moments(plan: RunPlan) -> RunPlan:
 
 
 def with_host_optimizer(plan: RunPlan) -> RunPlan:
-    """The plan with master weights and moments in host memory and a CPU optimizer step."""
+    """Copy of the plan that keeps master weights and moments in host memory and updates them on the CPU."""
     return replace(
         with_remainders(plan),
         memory=replace(plan.memory, offload=replace(plan.memory.offload, optimizer_fraction=1.0)),
@@ -149,12 +149,12 @@ def with_host_optimizer(plan: RunPlan) -> RunPlan:
 
 
 def saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
-    """Bytes that an option saves on one pipeline rank."""
+    """Bytes of peak device memory that an option saves on one pipeline rank."""
     return RankMemory(plan).of_rank(rank).total - RankMemory(option.apply(plan)).of_rank(rank).total
 
 
 def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
-    """Enabled memory options of the plan; `apply` disables them."""
+    """Yields the memory options that the plan has enabled. Their `apply` disables them."""
     recompute, offload = plan.memory.recompute, plan.memory.offload
     if recompute.recompute_granularity == "full":
         flags = f"--recompute-granularity full --recompute-method {recompute.recompute_method}"

@@ -1,8 +1,8 @@
 """Search for the fastest plans that fit into device memory, over layouts and memory options.
 
-A best-first search with the estimates of `estimator.py`: grids, then their layouts, are visited in order of a lower
-bound on the step time. Each layout gets the cheapest memory options with which it fits. The search ends when all
-remaining lower bounds are above the step times of the best plans.
+A best-first search with the estimates of `estimator.py`. Grids of parallel sizes, then the layouts of a grid, are
+visited in order of a lower bound on the step time. Each layout gets the cheapest memory options with which it fits. The
+search ends when all remaining lower bounds are above the step times of the best plans.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +33,8 @@ from megatron_moe.planner.memory_options import (
 
 _OFFLOADED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
 _SAFETY = 0.97
-"""Sets of options are tried if the sum of their individual savings reaches this fraction of the excess memory. The sum
-is not exact because the peak workspace may change."""
+"""A set of options is tried if the savings of its options add up to this fraction of the excess memory. The sum is not
+exact, because options may also change the peak workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class PlannedLayout:
     memory: RankBytes
     """Memory of the pipeline rank with the highest peak."""
     plain_bytes: float
-    """Peak bytes of the pipeline rank with the highest peak, without memory options."""
+    """Highest peak of all pipeline ranks in bytes, for the plan without recompute and activation offload."""
 
 
 class Planner:
@@ -65,7 +65,7 @@ class Planner:
     def best(
         self, plan: RunPlan, count: int = 10, accepts: Callable[[RunPlan], bool] = lambda plan: True
     ) -> list[PlannedLayout]:
-        """The fastest `count` plans for the model, precision, global batch and number of GPUs of `plan`.
+        """Searches for the `count` fastest plans for the model, precision, global batch and number of GPUs of `plan`.
 
         `accepts`: additional check of each plan that fits, for rules that the planner does not implement.
         """
@@ -91,11 +91,11 @@ class Planner:
         return found
 
     def _lower_bound(self, plan: RunPlan) -> float:
-        """Lower bound on the step time in seconds: the estimate without pipeline bubble."""
+        """Lower bound on the step time in seconds, which is the estimate without pipeline bubble."""
         return self.estimator(plan).step(bubble=False).total
 
     def estimator(self, plan: RunPlan) -> Estimator:
-        """The cost model of a plan."""
+        """Creates the estimator of a plan's step time on this GPU."""
         return Estimator(plan, self.gpu, self._placements.of_all(plan.parallel), self._destinations)
 
     def evaluate(self, plan: RunPlan) -> PlannedLayout:
@@ -106,7 +106,7 @@ class Planner:
         )
 
     def fits(self, memory: RankBytes) -> bool:
-        """Whether enough device memory remains for CUDA, NCCL, workspaces and fragmentation."""
+        """Whether this peak leaves `RESERVE_GIB` of device memory for CUDA, NCCL, workspaces and fragmentation."""
         return memory.total <= self.room
 
     def heaviest(self, plan: RunPlan) -> RankBytes:
@@ -114,8 +114,8 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Like `fit`, with optimizer options if needed: 16-bit master remainders, which cost no time; then also bf16
-        moments, the optimizer on the host, or both."""
+        """Fits the plan into device memory as `fit` does, and changes optimizer options if needed. The order is: 16-bit
+        master remainders (no cost in time), also bf16 moments, the optimizer on the host, or both."""
         found = self.fit(plan)
         if found is not None and found.plan == without_options(plan):
             return found
@@ -124,8 +124,8 @@ class Planner:
         return next((found for found in options if found is not None), None)
 
     def fit(self, plan: RunPlan) -> PlannedLayout | None:
-        """Replaces the plan's activation recompute and offload by the cheapest options with which it fits into device
-        memory; None if no options suffice."""
+        """Replaces the plan's recompute and activation offload by the cheapest options with which the plan fits into
+        device memory. Returns None if no options suffice."""
         plain = without_options(plan)
         memory = RankMemory(plain, self.imbalance)
         # the heaviest rank is one of the first two (most microbatches in flight) or the last (loss)
@@ -142,7 +142,7 @@ class Planner:
         return None
 
     def _candidates(self, plain: RunPlan, memory: RankMemory, before: RankBytes) -> Iterator[RunPlan]:
-        """Plans with sets of options that may save enough, cheapest first."""
+        """Variants of the plan with sets of options that may save enough memory, cheapest first."""
         excess = before.total - self.room
         singles = [with_recompute(plain, [name]) for name in modules_of(plain.model)]
         singles += [with_offload(plain, names) for names in self._offloads if names]
@@ -158,7 +158,7 @@ class Planner:
         return iter(found)
 
     def _sets(self, plain: RunPlan) -> Iterator[RunPlan]:
-        """Useful combinations of selective recompute and offload, and full recompute."""
+        """Yields variants of the plan: combinations of selective recompute and offload, then full recompute."""
         modules = [name for name in modules_of(plain.model) if name != "moe"]
         sets = chain.from_iterable(combinations(modules, count) for count in range(len(modules) + 1))
         for names in sets:
@@ -172,7 +172,7 @@ class Planner:
 
 
 def _key(plan: RunPlan) -> object:
-    """The only memory option of a plan: its offloaded modules or its recomputed module."""
+    """Dictionary key for a plan with one memory option: the tuple of offloaded modules, or the recomputed module."""
     return plan.memory.offload.offload_modules or plan.memory.recompute.recompute_modules[0]
 
 
@@ -181,7 +181,7 @@ def _is_full(plan: RunPlan) -> bool:
 
 
 def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
-    """Sum of `of_options` over the plan's selectively recomputed modules and its offloaded modules."""
+    """Sums the values of a plan's options: of each selectively recomputed module, and of the offloaded modules."""
     return (
         sum(of_options[name] for name in plan.memory.recompute.recompute_modules)
         + of_options[plan.memory.offload.offload_modules]

@@ -1,9 +1,8 @@
 """Compute time of one microbatch in the layers of one rank, forward and backward, by kind of work.
 
-Efficiencies relative to data sheets were measured on one H200 and are assumed for all kinds of GPU
-(`benchmarks/2026-11-21-h200-step.md`): dense GEMMs of Q6 reach 768 of 989 TFLOP/s, its attention 399 (causal FLOPs),
-grouped GEMMs 674 and more, copies 4.29 of 4.8 TB/s. Values for FP8, host links and host memory are estimates. Launch
-overhead of the host is not modelled.
+Efficiencies relative to data sheets were measured on one H200 with recipe q6 (`benchmarks/2026-11-21-h200-step.md`) and
+are assumed for all GPUs: dense GEMMs reach 768 of 989 TFLOP/s, attention 399 (causal FLOPs), grouped GEMMs 674 or more,
+copies 4.29 of 4.8 TB/s. Values for FP8, host links and host memory are estimates. Launch overhead is not modelled.
 """
 
 from collections import Counter
@@ -24,28 +23,28 @@ from megatron_moe.pipeline.layout import StageLayout
 DENSE = 0.77
 """Efficiency of GEMMs outside the experts, as a fraction of the peak."""
 GROUPED = 0.68
-"""Efficiency of the experts' grouped GEMMs, as a fraction of the peak, without reading weights and gradients."""
+"""Efficiency of the experts' grouped GEMMs, as a fraction of the peak; traffic of weights is counted separately."""
 CORE_ATTENTION = 0.41
 """Efficiency of attention, forward and backward, as a fraction of the bf16 peak; causal FLOPs are counted."""
 LOW_PRECISION = 0.64
-"""Efficiency of FP8 GEMMs, estimated from one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
+"""Efficiency of FP8 GEMMs, as a fraction of the peak: one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
 BANDWIDTH = 0.89
 """Attainable memory bandwidth, as a fraction of the data sheet's value."""
 PASSES = 7.5
 """Bytes moved by bandwidth-bound kernels (norms, RoPE, router, permutation, activation, residual sums) in forward and
-backward, as a multiple of a layer's saved bytes: 7.7 for Q6, 7.1 for M8."""
+backward, as a multiple of the activation bytes that a layer saves. Measured: 7.7 (recipe q6) and 7.1 (m8)."""
 LOGIT_PASSES = 3.0
-"""Bytes moved by the loss as a multiple of the logits: one read in forward, one read and one write in backward."""
+"""Bytes moved by the loss, as a multiple of the logits' bytes: one read in forward, a read and a write in backward."""
 PASSES_AGAIN = 3.0
 """Bytes moved by recomputed bandwidth-bound kernels, as a multiple of the bytes that recompute frees."""
 LOW_PASSES = 3.0
-"""Bytes moved to quantise a GEMM's input and its gradient, as a multiple of the input; an estimate."""
+"""Bytes moved to quantise a GEMM's operands in forward and backward, as a multiple of the input's bytes (estimate)."""
 OFFLOAD_DISTURBANCE = 0.018
-"""Slowdown of computation by overlapped activation copies: 1.6 to 2 % in the paper."""
+"""Relative slowdown of computation by overlapped activation copies; published values are 1.6 to 2 %."""
 HIDDEN_AT_BEST = 0.95
-"""Maximum fraction of expert communication that another microbatch hides, from the paper."""
+"""Maximum fraction of expert communication that overlaps with another microbatch; a published value."""
 HOST_MEMORY = 60e9
-"""Bandwidth of host memory per GPU during an optimizer step on the CPU, bytes per second; an estimate."""
+"""Host memory bandwidth per GPU during an optimizer step on the CPU, in bytes per second; an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class Rates:
 
 
 def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
-    """Attainable rates of a GPU with the number formats of a run."""
+    """Attainable rates of a GPU with the number formats `precision`."""
     peak, _ = gpu.rate(precision.params)
     low = gpu.fp8 * LOW_PRECISION
     return Rates(
@@ -77,12 +76,12 @@ def rates_of(gpu: GPU, precision: PrecisionConfig) -> Rates:
 
 
 _FORWARD = 1 / 3
-"""Fraction of a layer's FLOPs in the forward."""
+"""Fraction of a layer's training FLOPs that is in the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Amounts[float]):
-    """Compute time in seconds, by kind."""
+    """Compute time in seconds, by kind of work."""
 
     dense: float = 0.0
     """GEMMs outside the experts, including the output head."""
@@ -94,7 +93,7 @@ class Work(Amounts[float]):
 
 
 class LayerWork:
-    """Compute time of the layers of a plan."""
+    """Calculates the compute time of a plan's layers and stages."""
 
     def __init__(self, plan: RunPlan, rates: Rates) -> None:
         self.plan = plan
@@ -103,9 +102,9 @@ class LayerWork:
         self._share = plan.batch.micro_batch_size / (plan.parallel.tp * plan.parallel.cp)
         """A rank's FLOPs for one microbatch, divided by the FLOPs of one whole sequence."""
         self.of_layer = cache(self._of_layer)
-        """Work of one microbatch in a layer, without recompute."""
+        """Function LayerConfig -> work of one microbatch in such a layer, without recompute."""
         self.tensors = cache(partial(layer_tensors, parallel=plan.parallel, sizes=self.sizes))
-        """Saved tensors of a layer without recompute."""
+        """Function LayerConfig -> tensors that such a layer saves without recompute."""
         self._of_modules = cache(self._recompute_of_modules)
 
     def of_stages(self) -> list[Work]:
@@ -155,8 +154,8 @@ class LayerWork:
         )
 
     def _expert_weight_bytes(self, layer: LayerConfig) -> float:
-        """Bytes of expert weights read in forward and backward, and of their gradients read and written once per
-        `expert_wgrad_interval`. With few rows per expert, computation does not hide this traffic."""
+        """Bytes moved per microbatch for expert weights (read in forward and backward) and their gradients (read and
+        written every `moe_expert_wgrad_interval` microbatches). GEMMs with few rows do not hide this traffic."""
         plan, precision = self.plan, self.plan.precision
         weight = 1 if precision.low_precision else num_bytes(precision.params)
         interval = max(1, min(plan.memory.moe_expert_wgrad_interval, plan.num_microbatches))
@@ -164,7 +163,7 @@ class LayerWork:
         return held_by_layer(layer, plan.parallel).expert * (2.0 * weight + gradient)
 
     def _head(self) -> Work:
-        """Work of logits and loss for the next token and each MTP depth, with GEMMs in the parameters' format."""
+        """Work of logits and loss, for the next token and for each MTP depth."""
         plan, model = self.plan, self.plan.model
         num_logits = self.sizes.inner * (model.vocab_size // plan.parallel.tp) * (1 + model.num_mtp)
         return Work(
@@ -173,7 +172,7 @@ class LayerWork:
         )
 
     def recompute(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds of recompute per microbatch. `early`: whether method "block" recomputes the layer."""
+        """Seconds of recompute in a layer per microbatch. `early`: whether method "block" recomputes the layer."""
         recompute = self.plan.memory.recompute
         if recompute.recompute_granularity == "none":
             return 0.0
@@ -183,7 +182,7 @@ class LayerWork:
         return self._of_modules(layer, recompute.recompute_modules)
 
     def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
-        """Seconds to recompute modules of a layer: GEMMs of the modules, and passes over the freed bytes."""
+        """Seconds to recompute modules of a layer: their GEMMs, and bandwidth-bound kernels by the bytes freed."""
         freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
         flops, share = self._forward_of(layer, set(modules)), self._share
         seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense
@@ -192,7 +191,7 @@ class LayerWork:
         return seconds + PASSES_AGAIN * freed / self.rates.memory
 
     def _forward_of(self, layer: LayerConfig, modules: set[str]) -> FlopCount:
-        """Forward FLOPs of modules for one sequence."""
+        """FLOPs to repeat the forward of modules in a layer, for one sequence."""
         flops = count_layer_flops(layer, self.plan.data.seq_length)
         moe = "moe" in modules
         return FlopCount(

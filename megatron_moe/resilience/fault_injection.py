@@ -18,25 +18,25 @@ from megatron_moe.parallel.parameter import named_parameters
 
 _PAUSE_SECONDS = 0.2
 _FILE_BYTES = 1 << 15
-"""File size limit of "disk-full": enough for status files, too small for weights."""
+"""File size limit in bytes that the fault "disk-full" sets: enough for status files, too small for weights."""
 _SLEEP_S = 1_000_000
 _FLIPPED_BIT = 0x40
-"""Bit to flip in a weight's last byte: an exponent bit, so that the change is large but never gives infinity."""
+"""Mask of the highest exponent bit in a weight's last byte. Flipping it multiplies small weights by a huge factor."""
 
 
 class InjectedFault(RuntimeError):
-    """Injected program error."""
+    """Error that the fault "exception" raises."""
 
 
 class FaultInjector:
-    """Triggers this rank's entries of `faults` in their phase and iteration; register `enter` as observer of
-    `train.events.RunEvents`."""
+    """Triggers the entries of `faults` that are for this rank, each in its phase and iteration. Register `enter` as an
+    observer of `train.events.RunEvents`."""
 
     def __init__(self, faults: Sequence[FaultConfig], rank: int, model: nn.Module) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._model = model
         self._undo: list[Callable[[], object]] = []
-        """Callbacks that end temporary faults at the next phase."""
+        """Callbacks that end temporary faults; they are called when the next phase begins."""
 
     def enter(self, phase: str, iteration: int) -> None:
         """Ends the temporary faults of the previous phase and triggers the faults of this phase."""
@@ -62,7 +62,7 @@ class FaultInjector:
             _stop_process(fault.kind)
 
     def _trigger_in_layer(self, fault: FaultConfig) -> None:
-        """Triggers the fault in the next forward of the first layer, or in the backward of the layer's output."""
+        """Triggers a "forward" fault at the first layer's next output, a "backward" fault at that output's gradient."""
 
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             handle.remove()
@@ -74,8 +74,8 @@ class FaultInjector:
         handle = _layer(self._model).register_forward_hook(hook)
 
     def _inject_nan(self, fault: FaultConfig) -> None:
-        """Replaces the first layer's outputs of this iteration, or their gradients, by NaN. "nan-once" does so only
-        once; the other kinds do so again when the step is repeated."""
+        """Replaces the first layer's outputs in the fault's iteration, or their gradients for "nan-grad", by NaN.
+        "nan-once" replaces a single output; the other kinds replace the values again when the step is repeated."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
             keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]
@@ -103,12 +103,12 @@ class FaultInjector:
 
 
 def _layer(model: nn.Module) -> nn.Module:
-    """First layer of this rank."""
+    """First transformer layer on this rank."""
     return next(model.get_submodule("decoder.layers").children())
 
 
 def _stop_process(kind: str) -> None:
-    """Ends or blocks the process."""
+    """Ends or blocks the process with a fault of this kind."""
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
     elif kind == "exception":

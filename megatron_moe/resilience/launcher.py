@@ -18,7 +18,7 @@ from megatron_moe.resilience.signals import Signals
 _PR_SET_PDEATHSIG = 1
 """Option of prctl (linux/prctl.h) that sets the signal sent to this process when its parent dies."""
 _SIGNAL = signal.SIGURG
-"""Parent-death signal; ignored by default, hence harmless to threads that do not block it."""
+"""Signal that reports the parent's death. By default it is ignored, so it does not affect unrelated threads."""
 _POLL_S = 1.0
 _JOIN_S = 5.0
 
@@ -27,11 +27,11 @@ class LauncherWatch:
     """Ends this rank with `ExitCode.LAUNCHER` when its parent process, a launcher, dies.
 
     A thread waits for Linux's parent-death signal and also compares the parent's process id every second. The signal
-    alone is not enough: it is lost if the parent dies before the request, is also sent when only the parent's thread
-    ends, and exists on Linux only. If C code holds the GIL, the thread is blocked and the watchdog ends the process.
+    alone is not enough: it is not sent if the parent dies before this process requests it, is also sent when only the
+    parent's thread ends, and exists on Linux only. If C code holds the GIL, only the watchdog can end the process.
 
     Args:
-        exit_process: ends the process with an exit code.
+        exit_process: function that ends the process with the given exit code.
     """
 
     def __init__(self, launch: Launch, status: RunStatus, *, exit_process: Callable[[int], None] = os._exit) -> None:
@@ -81,9 +81,9 @@ class LauncherWatch:
 def supervise(
     launch: Launch, run_dir: Path | None, exit_signals: Sequence[str], stack: ExitStack
 ) -> tuple[Signals, RunStatus]:
-    """Starts signal handling, status.json and the launcher watch, in this order, before anything that can fail.
+    """Starts signal handling, status.json and the launcher watch, in this order; `stack` ends them.
 
-    Raises EnvironmentProblem if another job writes into the run folder.
+    Must be called before anything that can fail. Raises EnvironmentProblem if another job writes into the run folder.
     """
     signals = stack.enter_context(Signals(exit_signals))
     if run_dir is not None:
@@ -94,7 +94,7 @@ def supervise(
 
 
 def _request_parent_death_signal(number: int) -> bool:
-    """Makes the kernel send signal `number` when the parent dies; 0 cancels this. Returns False if unsupported."""
+    """Makes the kernel send signal `number` when the parent dies; 0 cancels the request. False if it is unsupported."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

@@ -1,4 +1,4 @@
-"""Numerics checks: spikes of loss and gradient norm, and the first module, parameter or expert that is not finite."""
+"""Numerics checks: detection of loss and gradient-norm spikes, and search for non-finite weights and activations."""
 
 import math
 from collections import deque
@@ -20,7 +20,7 @@ _MOST_EXPERTS = 8
 class Spikes:
     """Spike detection on the host, as in Megatron: a spike is a value above 10 x the maximum of the last 100 values.
 
-    Detects nothing until 100 values have been checked. Spikes are not included in the maximum.
+    Neither spikes nor non-finite values count among the 100. Nothing is a spike before there are 100 values.
     """
 
     def __init__(self, what: str) -> None:
@@ -28,7 +28,7 @@ class Spikes:
         self._seen: deque[float] = deque(maxlen=_WINDOW)
 
     def check(self, value: float, iteration: int) -> str | None:
-        """Message if `value` is a spike, else None."""
+        """Returns a log message if `value` is a spike, else None."""
         largest = max(self._seen, default=math.inf)
         if len(self._seen) == _WINDOW and value > _FACTOR * largest:
             return (
@@ -69,7 +69,7 @@ class Finding:
     name: str
     """Global name of the parameter, or name of the module whose output is not finite."""
     experts: tuple[int, ...] = ()
-    """Global ids of the experts with non-finite values, for parameters that hold several experts."""
+    """Global ids of the experts with non-finite values; empty if the tensor is not of an expert parameter."""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.experts[:_MOST_EXPERTS]))
@@ -82,14 +82,14 @@ class Finding:
 
 
 def bad_weights(model: nn.Module) -> Iterator[Finding]:
-    """Yields non-finite parameters in the order of the model. Synchronises with the device."""
+    """Yields a finding for each non-finite parameter, in model order. Synchronises with the device."""
     for name, parameter in named_parameters(model):
         if not all_finite(parameter.detach()):
             yield Finding(kind="weight", name=name, experts=_experts(parameter, parameter.detach()))
 
 
 def bad_gradient(name: str, parameter: Parameter, gradient: Tensor) -> Finding | None:
-    """Finding for a gradient that has the parameter's shape; None if the gradient is finite."""
+    """Finding for a gradient, which must have the parameter's shape; None if the gradient is finite."""
     if all_finite(gradient):
         return None
     return Finding(kind="gradient", name=name, experts=_experts(parameter, gradient))
@@ -107,7 +107,7 @@ class FirstBadModule:
         self.forward: Finding | None = None
         """First module, in order of execution, with a non-finite output."""
         self.backward: Finding | None = None
-        """First module, in order of the backward, whose output has a non-finite gradient."""
+        """First module, in backward order, whose output has a non-finite gradient."""
 
     def __enter__(self) -> "FirstBadModule":
         for name, module in self._model.named_modules():

@@ -1,7 +1,7 @@
 """Installed versions of required and optional packages, determined without importing the packages.
 
-On the package index `apex` is an unrelated web toolkit and `deep-ep` an obsolete release; both are built from source
-(`HOW_TO_BUILD`).
+On the package index (PyPI), `apex` is an unrelated web toolkit and `deep-ep` is an obsolete release. The right ones
+must be built from source (`HOW_TO_BUILD`).
 """
 
 import re
@@ -15,14 +15,14 @@ from types import MappingProxyType
 from typing import Literal
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
-"""File of tested versions, which exists in a checkout but not in an installation."""
+"""File of tested versions. It exists in a source checkout but not in an installed package."""
 
 Verdict = Literal["tested", "other version", "untested", "missing", "wrong"]
 
 
 @dataclass(frozen=True)
 class Package:
-    """Required or optional package."""
+    """Required or optional Python package."""
 
     name: str
     """Name of the distribution on the package index."""
@@ -31,15 +31,15 @@ class Package:
     """Command that installs the package."""
     purpose: str = ""
     flags: tuple[tuple[str, str], ...] = ()
-    """(option, value) pairs that need the package; kernel backends declare their packages themselves."""
+    """(flag, value) pairs that need the package, except `--kernel-backend`: each backend lists its own packages."""
     required: bool = False
     """True if every run needs the package."""
     is_kernels: bool = False
     """True if only backends in `kernels/backends/` use the package."""
     inside: str = ""
-    """Submodule that an unrelated package of the same name does not have."""
+    """Submodule that distinguishes the package from an unrelated one of the same name; empty: not checked."""
     obsolete: str = ""
-    """Prefix of unsupported versions."""
+    """Prefix of the versions that are too old; empty: not checked."""
 
 
 _PINNED = "pip install -c constraints.txt "
@@ -104,15 +104,15 @@ HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledPackage:
-    """Installed version of a package."""
+    """Installed and tested version of a package."""
 
     package: Package
     version: str | None
-    """Installed version; None if the package is not installed."""
+    """Installed version, or "unknown" if the module has no package metadata; None if the package is not installed."""
     tested: str | None
-    """Tested version; None if no version was tested."""
+    """Version in constraints.txt; None if the package is not listed there."""
     trouble: str = ""
-    """Reason why the installed package is the wrong package or version; else empty."""
+    """Reason why the installed package is unrelated or obsolete; empty if it is neither."""
 
     @property
     def verdict(self) -> Verdict:
@@ -126,13 +126,13 @@ class InstalledPackage:
 
 
 def find_all(constraints: Path = CONSTRAINTS) -> tuple[InstalledPackage, ...]:
-    """Installed versions of all `PACKAGES`."""
+    """Installed and tested versions of all `PACKAGES`."""
     pins = pinned_versions(constraints)
     return tuple(find(package, pins) for package in PACKAGES)
 
 
 def find(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
-    """Installed version of one package; checks ambiguous names by the contents of the package folder."""
+    """Installed and tested version of one package. `pins`: package name -> tested version."""
     version = _version(package)
     trouble = "" if version is None else _trouble(package, version)
     return InstalledPackage(package=package, version=version, tested=pins.get(package.name), trouble=trouble)
@@ -145,7 +145,7 @@ def pinned_versions(constraints: Path) -> dict[str, str]:
 
 
 def summary(found: Iterable[InstalledPackage]) -> list[str]:
-    """Log lines: versions of torch and the kernel packages, wrong packages, and untested versions."""
+    """Log lines: versions of torch and the kernel packages, wrong packages, and versions other than the tested ones."""
     every = tuple(found)
     wrong = [each for each in every if each.verdict == "wrong"]
     shown = [each for each in every if each.package.name == "torch" or each.package.is_kernels]
@@ -168,7 +168,7 @@ def _version(package: Package) -> str | None:
 
 
 def _trouble(package: Package, version: str) -> str:
-    """Reason why the installed package is an unrelated or obsolete one, or ""."""
+    """Reason why the installed package is unrelated or obsolete; "" if it is neither."""
     spec = find_spec(package.module)
     places = list((spec and spec.submodule_search_locations) or ["."])
     if package.inside and not (Path(places[0]) / package.inside).exists():

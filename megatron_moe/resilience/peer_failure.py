@@ -1,4 +1,4 @@
-"""Attribution of broken connections: names the rank that failed first, from reports in crash/ or missing reports."""
+"""Attribution of broken connections: names the rank that failed first, by its report in crash/ or the lack of one."""
 
 import time
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
 from megatron_moe.resilience.run_status import Failure, RunStatus
+from megatron_moe.resilience.watchdog import Watchdog
 
 _BROKE = "the connection to another rank broke"
 _BROKEN = (
@@ -29,13 +30,16 @@ class PeerFailures:
     that failed first; other errors propagate unchanged."""
 
     run_dir: Path | None
-    """Run folder, with the reports of all ranks in crash/; None: no rank can be named."""
+    """Run folder, whose crash/ contains the reports of all ranks. If None, no rank can be named."""
     status: RunStatus
-    """Status to which this rank first writes its own report, so that other ranks can read it."""
+    """Status writer of this rank. It first writes this rank's own report, so that other ranks can read it."""
+    watchdog: Watchdog
+    """Watchdog of this rank. Attribution is part of the phase "exit", because the current phase may be near its time
+    limit."""
     rank: int
     world_size: int
     seconds: float = 2.0
-    """Time to wait for the reports of other ranks before naming ranks that have no report."""
+    """Maximum time to wait for the reports of other ranks. Afterwards, ranks without a report are named."""
 
     def __enter__(self) -> "PeerFailures":
         return self
@@ -43,6 +47,7 @@ class PeerFailures:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Raises OtherRankProblem in place of a broken-connection error."""
         if error is not None and self.world_size > 1 and is_broken_connection(error):
+            self.watchdog.enter("exit")
             self.status.fail(ExitCode.OTHER_RANK, _BROKE)
             raise self._problem(timed_out="timed out" in str(error).lower()) from error
 
@@ -66,8 +71,8 @@ class PeerFailures:
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """Reports of other ranks from this start, by rank. Waits until all ranks have reported, one rank has reported
-        a cause, or `seconds` have passed."""
+        """Reports that other ranks wrote since this start of the run, by rank. Waits until all of them have reported,
+        one has reported a cause other than a lost connection, or `seconds` have passed."""
         until = time.monotonic() + self.seconds
         while True:
             found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}

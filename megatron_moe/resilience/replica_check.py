@@ -14,10 +14,10 @@ from megatron_moe.parallel.parameter import Parameter, named_parameters
 
 
 def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -> None:
-    """Compares checksums of every parameter with its replicas on other data-parallel ranks. Collective over all ranks;
-    copies one parameter at a time to the host.
+    """Checks by checksums that all data-parallel replicas of every parameter are equal. Collective over all ranks.
+    Copies one parameter at a time to the host.
 
-    Raises DriftProblem on every rank if replicas differ, with the parameters and the differing ranks.
+    Raises DriftProblem on every rank if replicas differ. The message names the parameters and the ranks.
     """
     lines = []
     for grid, name in (("attention", "dp_cp"), ("expert", "edp")):
@@ -35,9 +35,9 @@ def check_replicas(model: nn.Module, context: ParallelContext, iteration: int) -
 
 
 def differing_replicas(checksums: Sequence[Mapping[str, int]], group: ProcessGroup) -> list[str]:
-    """One line per parameter whose replicas differ: the ranks that differ from the majority, or all without a majority.
+    """One line per parameter whose replicas differ; it names the ranks that differ from the majority.
 
-    `checksums`: checksums by parameter name, one mapping per rank of the group.
+    Without a majority, it names all ranks. `checksums`: per rank of the group, parameter name -> checksum.
     """
     lines = []
     for name in checksums[0]:

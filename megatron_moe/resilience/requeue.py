@@ -34,7 +34,7 @@ RESTARTED: Mapping[int, str] = MappingProxyType(
         ExitCode.PREEMPTED_UNSAVED: "it was preempted before it could save",
     }
 )
-"""Exit codes after which another start may succeed, with the reason. All other codes need manual intervention."""
+"""Exit code after which a restart may succeed -> reason to restart. All other codes need manual intervention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,12 @@ class Decision:
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Decides to restart after the exit codes in `RESTARTED`, unless the last `patience` starts saved no checkpoint.
+    """Decides to restart after the exit codes in `RESTARTED` and if the run was killed, except after `patience` starts
+    in a row (including this one) without a new checkpoint.
 
     Args:
         report: status.json of this start; None if it was not written.
-        exit_code: exit code of the launcher; used only without a report.
+        exit_code: exit code of the launcher; used only if `report` is None.
         earlier: endings of earlier starts, oldest first.
     """
     decision = _decide_alone(report, exit_code)
@@ -86,7 +87,7 @@ def decide(
 
 
 def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
-    """Decision that does not take earlier starts into account."""
+    """Decision from the ending of this start only, without the history of earlier starts."""
     if report is None and exit_code == 0:
         return Decision(restart=False, reason="finished")
     if report is None and exit_code > _SIGNALLED and exit_code != ExitCode.INTERRUPTED:
@@ -101,12 +102,12 @@ def _decide_alone(report: StatusReport | None, exit_code: int) -> Decision:
     if report.code in RESTARTED:
         suspect = report.host if report.code == ExitCode.DRIFT else None
         return Decision(restart=True, reason=RESTARTED[report.code], suspect_host=suspect)
-    return Decision(restart=False, reason=f"exit code {report.code}: {report.sentence or 'no sentence'}")
+    return Decision(restart=False, reason=f"exit code {report.code}: {report.sentence or 'no message'}")
 
 
 def read_report(run_dir: Path, since: float = 0.0) -> StatusReport | None:
-    """Reads status.json of this start; None if it is unreadable or older than `since` (seconds since the epoch by the
-    file server's clock). Returns an initial report if the start was killed before it wrote status.json."""
+    """Content of status.json if it is from this start, i.e. not older than `since` (seconds since the epoch by the file
+    server's clock). Otherwise returns a default report if any rank has started since then, else None."""
     try:
         path = run_dir / STATUS
         report, written = StatusReport(**json.loads(path.read_text())), path.stat().st_mtime
@@ -136,7 +137,7 @@ def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float
     """Decides whether to restart the run of this folder and appends this ending to the folder's history.
 
     If another job has locked the folder, this start was rejected: no restart, and the history stays unchanged. `since`
-    (time of this start) and `now` must use one clock, not necessarily that of the host that wrote status.json.
+    (begin of this start) and `now` are seconds since the epoch by one clock, which need not agree with other hosts.
     """
     holder = held_by(run_dir)
     if holder is not None:

@@ -1,6 +1,6 @@
-"""Attribution of suspicious steps to data or hardware by repeating them, as in Megatron's rerun state machine.
+"""Attributes a suspicious step to data or hardware by comparing it with a rerun, as in Megatron's rerun state machine.
 
-A repeated step gives the same result on sound hardware. If the result differs, the error was transient, and the ranks
+A rerun of a step gives the same result on sound hardware. If the result differs, the error was transient, and the ranks
 whose own losses differ are suspect. If the result is the same, the cause is the data, the model or a permanent hardware
 fault. If a later start also computes the same values at this iteration, the cause is the data or the model.
 """
@@ -18,7 +18,7 @@ from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext
 
 _TOLERANCE = 1e-3
-"""Relative tolerance, because the order of summation on a GPU may vary."""
+"""Relative difference up to which results count as equal, because the order of summation on a GPU may vary."""
 
 
 class RerunProblem(RunError):
@@ -51,7 +51,7 @@ class RerunVerdict:
     """Conclusion as the end of a message; starts with "; "."""
 
     def problem(self, sentence: str) -> RunError:
-        """Exception that ends the run, with message `sentence`; `kind` determines its type and exit code."""
+        """Exception that ends the run, with the message `sentence`. Its type and exit code depend on `self.kind`."""
         if self.kind == "transient":
             return RerunProblem(sentence, ExitCode.RERUN_DISAMBIGUATE)
         if self.kind == "confirmed":
@@ -75,9 +75,9 @@ def compare_rerun(
     """Compares a step with its rerun.
 
     Args:
-        first, rerun: values reduced over all ranks, by name.
-        ranks: losses of every rank.
-        earlier: `repr` of the values that an earlier start computed when it stopped at this iteration, if any.
+        first, rerun: values of the step and of its rerun, reduced over all ranks, by name.
+        ranks: losses of every rank in the step and in its rerun.
+        earlier: name -> `repr` of the value in a previous start that failed at this iteration; None: no such start.
     """
     suspects = [each for each in ranks if not same(each.first, each.rerun)]
     if suspects or any(not same(first[name], rerun[name]) for name in rerun):
@@ -106,7 +106,7 @@ class Repeatability:
         self._statistics = torch.stack([steps + 1, differing + (difference > 0), torch.maximum(largest, difference)])
 
     def line(self, context: ParallelContext) -> str | None:
-        """Log line about reruns on all ranks since the last call, or None. Collective; synchronises with the device."""
+        """Log line about reruns since the last call; None without reruns. Collective; synchronises with the device."""
         own = self._statistics.tolist()
         self._statistics.zero_()
         # world: three numbers per rank

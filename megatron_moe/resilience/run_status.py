@@ -21,12 +21,12 @@ State = Literal["starting", "running", "saving", "finished", "preempted", "faile
 
 STATUS = "status.json"
 STARTED = ".started"
-"""File that every rank touches at its start; shows that an early end was a kill, not a rejected command line."""
+"""File that every rank touches once its flags are valid. A start that ends later without status.json was killed."""
 _START_SECONDS = 10.0
-"""Maximum time between the starts of two ranks; reports newer than that may be from the same start."""
+"""Maximum time between the starts of two ranks. A starting rank keeps a failure report that is newer than this."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
-"""Maximum time by which another rank may have failed before this rank started."""
+"""Maximum age, at this rank's start, of another rank's report that counts as a report of the same start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class Failure:
 class RunStatus:
     """Writes status.json into the run folder; write errors never propagate.
 
-    The first rank writes it during normal operation; any rank writes it on failure. No-op if `run_dir` is None.
+    Rank 0 writes the file during normal operation, and any rank writes it on failure. No-op if `run_dir` is None.
 
     Args:
-        say: called with one message if the file cannot be written.
+        say: called once, with an error message, if the file cannot be written.
         clock: seconds since the epoch.
         timer: monotonic clock, seconds.
     """
@@ -92,7 +92,7 @@ class RunStatus:
         self._written: float | None = None
         self._said = False
         self._failed: Path | None = None
-        """Path of this rank's report in crash/."""
+        """Path of this rank's report in crash/; None if it has not failed."""
         self.report = StatusReport(time=clock())
         if not self._peer_failed() and rank == 0:
             self._write(STATUS, self.report)
@@ -128,7 +128,7 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def starting(self, *, say: Callable[[str], None]) -> None:
-        """Replaces an earlier start's failure report, after the rendezvous; `say` is called with later write errors."""
+        """Overwrites a previous start's failure in status.json after the rendezvous. `say` reports later errors."""
         self._say = say
         self.update(state="starting")
 
@@ -141,7 +141,7 @@ class RunStatus:
     def fail(self, code: ExitCode, sentence: str, hint: str = "", *, first: int | None = None) -> None:
         """Writes this rank's failure to crash/, and the earliest failure of all ranks to status.json.
 
-        `first`: rank that failed first, if this failure is its consequence.
+        `first`: rank whose failure caused this one, if known.
         """
         self.report = replace(
             self.report,
@@ -161,8 +161,8 @@ class RunStatus:
         self._write(STATUS, replace(min(failures, key=_blame).report, last_checkpoint=newest))
 
     def failures(self) -> list[Failure]:
-        """Readable reports in crash/ from this start. Empty unless this rank has failed, because the time of this
-        rank's report is needed to compute when the start began."""
+        """Failures of all ranks in this start of the run, read from crash/. Empty unless this rank has failed, because
+        the start time is computed from the modification time of this rank's report."""
         if self._failed is None:
             return []
         try:
@@ -173,7 +173,7 @@ class RunStatus:
         return [failure for failure in failures if failure is not None and failure.time >= begun]
 
     def _peer_failed(self) -> bool:
-        """Touches STARTED. Returns True if another rank of this start has already failed; its report must be kept."""
+        """Touches STARTED. Returns True if status.json has another rank's failure in this start, which must be kept."""
         if self._run_dir is None:
             return False
         try:
@@ -186,7 +186,7 @@ class RunStatus:
             return False
 
     def _write(self, name: str, report: StatusReport) -> Path | None:
-        """Atomically replaces the file; returns its path, or None if writing failed."""
+        """Atomically replaces the file `name` in the run folder; returns its path, or None if writing failed."""
         if self._run_dir is None:
             return None
         self._written = self._timer()
@@ -214,6 +214,6 @@ def _read(path: Path) -> Failure | None:
 
 
 def _blame(failure: Failure) -> tuple[bool, float]:
-    """Sort key: causes before consequences; the earliest cause first, but the latest consequence first, because that
-    rank has read the other reports."""
+    """Sort key: causes before consequences. Causes are sorted from early to late, consequences from late to early,
+    because the rank with the latest report has read the others."""
     return (failure.followed, -failure.time if failure.followed else failure.time)

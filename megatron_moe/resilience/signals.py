@@ -53,9 +53,9 @@ class Signals:
 
     @contextmanager
     def exit_at_once(self, status: RunStatus) -> Iterator[None]:
-        """Context manager for imports: Ctrl-C writes the status and ends the process, unless SIGINT is an exit signal.
+        """Context manager around imports: Ctrl-C writes the status and exits at once, unless SIGINT is an exit signal.
 
-        A KeyboardInterrupt would not be reliable, because imports may replace it by another error.
+        Raising KeyboardInterrupt is not reliable there, because imported modules may replace it by another error.
         """
 
         def exit_now(number: int, frame: FrameType | None) -> None:
@@ -77,7 +77,7 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def take(self, number: int, frame: FrameType | None = None) -> None:
-        """Signal handler: records the first signal and raises KeyboardInterrupt at the second. No-op after a fork."""
+        """Signal handler: records the first signal and raises KeyboardInterrupt at the second. No-op in forks."""
         if os.getpid() != self._process:
             return
         if self.received is None:

@@ -52,7 +52,7 @@ class Stragglers:
         return straggler_lines(gather_objects(self._take(), self._group), self._num_named)
 
     def _take(self) -> dict[str, float]:
-        """Median milliseconds of each measured time of this rank, by name, and TFLOP/s."""
+        """Clears the completed measurements of this rank; returns their medians in ms by name, and TFLOP/s."""
         milliseconds: dict[str, list[float]] = {}
         for name, spans in self._spans.items():
             milliseconds[name] = [end.seconds_since(begin) * 1e3 for begin, end in spans if end.has_come()]
@@ -82,7 +82,7 @@ class Stragglers:
 
 
 def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> list[str]:
-    """Formats the report. `ranks`: medians of every rank, by name."""
+    """Formats the report. `ranks`: for every rank, its medians by name."""
     lines = [f"straggler report of {len(ranks)} ranks, in ms ({_WHAT}):"]
     for name in (*_TIMES, "TFLOP/s"):
         values = {rank: medians[name] for rank, medians in enumerate(ranks) if name in medians}
@@ -102,5 +102,5 @@ def straggler_lines(ranks: Sequence[Mapping[str, float]], num_named: int) -> lis
 
 
 def _first_mixer(model: nn.Module) -> nn.Module | None:
-    """Attention module of this rank's first layer."""
+    """First attention module on this rank; None if there is none."""
     return next((module for name, module in model.named_modules() if name.endswith(".self_attention")), None)

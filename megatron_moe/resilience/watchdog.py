@@ -23,7 +23,7 @@ _PEER_STACKS_S = 2.0
 _JOIN_S = 5.0
 _STACKS = "stacks_{:05d}.txt"
 _C_TIMER_DELAY_S = 10.0
-"""Delay of the C timer after the thread's deadline."""
+"""Time from the thread's deadline to the deadline of the C timer."""
 
 
 class Watchdog:
@@ -32,8 +32,8 @@ class Watchdog:
     Args:
         seconds: time limit by phase; other phases are unlimited.
         run_dir: folder for `crash/stacks_NNNNN.txt`; None prints stacks to stderr.
-        status: status file that reports a timeout.
-        exit_process: ends the process with an exit code.
+        status: writer of status.json, which reports a timeout.
+        exit_process: function that ends the process with the given exit code.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Watchdog:
         self._report(sentence, hint)
         missing = self._ranks_without_stacks()
         if missing:
-            self._report(f"{sentence}; no stacks came from {missing}: stopped, dead, or not waiting", hint)
+            self._report(f"{sentence}; no stacks came from {missing}: stopped, dead, or not hanging", hint)
         faulthandler.cancel_dump_traceback_later()
         self._exit_process(int(ExitCode.HANG))
 

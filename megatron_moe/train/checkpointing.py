@@ -34,19 +34,19 @@ from megatron_moe.train.trainer import Trainer
 
 PROGRESS = "progress.txt"
 _GRACE_SECONDS = 30.0
-"""Time that launchers by default wait between a signal and SIGKILL."""
+"""Default time that launchers wait between the exit signal and SIGKILL."""
 _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
     {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
 )
-"""Launcher -> instruction to extend `_GRACE_SECONDS` to {0} seconds."""
+"""Launcher -> instruction to let it wait {0} seconds between the exit signal and SIGKILL."""
 
 
 class ProgressLog:
     """Appends one line per start and per checkpoint to progress.txt (`--log-progress`); write errors are ignored.
 
     Args:
-        folder: checkpoint folder; None: nothing is written.
-        environ: environment with the job id.
+        folder: checkpoint folder, in which progress.txt is written; None: nothing is written.
+        environ: environment variables, of which SLURM_JOB_ID is logged.
     """
 
     def __init__(self, folder: Path | None, num_ranks: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -56,7 +56,7 @@ class ProgressLog:
         self._begun = time.monotonic()
         self._first_flops = 0.0
         self._pending: dict[int, tuple[float, int]] = {}
-        """FLOPs and tokens of the run at checkpoints that are being written, by iteration."""
+        """Iteration of a checkpoint that is being written -> (FLOPs, tokens) of the run up to this iteration."""
 
     def begin(self, state: TrainState) -> None:
         """Records the start or resumption of the run."""
@@ -64,7 +64,7 @@ class ProgressLog:
         self._write(f"Starting job\tIteration: {state.iteration}")
 
     def saving(self, state: TrainState) -> None:
-        """Stores FLOPs and tokens of a checkpoint that is being written, for `saved`."""
+        """Called when a save begins; stores the run's FLOPs and tokens, which `saved` writes."""
         self._pending[state.iteration] = state.flops, state.consumed_tokens
 
     def saved(self, iteration: int) -> None:
@@ -91,13 +91,13 @@ class Checkpointing:
     run: TrainStateConfig
     trainer: Trainer
     saver: CheckpointSaver | None
-    """None for a run without checkpoints."""
+    """Writer of the checkpoints; None for a run without checkpoints."""
     reporter: Reporter
     status: RunStatus
     log_progress: InitVar[bool] = False
-    """`--log-progress`."""
+    """True if `--log-progress` is given."""
     launcher: str | None = None
-    """Launcher that kills the run some time after sending a signal; None if signals do not trigger a save."""
+    """Name of the launcher, which kills the run some time after a signal; None if signals do not trigger a save."""
 
     def __post_init__(self, log_progress: bool) -> None:
         context = self._context = self.trainer.context
@@ -107,7 +107,7 @@ class Checkpointing:
         self._progress = ProgressLog(self.config.save if writes else None, context.group("world").size)
 
     def restore(self, loader: TrainLoader | None) -> TrainState:
-        """Loads the checkpoint selected by `--save`, `--load`, ... and positions the data loader.
+        """Loads the checkpoint that the flags (`--save`, `--load`, ...) select, if any, and positions the data loader.
 
         Raises CheckpointProblem if the checkpoint is missing, damaged or incompatible.
         """
@@ -157,7 +157,7 @@ class Checkpointing:
             )
 
     def leave_preempted(self, state: TrainState, loader: TrainLoader | None, reason: str) -> NoReturn:
-        """Saves a last checkpoint of a preempted run. Raises Preempted, whose code depends on whether it was saved."""
+        """Saves a last checkpoint, then raises Preempted, whose exit code depends on whether the save succeeded."""
         trouble = ""
         try:
             self.save(state, loader)
@@ -176,14 +176,14 @@ class Checkpointing:
             self.reporter.note(f"  the checkpoint of iteration {iteration:7d} was completed while the run ended")
 
     def _newest(self) -> str:
-        """Clause about the newest checkpoint of the --save folder."""
+        """Clause for error messages that names the newest checkpoint in the --save folder."""
         newest = self.status.report.last_checkpoint
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of iteration {newest}"
 
     def save(self, state: TrainState, loader: TrainLoader | None, *, in_background: bool = False) -> None:
-        """Saves a checkpoint unless one of this iteration exists. A failure is reported; training continues.
+        """Saves a checkpoint unless one of this iteration exists. A write error is reported; training continues.
 
-        With `in_background` it returns once the state is copied, and `commit_if_written` completes the save.
+        With `in_background`, returns once the state is copied; `commit_if_written` completes the save.
         """
         if self.saver is None:
             return
@@ -206,7 +206,7 @@ class Checkpointing:
         self.status.update(state="running")
 
     def _wait_for_pending(self, saver: CheckpointSaver) -> None:
-        """Completes an asynchronous save before the next one."""
+        """Waits for the asynchronous save in progress, if any, and completes it."""
         if saver.pending is not None:
             self.reporter.note(f"  waiting for the checkpoint of iteration {saver.pending:7d}, which is being written")
             self._record_saved(saver.wait())
@@ -290,8 +290,8 @@ class Checkpointing:
         return TrainState.from_json(loaded.train_state)
 
     def _compare_config(self, loaded: LoadedCheckpoint, source: CheckpointSource) -> None:
-        """Reports changed training settings. Raises CheckpointProblem if the model differs; --finetune only reports
-        it."""
+        """Reports changed training settings. Raises CheckpointProblem if the model differs, but with --finetune only
+        reports the differences."""
         model, training = config_differences(loaded.train_state, self.run)
         if model and source.train_state:
             raise CheckpointProblem(
@@ -303,11 +303,11 @@ class Checkpointing:
             self.reporter.note(f"differs from the checkpoint: {line}")
 
     def _upcycles(self, source: CheckpointSource) -> bool:
-        """True if the source is the dense model rather than a checkpoint of this run."""
+        """True if `source` is the dense model to upcycle, not a checkpoint of this run."""
         return self.config.moe_use_upcycling and source.origin != "--save"
 
     def _report_length(self, state: TrainState) -> None:
-        """Reports the last iteration with --train-samples if Megatron-LM would end at another iteration."""
+        """Reports the last iteration if Megatron-LM would end at another one (possible only with --train-samples)."""
         samples, last = self.run.loop.train_samples, state.last_iteration(self.run)
         theirs = last if samples is None else self.run.batch.megatron_steps_for(samples)
         if theirs != last:
@@ -317,7 +317,7 @@ class Checkpointing:
             )
 
     def _data_differences(self, saved: dict, loader: TrainLoader) -> Iterator[str]:
-        """Yields lines about changed data and batch size. Raises CheckpointProblem for another sequence length."""
+        """Yields lines about changed data and batch size. Raises CheckpointProblem if the sequence length changed."""
         then, now = saved["seq_length"], self.run.seq_length
         if then != now:
             raise CheckpointProblem(
@@ -336,9 +336,9 @@ class Checkpointing:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yields lines about the differences between two loader states. Older checkpoints have no tokenizer.
+    """Yields lines about the differences between the loader states of a checkpoint (`then`) and of this run (`now`).
 
-    Raises CheckpointProblem if the end-of-document id changed.
+    Older checkpoints, which lack a tokenizer, are valid. Raises CheckpointProblem if the end-of-document id differs.
     """
     if then["fingerprint"] != now["fingerprint"]:
         yield (
@@ -362,7 +362,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
         )
     yield (
         f"the tokenizer is not that of the checkpoint (then {then['tokenizer']}, now {now['tokenizer']}): ids may "
-        f"stand for other text"
+        f"mean other text"
     )
 
 
@@ -389,7 +389,7 @@ def saved_tensors(trainer: Trainer, *, optimizer: bool) -> dict[str, TensorShard
 
 
 def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
-    """This rank's part of the weights, and the unsharded buffers, by key."""
+    """This rank's part of the weights, and the complete (unsharded) buffers, by key."""
     tensors = {name: TensorShard.whole(value.detach()) for name, value in model.state_dict().items()}
     for name, parameter in named_parameters(model):
         tensors[name] = _saved(parameter, parameter.detach().view(-1))
@@ -397,5 +397,5 @@ def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
 
 
 def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
-    """Elements of this rank's shard of a parameter from `start` on, with their position in the full parameter."""
+    """Checkpoint shard for `data`, the flat range of this rank's part of a parameter that begins at element `start`."""
     return TensorShard.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

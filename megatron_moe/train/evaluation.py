@@ -22,7 +22,7 @@ from megatron_moe.train.train_state import TrainState
 
 @torch.no_grad()
 def evaluate(pipeline: Pipeline, batches: Iterable[MicroBatch], num_microbatches: int) -> float:
-    """Mean `lm loss` over all tokens of all ranks, with one host read at the end.
+    """Mean `lm loss` over all tokens of all ranks. Synchronises with the device once, at the end.
 
     `num_microbatches`: microbatches per pass of the pipeline.
     """
@@ -54,7 +54,7 @@ class Evaluation:
     batch: BatchConfig
     pipeline: Pipeline
     valid: Mapping[str, EvalLoader]
-    """Data set name -> loader."""
+    """Name of the validation set -> loader."""
     test: EvalLoader | None
     reporter: Reporter
 
@@ -76,11 +76,11 @@ class Evaluation:
             self._evaluate(state, self.test.batches(), where="on test set", split="test")
 
     def _num_until(self, state: TrainState) -> int:
-        """Number of evaluations due so far; depends only on the iteration, not on restarts."""
+        """Number of evaluations due up to this iteration; unaffected by restarts."""
         return state.iteration // self.config.eval_interval if self.config.eval_interval else 0
 
     def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
-        """Evaluates all validation sets on the data of evaluation `number`, counted from 0."""
+        """Evaluates all validation sets on the data of evaluation `number`, from 0. `where`: see `ValidationReport`."""
         losses = []
         for name, loader in self.valid.items():
             data_set = name if len(self.valid) > 1 else ""
@@ -89,7 +89,7 @@ class Evaluation:
         state.validation_loss = mean if math.isfinite(mean) else None
 
     def _evaluate(self, state: TrainState, batches: Iterable[MicroBatch], **fields: str) -> float:
-        """Reports and returns the loss on one data set. `fields`: other fields of `ValidationReport`."""
+        """Reports and returns the mean loss on one data set. `fields`: other fields of `ValidationReport`."""
         num_microbatches = self.batch.global_batch_size // (
             self.batch.micro_batch_size * self.pipeline.context.group("dp").size
         )

@@ -29,8 +29,8 @@ class ExitConditions:
 
         Args:
             iteration: iteration at which this process begins training; training ends after `last_iteration`.
-            begun: time at which the process started, from which `--exit-duration-in-mins` counts as in Megatron (model
-                construction and loading included); None: now.
+            begun: time at which the process started; None: now. As in Megatron, `--exit-duration-in-mins` counts from
+                this time, so that it includes model construction and loading.
             clock: monotonic clock, seconds.
         """
         self.reason = "training is disabled (--skip-train)"
@@ -67,8 +67,8 @@ class ExitConditions:
         return None
 
     def _agreed(self) -> tuple[float, int]:
-        """Maximum over the ranks of elapsed minutes and of received signal numbers (0 for none), so that all ranks end
-        after the same iteration."""
+        """Maxima over all ranks of the elapsed minutes and of the received signal number (0 for none). All ranks get
+        the same values and therefore end after the same iteration."""
         own = [(self._clock() - self._start) / 60, float(self._signals.received or 0)]
         # world: 16 bytes, in host memory
         minutes, signal_number = all_reduce_(torch.tensor(own, dtype=torch.float64), self._group, "max").tolist()

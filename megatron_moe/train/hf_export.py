@@ -1,4 +1,4 @@
-"""Export of Hugging Face folders during training (`--save-hf-interval`), from any layout.
+"""Export of Hugging Face folders during training (`--save-hf-interval`), from any parallel layout.
 
 Parameters are gathered to the first rank one at a time (one expert at a time for expert weights) and written there.
 """
@@ -27,7 +27,7 @@ from megatron_moe.parallel.context import ParallelContext
 FOLDER = "hf"
 """Subfolder of the checkpoint folder."""
 _Part = tuple[tuple[int, ...], tuple[int, ...]]
-"""(begin, end) of a box in the full tensor."""
+"""Box in a full tensor: (first indices, end indices), with one index per dim; ends are exclusive."""
 
 
 class _BoxSource(NamedTuple):
@@ -35,17 +35,17 @@ class _BoxSource(NamedTuple):
 
     rank: int
     number: int
-    """Index among the boxes of that rank."""
+    """Index in the list of boxes of the tensor on that rank."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class HuggingFaceExport:
-    """Writes the exports of one run.
+    """Writes the Hugging Face exports of one run.
 
     Args:
         template: folder with the model's config.json and the tokenizer files, which are copied.
-        folder: parent of the exports `iter_NNNNNNN`.
+        folder: folder in which each export gets a subfolder `iter_NNNNNNN`.
 
     Raises:
         CheckpointProblem: config.json does not describe the model.
@@ -66,7 +66,7 @@ class HuggingFaceExport:
     def of(
         cls, config: CheckpointConfig, model: ModelConfig, context: ParallelContext, reporter: Reporter
     ) -> "HuggingFaceExport | None":
-        """Creates the export of a run with `--save-hf-interval`; None without this flag."""
+        """Creates the exporter of a run with `--save-hf-interval`; returns None without this flag."""
         if config.save_hf_interval is None:
             return None
         assert config.save is not None and config.save_hf_config is not None, f"rejected by the flag checks: {config}"
@@ -75,7 +75,7 @@ class HuggingFaceExport:
     def save(self, iteration: int, tensors: Mapping[str, TensorShard]) -> None:
         """Writes or replaces the export of an iteration. Collective; a write error is reported and training continues.
 
-        `tensors`: this rank's part of the weights, by `tensor_shards.tensor_key`.
+        `tensors`: this rank's part of the weights; the keys are made by `tensor_shards.tensor_key`.
         """
         if self._last == iteration:
             return
@@ -97,7 +97,7 @@ class HuggingFaceExport:
 
 
 class _Gatherer:
-    """Gathers tensors to the first rank. Collective: all ranks read the same mappings in the same order."""
+    """Gathers tensors to the first rank. Collective: all ranks call `read` for the same mappings in the same order."""
 
     def __init__(self, tensors: Mapping[str, TensorShard], context: ParallelContext) -> None:
         self._tensors = tensors
@@ -118,7 +118,7 @@ class _Gatherer:
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
     def read(self, mapping: WeightMapping) -> Tensor:
-        """The parameter, or one expert's slice of it, in host memory on rank 0; a meta tensor on other ranks."""
+        """Gathers a parameter, or one expert's slice of it, to host memory of rank 0; a meta tensor on other ranks."""
         key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)
@@ -136,7 +136,7 @@ class _Gatherer:
         return data if mapping.expert is None else data[0]
 
     def _broadcast(self, key: str, source: _BoxSource, part: _Part, dtype: torch.dtype) -> Tensor:
-        """Copies the elements of `part` of a tensor from the source rank to rank 0."""
+        """Sends the elements of the box `part` of a tensor from the rank of `source`; the result is valid on rank 0."""
         if source.rank == self._context.rank:
             box = self._tensors[key].boxes[source.number]
             values = box.data[_within(part, box.offset)].detach().contiguous()
@@ -150,5 +150,5 @@ class _Gatherer:
 
 
 def _within(part: _Part, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices of a box relative to the origin `offset`."""
+    """Slices that select a box of the full tensor in a tensor that begins at index `offset` of the full tensor."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*part, offset, strict=True))

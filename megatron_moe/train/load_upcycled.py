@@ -26,12 +26,11 @@ def load_upcycled(
     *,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Initialises this rank's part of an MoE model from a dense checkpoint; reports if its function changes.
+    """Initialises this rank's part of an MoE model from a dense checkpoint.
 
-    Every rank reads the complete dense MLPs of its layers into host memory, but only its own boxes of other weights.
-
-    Raises:
-        CheckpointProblem: the checkpoint is not of the dense model that corresponds to the MoE model.
+    Warns if the MoE model computes another function than the dense model. Every rank reads the complete dense MLPs of
+    its layers into host memory, but only its own shards of other weights. Raises CheckpointProblem if the checkpoint is
+    not of the dense model that corresponds to the MoE model.
     """
     if source.is_hugging_face:
         raise CheckpointProblem(
@@ -57,7 +56,7 @@ def load_upcycled(
 
 
 def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str, Parameter]) -> str | None:
-    """Writes this rank's part of an MoE layer from a dense MLP; returns why its function changes, or None."""
+    """Sets `layer`, this rank's part of an MoE layer, from a dense MLP. Returns why the function changes, or None."""
     upcycled = upcycle(dense, _below("router.", layer), config)
     for name, value in upcycled.weights.items():
         parameter = layer[name]
@@ -70,7 +69,7 @@ def _below(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parame
 
 
 def _empty_mlp(moe: MoEConfig, granularity: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Uninitialised host tensors, by name, for the unsharded dense MLP that is converted to these experts."""
+    """Uninitialised host tensors, by name, for the unsharded dense MLP to convert to the experts of `moe`."""
     experts = moe.experts
     hidden, ffn = experts.hidden_size, experts.ffn_hidden_size * granularity
     first = ffn * experts.activation.fan

@@ -1,6 +1,6 @@
-"""Diagnosis of rejected steps: repeats the same microbatches on the unchanged weights with hooks on every module.
+"""Diagnosis of rejected steps: repeats the step with hooks on every module to locate non-finite tensors.
 
-A device flag masks the update of a bad step, so the step can be repeated exactly.
+The update of a rejected step is not applied, so the repetition uses the same weights and microbatches.
 """
 
 import json
@@ -22,7 +22,7 @@ from megatron_moe.train.trainer import RetainedStep, Trainer
 
 REPORT = "crash/nonfinite-{iteration:07d}.json"
 _RANKING = ("weight", "moment", "activation", "gradient of activation", "gradient")
-"""Kinds of findings, sorted so that causes precede effects."""
+"""Values of `Finding.kind`, sorted so that causes precede effects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class RankReport:
     """Pipeline rank."""
     findings: tuple[Finding, ...] = ()
     samples: tuple[tuple[int, ...], ...] = ()
-    """Sample ids of every microbatch of the step."""
+    """Sample ids of the step, one tuple per microbatch of this rank."""
     bad_samples: tuple[int, ...] = ()
     """Sample ids of the microbatches with a non-finite loss."""
     no_room: bool = False
@@ -42,9 +42,9 @@ class RankReport:
     rerun: RerunResult | None = None
     """This rank's losses in the step and in its repetition."""
     rerun_values: dict[str, float] = field(default_factory=dict)
-    """Global "loss" and "norm all" of the repetition."""
+    """Values of the repetition over all ranks: "loss" and "norm all" (global gradient norm)."""
     earlier: dict[str, str] | None = None
-    """Loss and norms in an earlier start's report about this iteration; only on rank 0. None: no report."""
+    """Loss and norms in a previous start's report about this iteration; None without one and on ranks other than 0."""
 
 
 def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:
@@ -112,7 +112,7 @@ def sentence(reports: Sequence[RankReport]) -> str:
 
 
 def _causality(finding: Finding, report: RankReport) -> tuple[int, int]:
-    """Sort key: causes first. Of one kind, the first stage comes first, but the last stage for gradients."""
+    """Sort key that puts causes first: by kind, then by pipeline stage (ascending, but descending for gradients)."""
     stage = -report.stage if finding.kind.startswith("gradient") else report.stage
     return _RANKING.index(finding.kind), stage
 
@@ -136,7 +136,7 @@ def write_report(run_dir: Path, result: StepResult, reports: Sequence[RankReport
 
 
 def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankReport:
-    """Repeats the step; returns `report` with non-finite tensors, samples with a non-finite loss, and both losses."""
+    """Repeats the step; returns `report` with the results: non-finite tensors, bad samples, and losses."""
     trainer.optimizer.finish_gather()
     weights = tuple(bad_weights(trainer.model))
     with FirstBadModule(trainer.model) as watched:
@@ -156,7 +156,7 @@ def _repeated(trainer: Trainer, kept: RetainedStep, report: RankReport) -> RankR
 
 
 def _numbers_of(path: Path) -> dict[str, str] | None:
-    """Values in the report of an earlier start; None if the report is unreadable."""
+    """Values by name in the report of a previous start; None if it is missing or unreadable."""
     try:
         found = json.loads(path.read_text())["numbers"]
         return {str(name): str(value) for name, value in found.items()}

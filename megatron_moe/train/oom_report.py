@@ -44,7 +44,7 @@ class DeviceMemory:
         )
 
     def lines(self) -> Iterator[str]:
-        """Lines of the report about these statistics."""
+        """Formats the statistics as lines of the report."""
         unused = self.reserved - self.allocated
         advice = ", use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if unused > self.total / 10 else ""
         yield (
@@ -62,7 +62,7 @@ def report_out_of_memory(
     """Context manager that converts out-of-memory errors of device and host into MemoryProblem with a report.
 
     Args:
-        run_dir: run folder, to whose crash/ the report is also written; None: it is not written.
+        run_dir: run folder; the report is also written to its crash/. None: the report is only in the exception.
         advice: returns lines about expected memory and remedies, given the name of the GPU ("" on a CPU).
         iteration: current iteration; 0 before the first one.
     """
@@ -106,6 +106,6 @@ def _largest_blocks(device: torch.device) -> tuple[tuple[int, str], ...]:
 
 
 def _stack(frames: list[dict[str, object]]) -> str:
-    """Allocation stack; empty unless the allocator's history is recorded."""
+    """Innermost frames of an allocation as text; empty unless the allocator's history is recorded."""
     places = [f"{Path(str(frame['filename'])).name}:{frame['line']}" for frame in frames[:_TRACED_FRAMES]]
     return f" from {' < '.join(places)}" if places else ""

@@ -24,10 +24,10 @@ TakeLoss = Callable[[LossOutput, MicroBatch], Tensor]
 
 
 class Pipeline:
-    """This rank's part of the model, and its point-to-point links to other stages."""
+    """This rank's part of the model, and its point-to-point links to other pipeline stages."""
 
     def __init__(self, config: PipelineConfig, layout: PipelineLayout, context: ParallelContext, model: GPT) -> None:
-        """Construction is collective over the world."""
+        """Creates the links. Collective over all ranks."""
         self.config = config
         self.context = context
         self.model = model
@@ -35,7 +35,7 @@ class Pipeline:
         self.links = connect(context)
         self._streams = make_streams(context.device, "communication")
         self.graph_instances: GraphInstancePool | None = None
-        """CUDA graph instances of the microbatches in flight; None: eager execution."""
+        """Pool of CUDA graph instances for the microbatches in flight; None: eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
 
     def run(
@@ -48,8 +48,8 @@ class Pipeline:
     ) -> None:
         """Runs the forward of all microbatches, and the backward if `gradients` is given.
 
-        All ranks of a pipeline pass the same microbatches. `streams`: None uses the device's compute and communication
-        streams.
+        All ranks of a pipeline pass the same microbatches. `streams`: compute and communication streams; None: those
+        that the pipeline created.
         """
         config = self.config.schedule(self.layout, len(batches), forward_only=gradients is None)
         if config not in self._entries:
@@ -86,7 +86,7 @@ class RankStage:
         return [*steps, replace(last, run=lambda state: self._take_loss(last.run(state), batch))]
 
     def _in_flight(self, microbatch: int, chunk: int) -> MicroBatch:
-        """The microbatch, with a CUDA graph instance if graphs are replayed."""
+        """Returns the microbatch; its context has a CUDA graph instance if this pass uses CUDA graphs."""
         batch, graph_instances = self._batches[microbatch], self._pipeline.graph_instances
         if self._gradients is None or graph_instances is None:
             return batch
@@ -135,7 +135,7 @@ class RankStage:
 
 
 def _computations(entries: Sequence[Entry]) -> list[tuple[str, tuple[int, int]]]:
-    """("forward" or "backward", (microbatch, chunk)) in order; of a split backward, only the input gradients."""
+    """("forward" or "backward", (microbatch, chunk)) of every computation, in order; weight gradients are left out."""
     kinds = {"forward": "forward", "backward": "backward", "backward_input": "backward"}
     actions = (action for entry in entries for action in parts(entry) if action.peer is None)
     return [(kinds[each.kind], (each.microbatch, each.chunk)) for each in actions if each.kind in kinds]

@@ -1,4 +1,4 @@
-"""Step results: on the device after a step, read by the host one iteration later without waiting for the device."""
+"""Step results, which the host reads from the device one iteration late to avoid waiting for the device."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class StepOutcome:
         return scalars
 
     def result(self, scalars: Tensor, seconds: float) -> StepResult:
-        """The results on the host, from `scalars` once the copy has completed."""
+        """Results as Python numbers. `scalars`: host tensor of `scalars()` after its copy has completed."""
         loss, proceed, sound, *others = scalars.tolist()
         return StepResult(
             iteration=self.iteration,
@@ -51,12 +51,12 @@ class StepOutcome:
 
 
 class StepResultReader:
-    """Stores the newest outcome until the next one is pushed, and then reads its results."""
+    """Keeps the outcome of the newest step and reads its results when the next outcome is pushed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: tuple[StepOutcome, Tensor, Moment, Moment] | None = None
-        """Outcome, host tensor to which its values are being copied, beginning and end of the step."""
+        """Newest outcome, host tensor to which its values are being copied, begin and end of the step."""
         self._last_end = Moment(device)
 
     def push(self, outcome: StepOutcome) -> StepResult | None:

@@ -15,7 +15,7 @@ from megatron_moe.cost_model.flops import flops_per_step
 
 @dataclass
 class TrainState:
-    """Progress of a run. Random streams need no state: each draw is keyed by seed, iteration and use (`rng.py`)."""
+    """Progress of a run. Random streams need no state: each draw is keyed by seed, iteration and purpose (`rng.py`)."""
 
     iteration: int = 0
     """Completed iterations."""
@@ -46,8 +46,8 @@ class TrainState:
         self.skipped_samples += num_samples
 
     def last_iteration(self, config: TrainStateConfig) -> int:
-        """Iteration after which training ends; `--train-samples` are counted from `consumed_samples`, so that the batch
-        size may change between starts."""
+        """Iteration after which training ends. With `--train-samples`, the number of iterations left is computed from
+        the samples left, so that the batch size may change between starts."""
         if config.loop.train_samples is None:
             return config.loop.train_iters
         return self.iteration + config.batch.steps_for(config.loop.train_samples, self.consumed_samples)
@@ -88,7 +88,7 @@ _TABLES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
         ),
     }
 )
-"""Table -> (types of required keys, types of optional keys). Imported and older checkpoints lack the optional keys."""
+"""JSON object -> (types of required keys, types of optional keys). Imported or older checkpoints lack optional keys."""
 
 
 def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
@@ -114,7 +114,7 @@ def check_train_state(content: Mapping[str, Any], iteration: int) -> None:
 
 
 def _check_table(what: str, table: Mapping[str, Any]) -> None:
-    """Raises CorruptCheckpoint unless `table` has all required keys, no unknown ones, and values of their types."""
+    """Raises CorruptCheckpoint if `table` lacks a required key, has an unknown key or has a value of a wrong type."""
     required, optional = _TABLES[what]
     types = {**required, **optional}
     missing, unknown = sorted(required.keys() - table.keys()), sorted(table.keys() - types.keys())
@@ -139,9 +139,9 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def config_differences(saved: Mapping[str, Any], config: TrainStateConfig) -> tuple[list[str], list[str]]:
-    """(model differences, training differences) between a checkpoint and this run, one line per value.
+    """(model differences, training differences) between a checkpoint and this run, one line per differing value.
 
-    `saved`: content of train_state.json; older checkpoints lack the compared values.
+    `saved`: content of train_state.json. Values that it lacks, as in older checkpoints, are not compared.
     """
     found = model_differences(config.model, saved["model"], "checkpoint") if "model" in saved else []
     training = [difference.line for difference in found if difference.training]

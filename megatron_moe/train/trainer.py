@@ -1,8 +1,8 @@
 """Training step: pipeline schedule, gradient reduction, clipping, optimizer step, router updates.
 
 A step does not synchronise with the device: its results stay on the device in a `StepOutcome`, which the host reads one
-step later. A device flag masks the update of a step with non-finite values, so they never reach the weights. Once a
-step has failed a check that ends the run, the flag stays False.
+step later. A bool tensor on the device disables the update of a step that fails a check, for example because its loss
+is not finite. A failure that ends the run also disables the updates of all later steps.
 """
 
 from collections import deque
@@ -41,13 +41,13 @@ from megatron_moe.train.train_state import TrainState
 
 @dataclass(frozen=True)
 class RetainedStep:
-    """Inputs and local results of a step, so that it can be repeated."""
+    """Inputs and results of a step on this rank, kept so that the step can be repeated for diagnosis."""
 
     state: TrainState
     """State before the step."""
     batches: Sequence[MicroBatch]
     local: Tensor
-    """fp64 [2]: sum of this rank's token losses, and number of these tokens."""
+    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros before the last pipeline stage."""
 
     @property
     def iteration(self) -> int:
@@ -57,12 +57,12 @@ class RetainedStep:
 
 @dataclass(frozen=True)
 class RepeatedStep:
-    """Results of the repetition of a step, on the device."""
+    """Results of a repeated step, stored on the device."""
 
     losses: dict[int, Tensor]
-    """Index of a microbatch -> sum of the losses of its tokens, on the last pipeline stage."""
+    """Microbatch index on this rank -> sum of the microbatch's token losses; empty before the last pipeline stage."""
     local: Tensor
-    """fp64 [2]: sum of this rank's token losses, and number of these tokens."""
+    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros before the last pipeline stage."""
     loss: Tensor
     """Mean loss per token over all ranks."""
     num_tokens: Tensor
@@ -70,7 +70,7 @@ class RepeatedStep:
 
 
 class Trainer:
-    """Runs training steps; owns model, gradient buffers and optimizer."""
+    """Runs training steps; owns the model, the gradient buffers and the optimizer."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Trainer:
         """
         Args:
             timers: None disables timing.
-            memory_guard: returns a context manager that reports out-of-memory errors in the given iteration.
+            memory_guard: takes the iteration; returns a context manager that reports out-of-memory errors.
         """
         self.loop = loop
         self.resilience = resilience
@@ -108,25 +108,23 @@ class Trainer:
         self.kernels = buffers.kernels
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.recent: deque[RetainedStep] = deque(maxlen=2)
-        """The newest step, and the one whose results the host reads meanwhile."""
+        """The two newest steps: the host reads the results of a step only after it has launched the next one."""
         repeats_steps = resilience.rerun_mode == "report_stats"
         self.repeatability = Repeatability(self.context.device) if repeats_steps else None
-        """Statistics of `--rerun-mode report_stats`, which computes every step twice; None: once."""
+        """Statistics for `--rerun-mode report_stats`, which computes every step twice; None in other modes."""
         wanted = (resilience.check_for_spiky_loss, resilience.check_for_large_grads)
         self._limits = [
             SpikeLimit(self.context.device) if want and resilience.on_spike != "report" else None for want in wanted
         ]
-        """Spike limits of loss and gradient norm; None if spikes are not detected, or only reported."""
+        """Spike limits of the loss and of the gradient norm; None where spikes are ignored or only reported."""
         self.full_iteration: FullIterationGraph | None = None
-        """CUDA graph of forward and backward; None: eager execution."""
+        """CUDA graph of forward and backward of a whole step; None if steps are not captured as a whole."""
         self._may_continue = torch.ones((), device=self.context.device, dtype=torch.bool)
-        """Device flag: False once a step has failed a check that ends the run."""
+        """Device bool: False once a step has failed a check that ends the run. No update is applied afterwards."""
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
-
-        Raises MemoryProblem if memory runs out.
-        """
+        Raises MemoryProblem if device memory runs out."""
         with self._memory_guard(state.iteration + 1):
             return self._step(batches, state)
 
@@ -184,7 +182,8 @@ class Trainer:
         finish_grads(self.buffers, self.context, token_count=num_tokens if self.loop.calculate_per_token_loss else None)
 
     def _trial(self, batches: Sequence[MicroBatch], iteration: int) -> Tensor:
-        """Computes a step without side effects; returns [this rank's loss, norm of all gradients]."""
+        """Runs a step without an update and restores metrics and router buffers. Returns fp64 [2]: sum of this rank's
+        token losses, and norm of the gradients over all ranks."""
         metrics, self.metrics = self.metrics, MetricAccumulator()
         kept = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
         repeated = self.repeat(batches, iteration)
@@ -197,10 +196,10 @@ class Trainer:
     def _forward_backward(
         self, batches: Sequence[MicroBatch], iteration: int, losses: dict[int, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fills the gradient buffers. Returns mean loss and number of tokens of the global batch, and this rank's sum
-        of losses and number of tokens (fp64 [2]).
+        """Runs forward and backward, which fill the gradient buffers. Returns the mean loss and number of tokens of the
+        global batch, and fp64 [2]: sum of this rank's token losses and number of its tokens.
 
-        `losses`: if given, the step is a repetition: fills it with the loss of every microbatch, reduces no gradients.
+        `losses`: None in training. A repetition passes a dict to receive microbatch losses; gradients stay unreduced.
         """
         self.model.train()
         if self.model.expert_comm is not None:
@@ -222,7 +221,7 @@ class Trainer:
     def _run(
         self, prepared: Sequence[MicroBatch], losses: dict[int, Tensor] | None = None, streams: Streams | None = None
     ) -> Tensor:
-        """Runs forward and backward. Returns this rank's sum of losses and number of tokens, fp64 [2]."""
+        """Runs forward and backward. Returns fp64 [2]: sum of this rank's token losses and number of its tokens."""
         totals = torch.zeros(2, device=self.context.device, dtype=torch.float64)
 
         def take_loss(output: LossOutput, batch: MicroBatch) -> Tensor:
@@ -240,8 +239,8 @@ class Trainer:
     def _update(
         self, loss: Tensor, lr: float, samples: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
-        """Clips gradients, applies the update and updates the routers. Returns norms, figures, `proceed` and `sound` of
-        the step; see `StepOutcome`."""
+        """Clips gradients, applies the update and updates the routers. Returns the fields `norms`, `figures`, `proceed`
+        and `sound` of `StepOutcome`."""
         figures: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         sound = norms.pop("nonfinite") == 0
@@ -266,8 +265,8 @@ class Trainer:
         return norms, figures, proceed, sound
 
     def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
-        """Device bool: whether to apply the update. False if this step must be skipped, or if any step so far has
-        failed a check that ends the run. Checks: non-finite values, spikes, overflow of expert rows."""
+        """Checks loss and gradient norm for non-finite values and spikes, and the buffers of expert rows for overflow.
+        Returns a device bool: False if this step fails a check, or an earlier step failed one that ends the run."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
         if overflow is not None:
             self._may_continue = self._may_continue & (overflow == 0)
@@ -293,27 +292,27 @@ class Trainer:
         return not all_reduce_(self.optimizer.nonfinite.float(), self.context.group("world"), "max").item()
 
     def compare_replicas(self, iteration: int) -> None:
-        """Compares replicas of the weights every `--check-weight-hash-across-dp-replicas-interval` iterations. Raises
-        DriftProblem if they differ in any bit."""
+        """Compares the data-parallel replicas of the weights, if `iteration` is a multiple of
+        `--check-weight-hash-across-dp-replicas-interval`. Raises DriftProblem if replicas differ in any bit."""
         interval = self.resilience.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
             self.optimizer.finish_gather()
             check_replicas(self.model, self.context, iteration)
 
     def restored(self, *, with_optimizer: bool) -> None:
-        """Synchronises weights and master weights after a load. `with_optimizer`: optimizer state was also loaded."""
+        """Copies loaded master weights to weights, or weights to master weights if no optimizer state was loaded."""
         if with_optimizer:
             self.optimizer.weights_from_masters()
         else:
             self.optimizer.masters_from_weights()
 
     def _index(self, batch: MicroBatch) -> int:
-        """Index of a prepared microbatch among this rank's microbatches."""
+        """Index of a prepared microbatch among this rank's microbatches of the step."""
         assert batch.context.rng is not None, "the microbatch is not prepared"
         return batch.context.rng.microbatch // self.context.group("dp").size
 
     def prepare(self, batches: Sequence[MicroBatch], iteration: int) -> list[MicroBatch]:
-        """Sets loss scale, RNG key and metrics of every microbatch."""
+        """Copies of the microbatches with auxiliary loss scale, RNG key and metrics for a training step."""
         group, cp = self.context.group("dp"), self.context.group("cp")
         # Context-parallel ranks hold different tokens and need different random numbers.
         scope: Key = ("cp", cp.rank) if cp.size > 1 else ()

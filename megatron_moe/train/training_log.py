@@ -31,15 +31,15 @@ class TrainingLog:
         self._skipped = 0
         """Number of consecutive rejected steps."""
         self._applied: StepResult | None = None
-        """Most recently read step whose update was applied."""
+        """Result of the newest step whose update was applied, among the results read so far."""
         self._loss_spikes = Spikes("loss") if config.check_for_spiky_loss else None
         self._norm_spikes = Spikes("gradient norm") if config.check_for_large_grads else None
         self._new_timeout_s = config.distributed_timeout_seconds_after_init
-        """Timeout of collectives after the first step; None: unchanged."""
+        """Timeout of collectives from the second step on; None if it was already set or is not to be changed."""
         self._stragglers = stragglers
         self._reader = StepResultReader(trainer.context.device)
         self._recorded = MetricAccumulator()
-        """Metrics recorded up to the newest step, whose results have not been read yet."""
+        """Metrics for the next report. They include the newest step, whose results have not been read yet."""
 
     def next_step(self, loader: TrainLoader) -> list[MicroBatch]:
         """Microbatches of the next step. Raises DataProblem at the end of the data, after reporting the last step."""
@@ -48,7 +48,7 @@ class TrainingLog:
         return loader.next_step()
 
     def after(self, outcome: StepOutcome) -> None:
-        """Takes the newest step and reports the previous one. Raises NumericsProblem if the latter ends the run."""
+        """Takes a step's outcome and reports the previous step. Raises NumericsProblem if that step ends the run."""
         if self._new_timeout_s is not None:
             self._trainer.context.set_timeout(self._new_timeout_s)
             self._new_timeout_s = None
@@ -83,7 +83,7 @@ class TrainingLog:
             self._push(self._trainer.step(step.batches, step.state))
 
     def pass_over(self, loader: TrainLoader, state: TrainState) -> None:
-        """Skips the samples of an iteration, without a step, checkpoint or evaluation."""
+        """Skips the next iteration: its samples are consumed without a training step, checkpoint or evaluation."""
         self.catch_up()
         num_samples = loader.pass_over()
         state.skip(num_samples)
@@ -91,9 +91,9 @@ class TrainingLog:
         self.restart_clock()
 
     def catch_up(self) -> None:
-        """Reports the last step before a save, an evaluation or the end. Synchronises with the device.
+        """Reports the newest step at once, before a save, an evaluation or the end. Synchronises with the device.
 
-        Raises NumericsProblem if the step was rejected or its update stored a non-finite value.
+        Raises NumericsProblem if the step ends the run, or if an update stored a non-finite value.
         """
         while (result := self._reader.flush()) is not None:
             if result.figures.get("overflow"):
@@ -104,7 +104,7 @@ class TrainingLog:
             self._raise_bad_state()
 
     def restart_clock(self) -> None:
-        """Excludes the time since the last step from the step time."""
+        """Excludes the time since the end of the last step from the time of the next step."""
         self._reader.restart_clock()
 
     def _handle(self, result: StepResult | None) -> None:
@@ -136,7 +136,7 @@ class TrainingLog:
             self._handle_rejected(result)
 
     def _handle_rejected(self, result: StepResult) -> None:
-        """Reports why an update was rejected. Raises NumericsProblem unless the run continues without it."""
+        """Reports why an update was rejected. Raises NumericsProblem unless the run skips the step and continues."""
         assert self._loader is not None, "a step without data"
         self._skipped += 1
         finite = math.isfinite(result.loss) and math.isfinite(result.norms["all"])
@@ -155,7 +155,7 @@ class TrainingLog:
             raise cause.problem(text) if cause else NumericsProblem(text)
         if self._skipped >= self._config.max_skipped_iterations:
             raise NumericsProblem(
-                f"{what}, the {self._skipped}. iteration skipped in a row (--max-skipped-iterations "
+                f"{what}; iterations skipped in a row: {self._skipped} (--max-skipped-iterations "
                 f"{self._config.max_skipped_iterations}){details}; lower --lr or --clip-grad, or find the cause with "
                 f"{'--on-spike' if finite else '--on-nonfinite'} stop"
             )
@@ -174,7 +174,7 @@ class TrainingLog:
         )
 
     def _details(self, result: StepResult, reports: Sequence[RankReport]) -> str:
-        """Writes the report of a bad step; returns a clause with its path."""
+        """Writes a bad step's report on the first rank; returns a clause with its path, or "" if none was written."""
         run_dir = self._trainer.logging.run_dir
         path = write_report(run_dir, result, reports) if run_dir and self._trainer.context.is_first else None
         return f"; details in {path}" if path else ""

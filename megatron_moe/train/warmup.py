@@ -1,4 +1,4 @@
-"""Kernel warm-up on a GPU before the rendezvous: compiles kernels and creates library plans.
+"""Kernel warm-up on a GPU before the rendezvous: compiles kernels and initialises libraries such as cuDNN.
 
 One layer of every kind, the embedding, the output head and the optimizer run a small step at this rank's sizes in a
 fake process group, so that no rank waits in a collective or a timed step while another rank compiles. Compiled kernels
@@ -32,10 +32,10 @@ _VARIABLE = "TRITON_CACHE_DIR"
 
 
 def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
-    """Runs the warm-up step on a GPU; returns a log line. No watchdog timeout applies meanwhile; a failure is reported
-    and the run starts without warm-up.
+    """Runs the warm-up step on a GPU, without a watchdog timeout, and returns a log line. If the step fails, the log
+    line contains the error, and the run compiles the remaining kernels when they are first needed.
 
-    Raises EnvironmentProblem if the cache folder cannot be written.
+    Raises EnvironmentProblem if the kernel cache folder cannot be created.
     """
     if not plan.kernels.compile_first or plan.device == "cpu" or not torch.cuda.is_available():
         return "kernels are compiled when they are first needed"
@@ -49,11 +49,11 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder}"
     if failure:
         return f"{done}; the warm-up failed after {seconds:.1f} s, other kernels are compiled when needed: {failure}"
-    return f"{done} and library plans created in {seconds:.1f} s before the rendezvous"
+    return f"{done} and libraries initialised in {seconds:.1f} s before the rendezvous"
 
 
 def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
-    """Runs the warm-up step and frees its memory; returns the error message of a failure, else ""."""
+    """Runs the warm-up step and frees its memory. Returns the error message if the step fails, else ""."""
     failure = ""
     try:
         with taking_turns(folder, plan):
@@ -67,7 +67,7 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
 
 
 def cache_folder(plan: RunPlan) -> Path:
-    """Creates the kernel cache folder of this node and sets it for Triton."""
+    """Kernel cache folder of this node; created, and stored in TRITON_CACHE_DIR unless that variable is set."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     ours = plan.kernels.kernel_cache_dir or Path(home) / "megatron_moe" / "kernels"
     folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
@@ -82,7 +82,7 @@ def cache_folder(plan: RunPlan) -> Path:
 
 @contextmanager
 def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
-    """Context manager that lets the first rank of a node run alone and the others afterwards concurrently."""
+    """Context manager: the first rank of a node that enters runs alone; afterwards the others run concurrently."""
     done = folder / f"warmed-up-{_fingerprint(plan)}"
     with open(folder / "warmup.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -93,7 +93,7 @@ def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
 
 
 def take_step(plan: RunPlan, device: torch.device) -> None:
-    """Runs forward, backward and update of the plan reduced by `warmed_up`, with random weights."""
+    """Runs one training step of the reduced plan of `warmed_up`, with random weights in a fake process group."""
     small = warmed_up(plan)
     build.set_algorithms(small)
     if device.type == "cuda":
@@ -119,7 +119,7 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
 
 
 def warmed_up(plan: RunPlan) -> RunPlan:
-    """Reduced plan: one layer of every kind on one pipeline stage, few microbatches, unchanged sizes per rank."""
+    """Reduced plan: one layer of every kind on one pipeline stage, few microbatches, same tensor shapes per rank."""
     parallel = plan.parallel
     return replace(
         plan,
@@ -138,7 +138,7 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches that covers full and incomplete groups of `--moe-expert-wgrad-interval`."""
+    """Number of microbatches: two full groups of `--moe-expert-wgrad-interval`, plus the run's incomplete group."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 

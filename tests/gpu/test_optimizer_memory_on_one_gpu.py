@@ -98,7 +98,7 @@ def test_host_state_matches_device_state(precision, away: str) -> None:
 
 
 def test_offloaded_state_is_updated_without_host_sync() -> None:
-    rig = Rig(REMAINDERS, AWAY["half parked, in chunks"], backend="triton", device="cuda").steps(1, 2)
+    rig = Rig(REMAINDERS, AWAY["half streamed, in chunks"], backend="triton", device="cuda").steps(1, 2)
     set_grads(rig.buffers, make_gradients(3))
     one, verdict = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
     with no_host_sync():

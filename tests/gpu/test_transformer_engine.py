@@ -1,5 +1,6 @@
 """The real Transformer Engine on one GPU: its ops against the reference in fp64, and a model that trains by it."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,10 @@ from tests.helpers.kernel_comparison import REFERENCE, draw
 from tests.helpers.tolerances import BF16_KERNEL
 
 pytestmark = pytest.mark.gpu1
+
+# Imported before any test runs: if torch has loaded parts of its own cuDNN, the library fails to link to the machine's.
+if importlib.util.find_spec("transformer_engine") and torch.cuda.is_available():
+    importlib.import_module("transformer_engine.pytorch")
 
 
 def transformer_engine() -> Kernels:

@@ -10,6 +10,7 @@ import pytest
 from megatron_moe.config.exit_codes import DataProblem, ExitCode, OtherRankProblem
 from megatron_moe.resilience.peer_failure import PeerFailures, is_broken_connection
 from megatron_moe.resilience.run_status import RunStatus
+from megatron_moe.resilience.watchdog import Watchdog
 
 BROKEN = RuntimeError(
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:19044"
@@ -22,11 +23,20 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_moe.resilience.run_status._START_SKEW_SECONDS", 50.0)
 
 
-def blamed(run_dir: Path | None, error: BaseException, *, rank: int = 0, world_size: int = 3) -> BaseException:
+def blamed(
+    run_dir: Path | None,
+    error: BaseException,
+    *,
+    rank: int = 0,
+    world_size: int = 3,
+    seconds: float = 0.1,
+    watchdog: Watchdog | None = None,
+) -> BaseException:
     """Exception raised by a rank whose connection broke."""
     status = RunStatus(run_dir, rank=rank)
+    watchdog = watchdog or Watchdog({}, run_dir)
     with pytest.raises(BaseException) as raised, status:
-        with PeerFailures(run_dir, status, rank=rank, world_size=world_size, seconds=0.1):
+        with PeerFailures(run_dir, status, watchdog, rank=rank, world_size=world_size, seconds=seconds):
             raise error
     return raised.value
 
@@ -43,6 +53,15 @@ def test_rank_without_report_is_named(tmp_path: Path) -> None:
     assert isinstance(problem, OtherRankProblem) and problem.rank == 2 and "rank 2 vanished" in str(problem)
     found = json.loads((tmp_path / "status.json").read_text())
     assert (found["code"], found["rank"], found["host"]) == (11, 2, None)
+
+
+def test_time_limit_of_the_step_does_not_end_the_attribution(tmp_path: Path) -> None:
+    codes: list[int] = []
+    with Watchdog({"step": 0.5, "exit": 60}, tmp_path, exit_process=codes.append) as watchdog:
+        watchdog.enter("step", 1)
+        time.sleep(0.2)
+        assert isinstance(blamed(tmp_path, BROKEN, seconds=1.0, watchdog=watchdog), OtherRankProblem)
+    assert not codes
 
 
 def test_reported_cause_of_a_peer_is_quoted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Converts the config.json of a Hugging Face model to a ModelConfig, with one reader of layers per model family."""
+"""Converts a Hugging Face config.json to a ModelConfig. Each model family has its own function for the layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,13 +19,13 @@ from megatron_moe.config.model import InitConfig, LayerConfig, ModelConfig, MTPC
 from megatron_moe.config.moe import ActivationConfig, MoEConfig, SharedExpertsConfig
 
 _MAX_LAYERS = 10_000
-"""Limit of num_hidden_layers; a larger value indicates a damaged file, and its layer configs could exhaust memory."""
+"""Maximum of num_hidden_layers. A larger value indicates a damaged file; its layer configs could exhaust memory."""
 _LATENT_NORM_EPS = 1e-6
-"""transformers uses the default epsilon for the q and kv latent norms and ignores rms_norm_eps there."""
+"""Epsilon that transformers uses for the q and kv latent norms, for which it ignores rms_norm_eps."""
 
 
 def model_config_from_hf(values: Mapping[str, Any], *, mtp: bool = False) -> ModelConfig:
-    """Builds the ModelConfig that a config.json describes; training options (balancing, dispatcher) keep defaults.
+    """Builds the ModelConfig of a config.json. Training options (balancing, dispatcher) have their default values.
 
     Args:
         mtp: include the `num_nextn_predict_layers` MTP layers, whose weights many published folders omit.
@@ -63,10 +63,10 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """Uses rms_norm_eps for the q and kv latent norms of `published` in the layers where `config` uses it.
+    """Returns `published` with rms_norm_eps for the q and kv latent norms of the layers in which `config` uses it.
 
-    A config.json has one epsilon. transformers uses 1e-6 for the latent norms regardless; Megatron-LM, vLLM and SGLang
-    use rms_norm_eps, so the same file also describes models trained with them.
+    A config.json has no epsilon for these norms: transformers uses 1e-6; Megatron-LM, vLLM and SGLang use rms_norm_eps.
+    A comparison of `config` with the result accepts both.
     """
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, norm=layer.norm))
@@ -78,7 +78,7 @@ def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelCo
 
 
 def mixtral(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of Mixtral (arXiv 2401.04088): softmax over the top-k logits."""
+    """Layers of Mixtral (arXiv 2401.04088): the router applies softmax to the top-k logits."""
     norm = read_norm(config, 1e-5)
     mixer = _attention(config, norm, default_base=1e6, window=config.get("sliding_window", None))
     num_experts, ffn_hidden_size = config.integer("num_local_experts"), config.integer("intermediate_size")
@@ -96,7 +96,7 @@ def qwen2_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def qwen3_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of Qwen3-MoE (arXiv 2505.09388): norms of q and k per head, no shared expert."""
+    """Layers of Qwen3-MoE (arXiv 2505.09388): q and k are normalised per head; no shared expert."""
     norm, bias = read_norm(config, 1e-6), config.get("attention_bias", False)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     mixer = _attention(config, norm, qk_norm="per_head", qkv_bias=bias, out_bias=bias, window=window)
@@ -104,7 +104,7 @@ def qwen3_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def olmoe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of OLMoE (arXiv 2409.02060): norms of q and k over all heads."""
+    """Layers of OLMoE (arXiv 2409.02060): q and k are normalised over all heads."""
     config.refuse_if(config.get("clip_qkv", None) is not None, "clips q, k and v (clip_qkv)")
     norm, bias = read_norm(config, 1e-5), config.get("attention_bias", False)
     mixer = _attention(config, norm, qk_norm="full", qkv_bias=bias, out_bias=bias)
@@ -138,7 +138,7 @@ def gpt_oss(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of GLM-4.5 (arXiv 2508.06471): half of each head rotated, DeepSeek-V3's MoE layer, first layers dense."""
+    """Layers of GLM-4.5 (arXiv 2508.06471): RoPE on half of each head, DeepSeek-V3's MoE layer, first layers dense."""
     norm = read_norm(config, 1e-5)
     qk_norm: Literal["per_head", "none"] = "per_head" if config.get("use_qk_norm", False) else "none"
     bias, num_dense = config.get("attention_bias", False), config.integer("first_k_dense_replace")
@@ -147,7 +147,7 @@ def glm4_moe(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def deepseek_v2(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of DeepSeek-V2 (arXiv 2405.04434): softmax over all experts, scaled but not renormalised."""
+    """Layers of DeepSeek-V2 (arXiv 2405.04434): softmax over all experts; top-k scores are scaled, not renormalised."""
     config.refuse_if(config.get("norm_topk_prob", False), "renormalises softmax probabilities (norm_topk_prob)")
     config.refuse_other("scoring_func", "softmax")
     config.refuse_other("topk_method", "greedy", "group_limited_greedy")
@@ -160,7 +160,7 @@ def deepseek_v2(config: HFConfig) -> tuple[LayerConfig, ...]:
 
 
 def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
-    """Layers of DeepSeek-V3 (arXiv 2412.19437)."""
+    """Layers of DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, sigmoid routing with expert bias."""
     config.refuse_other("scoring_func", "sigmoid")
     config.refuse_other("topk_method", "noaux_tc")
     return _deepseek_layers(config, _sigmoid_moe(config), interleaved=config.get("rope_interleave", True))
@@ -169,8 +169,8 @@ def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
 def _sigmoid_moe(config: HFConfig) -> MoEConfig:
     """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
 
-    Refuses two cases that transformers computes differently: it renormalises the score of a single expert, and it
-    scores a group by its best two experts, where our router uses the best topk // group_topk.
+    Our router renormalises scores if and only if top-k > 1, and scores a group by its best topk // group_topk experts;
+    transformers scores it by its best two. Options for which the results would differ are rejected.
     """
     topk, renormalised = config.integer("num_experts_per_tok"), config.get("norm_topk_prob", True)
     config.refuse_if(topk == 1 and renormalised, "renormalises the score of a single expert (norm_topk_prob)")
@@ -196,8 +196,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], tuple[LayerConfig, ...]]] = MappingP
         "kimi_k2": deepseek_v3,
     }
 )
-"""Readers by `model_type`. A new family needs a reader here, name rules in `weight_map`, and a case in the logit parity
-test."""
+"""Functions that build the layers, by `model_type`. A new family needs an entry here, name rules in `weight_map`, and a
+case in the logit parity test."""
 
 
 def _attention(
@@ -213,8 +213,8 @@ def _attention(
     """Builds the attention config; `options` are further fields of AttentionConfig.
 
     Args:
-        window: sliding window size including the token itself, which `CoreAttentionConfig.window` excludes.
-        rotary_factor: default of `partial_rotary_factor`.
+        window: sliding window size in tokens, including the query's own (`CoreAttentionConfig.window` excludes it).
+        rotary_factor: fraction of each head that is rotated if config.json has no `partial_rotary_factor`.
     """
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.get("head_dim", hidden // num_heads)
@@ -237,27 +237,27 @@ def _attention(
 
 
 def _experts_key(config: HFConfig) -> str:
-    """Key of the number of experts, which depends on the version of transformers that wrote the file."""
+    """Key in config.json that holds the number of experts; it depends on the version of transformers."""
     return "num_experts" if "num_experts" in config.values else "num_local_experts"
 
 
 def _softmax_moe(
     config: HFConfig, experts_key: str, ffn_key: str, shared: SharedExpertsConfig | None = None
 ) -> MoEConfig:
-    """Builds softmax routing; with norm_topk_prob (renormalised top-k) it equals a softmax over the top-k logits."""
+    """Builds softmax routing and experts. norm_topk_prob (renormalised top-k) is softmax over the top-k logits."""
     pre_softmax = not config.get("norm_topk_prob", False)
     num_experts, ffn_hidden_size = config.integer(experts_key), config.integer(ffn_key)
     return read_moe(config, num_experts, ffn_hidden_size, shared=shared, pre_softmax=pre_softmax)
 
 
 def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe: MoEConfig) -> tuple[LayerConfig, ...]:
-    """Builds Qwen layers: every `decoder_sparse_step`-th layer is MoE unless `mlp_only_layers` lists it."""
+    """Builds Mixtral, Qwen or OLMoE layers: every `decoder_sparse_step`-th layer not in `mlp_only_layers` is MoE."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or i in dense)
 
 
 def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
-    """Builds a DeepSeek MoE layer; its shared experts form one MLP of their total width."""
+    """Builds a DeepSeek MoE layer, whose shared experts form one MLP. `router`: further fields of RouterConfig."""
     ffn_hidden_size, num_shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts", 0)
     scaling_factor = float(config.get("routed_scaling_factor", 1.0))
     return read_moe(
@@ -274,7 +274,7 @@ def _deepseek_moe(config: HFConfig, grouped: bool, **router: Any) -> MoEConfig:
 
 
 def _deepseek_layers(config: HFConfig, moe: MoEConfig, interleaved: bool) -> tuple[LayerConfig, ...]:
-    """Layer i is MoE if i >= `first_k_dense_replace` and `moe_layer_freq` divides i; other layers are dense."""
+    """DeepSeek layers: layer i is MoE if i >= `first_k_dense_replace` and `moe_layer_freq` divides i, else dense."""
     num_dense, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
     mixer = _mla(config, interleaved)
     return read_layers(config, read_norm(config, 1e-6), mixer, moe, lambda i: i < num_dense or i % step != 0)

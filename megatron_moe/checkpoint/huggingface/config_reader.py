@@ -20,7 +20,7 @@ from megatron_moe.config.moe import (
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Contents of a config.json. transformers omits some keys with default values: read them with `get`."""
+    """Contents of a config.json. Use `get` for keys that transformers omits if they have their default value."""
 
     values: Mapping[str, Any]
 
@@ -52,12 +52,12 @@ class HFConfig:
         return value
 
     def refuse_if(self, condition: bool, what: str) -> None:
-        """Raises CheckpointProblem if `condition`; `what` describes a feature that our model does not implement."""
+        """Raises CheckpointProblem if `condition` is true. `what`: verb phrase that names the unsupported feature."""
         if condition:
             raise CheckpointProblem(f"config.json of model type {self.model_type} {what}, which is not supported here.")
 
     def refuse_other(self, key: str, *known: str) -> None:
-        """Raises CheckpointProblem if the value of `key` is not in `known`; a missing key has the value `known[0]`."""
+        """Raises CheckpointProblem if the value of `key` is not in `known`; if missing, the value is `known[0]`."""
         value = self.get(key, known[0])
         self.refuse_if(value not in known, f"has {key} = {value!r}")
 
@@ -67,7 +67,7 @@ def read_norm(config: HFConfig, default_eps: float) -> NormConfig:
 
 
 def read_activation(config: HFConfig) -> ActivationConfig:
-    """Returns gated SiLU (all families except GPT-OSS). Raises CheckpointProblem for another activation."""
+    """Returns gated SiLU, the activation of all families except GPT-OSS. Raises CheckpointProblem for any other."""
     name = config.get("hidden_act", "silu")
     config.refuse_if(name != "silu", f"has the activation {name}")
     return ActivationConfig(kind="silu", gated=True)
@@ -121,7 +121,7 @@ def read_layers(
 def read_rope(
     config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_rotary_factor: float = 1.0
 ) -> RopeConfig:
-    """Reads the RoPE config. `partial_rotary_factor` is the rotated fraction of each head."""
+    """Reads the RoPE config. `default_rotary_factor`: rotated fraction of each head without `partial_rotary_factor`."""
     rope = _rope_parameters(config)
     per_kind = [key for key, value in rope.values.items() if isinstance(value, Mapping)]
     config.refuse_if(bool(per_kind), f"has separate RoPE parameters for {', '.join(per_kind)} (rope_parameters)")
@@ -149,7 +149,7 @@ def read_rope(
 
 
 def _rope_parameters(config: HFConfig) -> HFConfig:
-    """Merges `rope_parameters`, or the older `rope_scaling`, with the older top-level RoPE keys."""
+    """RoPE keys of `rope_parameters` or the older `rope_scaling`, plus older top-level keys that are missing there."""
     top_level = {key: config.values.get(key) for key in ("model_type", "rope_theta", "partial_rotary_factor")}
     return HFConfig({**top_level, **(config.get("rope_parameters", None) or config.get("rope_scaling", {}))})
 
@@ -157,8 +157,8 @@ def _rope_parameters(config: HFConfig) -> HFConfig:
 def _yarn(config: HFConfig, rope: HFConfig, plain: RopeConfig) -> RopeConfig:
     """Reads YaRN scaling.
 
-    transformers scales cos and sin by attention_factor if given, else by the ratio of the two mscales if both are
-    given and nonzero, else by 0.1 ln(factor) + 1.
+    transformers scales cos and sin by attention_factor if given, else by the ratio of the scales for mscale and
+    mscale_all_dim if both are nonzero, else by 0.1 ln(factor) + 1.
     """
     original = rope.integer("original_max_position_embeddings")
     factor = float(rope.get("factor", 0.0) or config.integer("max_position_embeddings") / original)

@@ -1,7 +1,7 @@
 """Converts between checkpoints and Hugging Face folders on CPU, holding one parameter or expert in memory at a time.
 
-Names, shapes and dtypes, and the checksums of a source checkpoint, are verified before anything is written. Tensors
-keep their dtypes.
+Names, shapes and dtypes are verified before anything is written, and so are the checksums of a source checkpoint.
+Tensors keep their dtypes unless another dtype is requested.
 """
 
 import time
@@ -41,7 +41,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """One converted Hugging Face tensor."""
+    """One converted Hugging Face tensor; `name` is the parameter in the checkpoint."""
 
     hf_name: str
     dtype: str
@@ -94,7 +94,7 @@ def to_hf(
         dtype: dtype of the written weights; None keeps the dtype of every tensor.
     Raises:
         CheckpointProblem: the checkpoint is damaged, or its tensors do not match the model or the config.json.
-        EnvironmentProblem: the folder exists, or cannot be written.
+        EnvironmentProblem: `output` exists or cannot be written.
     """
     started = time.monotonic()
     if output.exists():
@@ -132,7 +132,7 @@ def from_hf(
         train_state: initial training state.
         texts: additional text files of the checkpoint, such as run.yaml.
     Raises:
-        CheckpointProblem: a tensor is missing, unexpected or misshapen, or a copy of a shared tensor differs from it.
+        CheckpointProblem: a tensor is missing, unexpected or misshapen, or copies of a shared tensor differ.
         EnvironmentProblem: the checkpoint cannot be written.
     """
     started = time.monotonic()
@@ -156,7 +156,7 @@ def from_hf(
 
 
 def _pending_tensors(weights: MatchedWeights) -> dict[str, TensorShard]:
-    """Builds a `PendingBox` for every parameter or expert."""
+    """Tensors to save, by checkpoint key. Each parameter or expert is read only when it is written."""
     by_target: dict[str, list[weight_map.WeightMapping]] = {}
     for mapping in weights.mappings:
         by_target.setdefault(mapping.name, []).append(mapping)
@@ -182,14 +182,14 @@ def _pending_box(
 
 
 def _extent(part: weight_map.WeightMapping, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, shape) of a parameter, or of one expert's slice of it, within the stored tensor."""
+    """Box (offset, shape) of the mapped parameter, or of one expert's slice of it, in the checkpoint tensor."""
     if part.expert is None:
         return (0,) * len(shape), shape
     return (part.expert, *(0 for _ in shape[1:])), (1, *shape[1:])
 
 
 def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
-    """Raises CheckpointProblem unless all ignored tensors are RoPE tables or exact copies of shared tensors."""
+    """Raises CheckpointProblem unless each ignored tensor is a RoPE table or equals the embedding or output head."""
     problems = []
     for name in ignored:
         if name.endswith("rotary_emb.inv_freq"):
@@ -211,7 +211,7 @@ def _check_ignored(folder: Path, source: HFFolder, ignored: list[str]) -> None:
 def _stored_weights(
     checkpoint: Path, manifest: Manifest, model: nn.Module, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Meta tensors of the model's weights in the checkpoint's dtypes, or in `dtype`.
+    """Meta tensors of the weights by name. `dtype`: dtype of all parameters; None: their dtypes in the checkpoint.
 
     Raises CheckpointProblem if the checkpoint's weights do not match the model.
     """
@@ -228,7 +228,7 @@ def _stored_weights(
 
 
 def _read(reader: CheckpointReader, mapping: weight_map.WeightMapping) -> Tensor:
-    """Reads a parameter, or one expert's slice of it."""
+    """Reads a parameter, or one expert's slice of it, from the checkpoint."""
     key = tensor_key("model", mapping.name)
     entry = reader.manifest.tensors[key]
     offset, shape = _extent(mapping, entry.shape)

@@ -1,7 +1,7 @@
 """Exports a model as a Hugging Face folder: config.json, tokenizer files, and safetensors files with an index.
 
-Tensors and their order are determined before any value is read; then one parameter or expert at a time is held in
-memory. The folder is written under a temporary name and renamed.
+Tensors and their order are determined before any value is read. Only one parameter or expert is in memory at a time.
+The folder is written under a temporary name and then renamed.
 """
 
 import json
@@ -25,17 +25,17 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.model_differences import differences
 
 SHARD_BYTES = 5 * 10**9
-"""Default maximum size of one weight file; a single larger tensor gets its own file."""
+"""Default maximum size in bytes of one weight file. A tensor that is larger gets its own file."""
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.tiktoken", "preprocessor_config.json", "LICENSE*"),
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),
 )
-"""Files copied from the template. Code is copied, never executed."""
+"""Patterns of the files copied from the template folder. Python files are copied but never executed."""
 _NUM_MTP_LAYERS = "num_nextn_predict_layers"
 
 Read = Callable[[weight_map.WeightMapping], Tensor]
-"""Reads one parameter, or one expert's slice of it, in global shape."""
+"""Function that reads one unsharded parameter, or one expert's slice of it."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class HFTensor:
     like: Tensor
     """Meta tensor with the shape and dtype to write."""
     source: str
-    """Name of our parameter; for the slice of an expert, followed by `[expert]`."""
+    """Name of our parameter, followed by `[expert]` if this tensor is part of one expert."""
 
 
 class Export:
-    """Plan of an export: `hf_config` to write, weight mappings in file order, and notes for the log.
+    """Plan of an export: the config.json to write, the weight mappings in file order, and notes for the log.
 
     Args:
-        weights: every parameter and expert bias of the unsharded model by name; only shapes and dtypes are used.
+        weights: all parameters and expert biases of the unsharded model by name; only shapes and dtypes are used.
         config: config of that model.
-        hf_config: config.json that describes the model.
+        hf_config: content of a config.json that describes the model.
     Raises:
-        CheckpointProblem: the model type has no tensor for a parameter, or the model differs from `hf_config`.
+        CheckpointProblem: the model type has no tensor for a parameter, or `config` differs from `hf_config`.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: ModelConfig, hf_config: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Export:
             )
 
     def tensors(self) -> list[HFTensor]:
-        """Tensors of the folder, in file order."""
+        """Tensors to export, in file order."""
         tensors = []
         for mapping in self.mappings:
             weight, expert = self._weights[mapping.name], mapping.expert
@@ -139,7 +139,7 @@ def write_folder(
 
 
 def shards(tensors: Sequence[HFTensor], shard_bytes: int) -> list[list[HFTensor]]:
-    """Splits the tensors, in order, into files of at most `shard_bytes`; a larger tensor gets its own file."""
+    """Splits the tensors, in order, into files of at most `shard_bytes` bytes; a larger tensor gets its own file."""
     files: list[list[HFTensor]] = []
     available = 0
     for tensor in tensors:
@@ -181,7 +181,7 @@ def _write_json(path: Path, content: Mapping[str, Any], storage: Storage) -> Non
 def _copies(
     mappings: Sequence[weight_map.WeightMapping], config: ModelConfig, published: ModelConfig
 ) -> list[weight_map.WeightMapping]:
-    """Mappings of the copies of embedding and output head that published folders contain for every MTP layer."""
+    """Mappings for the copies of the embedding and output head that published folders contain in every MTP layer."""
     copies = {"embedding.word_embeddings.weight": weight_map.MTP_EMBEDDING}
     if not config.tied_embeddings:
         copies["output_layer.weight"] = weight_map.MTP_HEAD
@@ -195,7 +195,7 @@ def _copies(
 
 
 def _config(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Adapts config.json to unquantised weights of `dtype` and to the exported MTP layers."""
+    """Returns `hf_config` with the exported dtype and number of MTP layers, and without quantisation."""
     result = {name: value for name, value in hf_config.items() if name != "quantization_config"}
     for name in [name for name in ("dtype", "torch_dtype") if name in result] or ["torch_dtype"]:
         result[name] = str(dtype).removeprefix("torch.")

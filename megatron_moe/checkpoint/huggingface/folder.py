@@ -1,7 +1,7 @@
 """Reads a local Hugging Face folder: config.json and safetensors files, with or without an index.
 
 Pickled weights (.bin) are not read and code of the folder is not executed. Block-scaled FP8 weights, as published by
-DeepSeek, are dequantised to bf16 with `weight_scale_inv`.
+DeepSeek, are dequantised to bf16 with their `weight_scale_inv` tensors.
 """
 
 import json
@@ -22,7 +22,7 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
 _SCALE = "_scale_inv"
-"""Suffix of an FP8 matrix's fp32 scales, one factor per block."""
+"""Suffix of the name of a tensor with an FP8 matrix's scales: fp32, one factor per block."""
 _FP8 = "F8_E4M3"
 _DEQUANTISED = "BF16"
 
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Block size (rows, columns) of block-scaled FP8 weights; None for other weights."""
+    """Block size (rows, columns) of block-scaled FP8 weights; None if the weights are not stored in this format."""
     quantised = config.get("quantization_config")
     if not isinstance(quantised, dict) or quantised.get("quant_method") != "fp8":
         return None
@@ -55,7 +55,7 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 class HFFolder:
-    """Tensors of a folder by name, read on demand.
+    """Tensors of a Hugging Face folder, read by name on demand.
 
     Args:
         config: result of `read_config`.
@@ -111,7 +111,7 @@ class HFFolder:
         return str(self._files[name].get_slice(name).get_dtype())
 
     def _scaled_names(self) -> frozenset[str]:
-        """Names of FP8 matrices. Raises CheckpointProblem if scales are missing or have the wrong shape."""
+        """Names of all FP8 matrices. Raises CheckpointProblem if their scales are missing or have the wrong shape."""
         if self._block is None:
             return frozenset()
         quantised = [name for name in self._files if self._stored_dtype(name) == _FP8]
@@ -156,14 +156,14 @@ def weights_dtype(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def has_mtp_layers(folder: Path, config: Mapping[str, Any]) -> bool:
-    """True if the folder has weights of MTP layers, which are numbered after the last layer."""
+    """True if the folder has weights of MTP layers, whose layer numbers start at `num_hidden_layers`."""
     with ExitStack() as stack:
         prefix = f"model.layers.{config.get('num_hidden_layers')}."
         return any(name.startswith(prefix) for name in HFFolder(folder, config, stack).names)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Weight files listed in the index, or the single file."""
+    """Paths of the weight files listed in the index, or of the single file."""
     if (folder / INDEX).is_file():
         weight_files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_files, dict) or not all(isinstance(name, str) for name in weight_files.values()):

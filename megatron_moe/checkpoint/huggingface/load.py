@@ -33,7 +33,7 @@ def load_hf(folder: Path, model: nn.Module, config: ModelConfig, stages: Process
     """Fills this rank's shard of every parameter and expert bias of `model`, which `config` describes.
 
     Args:
-        stages: pipeline group whose ranks together hold all layers; None: this rank holds all.
+        stages: pipeline group whose ranks together hold all layers; None: this rank holds all layers.
     Returns:
         Notes for the log: differences between `config` and the folder's config.json, and unused tensors.
     Raises:
@@ -53,18 +53,18 @@ class MatchedWeights:
 
     source: HFFolder
     targets: Mapping[str, Tensor]
-    """Parameters and expert biases by name."""
+    """Parameters and expert biases of the model by name."""
     mappings: list[weight_map.WeightMapping]
     ignored: list[str]
-    """Names of unused tensors."""
+    """Names of the Hugging Face tensors that the model does not use."""
     notes: list[str]
-    """Log notes: differences between the two configs, unused tensors, and padding."""
+    """Notes for the log: differences between `config` and config.json, unused tensors, and vocabulary padding."""
 
 
 def match_weights(
     folder: Path, model: nn.Module, config: ModelConfig, stack: ExitStack, stages: ProcessGroup | None = None
 ) -> MatchedWeights:
-    """Opens a folder, which `stack` closes, and maps every parameter of `model` to Hugging Face tensors.
+    """Opens a Hugging Face folder and maps all weights of `model` to its tensors. `stack` closes the files.
 
     Raises CheckpointProblem that lists all tensors that are missing, unexpected, misshapen or not floating point.
     """
@@ -102,13 +102,13 @@ def match_weights(
 
 
 def _is_mtp(name: str, published: ModelConfig) -> bool:
-    """True for tensors of MTP layers, which are numbered after the last layer."""
+    """True for tensors of MTP layers: their layer numbers are at least the number of layers of `published`."""
     match = _LAYER.fullmatch(name)
     return match is not None and int(match[1]) >= len(published.layers)
 
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and expert biases of a model. Other buffers are training state."""
+    """Parameters and expert biases of a model by name. Other buffers are training state and left out."""
     targets: dict[str, Tensor] = dict(model.named_parameters())
     targets.update((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
     return targets
@@ -121,7 +121,7 @@ def _gather(values: Iterable[str], stages: ProcessGroup | None) -> list[str]:
 
 
 def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -> None:
-    """Copies this rank's shard of the mapped tensor, if any."""
+    """Copies this rank's shard of the mapped tensors to `target`; does nothing if the rank does not hold the expert."""
     held = held_experts(target) if mapping.expert is not None and isinstance(target, Parameter) else None
     if held is not None and mapping.expert not in held:
         return
@@ -137,7 +137,7 @@ def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -
 def _misshaped(
     mappings: Sequence[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
 ) -> list[str]:
-    """Checks dtypes and, by running the transforms on the meta device, shapes of the tensors that exist."""
+    """Lists existing tensors whose dtype is not floating point or whose shape is wrong after the transform."""
     problems = []
     for mapping in mappings:
         if not source.names.issuperset(mapping.hf_names):
@@ -159,7 +159,7 @@ def _misshaped(
 
 
 def _ignorable(name: str, config: ModelConfig, published: ModelConfig) -> bool:
-    """True for tensors that the model does not need: RoPE tables, copies of shared weights, and unused MTP layers."""
+    """True for tensors that may be ignored: RoPE tables, copies of embedding or head, MTP layers that are unused."""
     if _ROTARY_BUFFER.fullmatch(name):
         return True
     if name == "lm_head.weight":

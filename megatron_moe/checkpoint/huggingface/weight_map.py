@@ -1,6 +1,6 @@
-"""Invertible mapping of parameter names and layouts to Hugging Face, as tables of rules by model family.
+"""Mapping between our parameters and Hugging Face tensors, in both directions, as tables of rules by model family.
 
-A rule names one of our parameters, the Hugging Face tensors that it consists of, and the transform between them.
+A rule contains the name of our parameter, the names of its Hugging Face tensors, and the transform between them.
 """
 
 import re
@@ -18,7 +18,7 @@ from megatron_moe.config.moe import MoEConfig
 
 @dataclass(frozen=True)
 class Transform:
-    """Bijection between one of our tensors and the Hugging Face tensors it consists of."""
+    """Bijection between one of our tensors and the Hugging Face tensors that it consists of."""
 
     from_hf: Callable[[Sequence[Tensor]], Tensor]
     to_hf: Callable[[Tensor], Sequence[Tensor]]
@@ -26,9 +26,9 @@ class Transform:
 
 COPY = Transform(lambda tensors: tensors[0], lambda tensor: [tensor])
 GATE_UP = Transform(lambda tensors: torch.cat(list(tensors)), lambda tensor: tensor.chunk(2))
-"""gate [F, ...] and up [F, ...] <-> [2F, ...], gate rows first."""
+"""Hugging Face gate [F, ...] and up [F, ...] <-> our [2F, ...], gate rows first."""
 TRANSPOSED = Transform(lambda tensors: tensors[0].transpose(1, 2), lambda tensor: [tensor.transpose(1, 2)])
-"""Expert matrices [E, I, O] <-> [E, O, I]."""
+"""Expert matrices: Hugging Face [E, I, O] <-> our [E, O, I], with I input and O output features."""
 
 
 def _halves_of_interleaved(tensors: Sequence[Tensor]) -> Tensor:
@@ -42,14 +42,14 @@ def _interleaved_halves(tensor: Tensor) -> list[Tensor]:
 
 
 INTERLEAVED_GATE_UP = Transform(_halves_of_interleaved, _interleaved_halves)
-"""GPT-OSS: gate and up interleaved along the last dim <-> gate half first.
+"""GPT-OSS experts: gate and up interleaved along the last dim <-> our gate half, followed by the up half.
 
 Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
 """
 
 
 def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
-    """q [N D, ...], k [G D, ...], v [G D, ...] <-> one tensor with the rows q heads, k, v of each query group."""
+    """q [N D, ...], k [G D, ...], v [G D, ...] <-> our fused rows: for each query group its q heads, then k, then v."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
         parts = [part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors]
@@ -63,7 +63,7 @@ def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
 
 
 def padded_rows(num_rows: int, num_padded: int) -> Transform:
-    """Vocabulary table [num_rows, ...] <-> [num_padded, ...] with zero rows at the end."""
+    """Vocabulary table: Hugging Face [num_rows, ...] <-> our [num_padded, ...] with zero rows at the end."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensors[0], tensors[0].new_zeros(num_padded - num_rows, *tensors[0].shape[1:])])
@@ -73,14 +73,13 @@ def padded_rows(num_rows: int, num_padded: int) -> Transform:
 
 @dataclass(frozen=True)
 class NameRule:
-    """Rule for parameters whose name ends with `name`. If `hf_names` contain the placeholder `{e}` (expert index), it
-    maps each expert's slice of our stacked tensor.
-    """
+    """Rule for the parameter `name`, a name relative to its layer or the model. If `hf_names` contain the placeholder
+    `{e}` (expert index), the rule maps each expert's slice of our stacked tensor."""
 
     name: str
     hf_names: tuple[str, ...]
     transform: Transform | None = COPY
-    """None: `query_key_value` with the sizes of the layer's attention."""
+    """None: `query_key_value` with the head counts of the layer."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ _LAYER_RULES: Mapping[str, tuple[NameRule, ...]] = MappingProxyType(
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _DEEPSEEK),
     }
 )
-"""Rules of a layer's parameters by `model_type` of config.json."""
+"""Rules for the parameters of a layer, by `model_type` of config.json."""
 
 _MODEL_RULES = (
     NameRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
@@ -189,11 +188,11 @@ _MTP = (
     NameRule("eh_proj.weight", ("eh_proj.weight",)),
     NameRule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
-"""MTP parameters outside the transformer layer; Hugging Face layer `num_layers + depth` (DeepSeek-V3, GLM-4.5)."""
+"""MTP parameters outside the transformer layer; the layer number in Hugging Face names is `num_layers + depth`."""
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
-"""Hugging Face names, within an MTP layer, of the copies of the shared embedding and output head."""
+"""Hugging Face name, within an MTP layer, of its copy of the output head (`MTP_EMBEDDING`: of the embedding)."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")
@@ -204,7 +203,7 @@ _MODEL_NAME = re.compile(r"(?P<rest>.+)")
 def map_names(
     model_type: str, names: Iterable[str], model: ModelConfig, published: ModelConfig
 ) -> tuple[list[WeightMapping], list[str]]:
-    """Maps parameter and buffer names of `model`. Returns the mappings and the names without a rule.
+    """Maps parameter and buffer names of `model` to Hugging Face. Returns the mappings and the names without a rule.
 
     `published` is the config of the Hugging Face folder, whose vocabulary is not padded.
     """

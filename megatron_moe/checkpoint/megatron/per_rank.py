@@ -1,7 +1,7 @@
 """Megatron's older checkpoint format: a `torch.save` file in a folder `mp_rank_TT[_PPP][_EEE]` for every tensor-,
 pipeline- and expert-parallel rank.
 
-Weights only: optimizer state is stored by bucket, whose layout the checkpoint does not describe.
+Only weights are read: optimizer state is stored by bucket, and the checkpoint does not describe the bucket layout.
 """
 
 import re
@@ -32,16 +32,16 @@ _SHARDED_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 
 @dataclass
 class ShardedTensor:
-    """Shards of one tensor."""
+    """One tensor, or the stack of all experts' tensors, as shards."""
 
     shards: dict[tuple[int, int], dict[int, LazyTensor]] = field(default_factory=dict)
-    """(expert-parallel rank, local expert) -> tensor-parallel rank -> shard; (0, 0) for other tensors."""
+    """(expert-parallel rank, local expert) -> tensor-parallel rank -> shard. Other tensors have the key (0, 0)."""
     stacked: bool = False
-    """True for experts, which are stacked along dim 0."""
+    """True for expert weights: the tensor is the stack of all experts along dim 0."""
     dim: int | None = None
-    """Dim sharded by tensor parallelism; None: replicated."""
+    """Dim along which tensor parallelism shards each expert or tensor; None: replicated."""
     num_chunks: int = 1
-    """2 if gate and up are sharded separately."""
+    """Number of parts that are sharded separately along `dim`: 2 for fused gate and up, else 1."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,7 +55,7 @@ class ShardedTensor:
         return (len(self.shards), *shape) if self.stacked else tuple(shape)
 
     def load(self, expert: int) -> Tensor:
-        """Loads the unsharded tensor of one expert (global id); for tensors without experts, `expert` is 0."""
+        """Loads the unsharded tensor of one expert (global id). For tensors without experts, `expert` is 0."""
         by_rank = self.shards[sorted(self.shards)[expert]]
         shards = [by_rank[rank].load() for rank in sorted(by_rank)]
         if self.dim is None or len(shards) == 1:
@@ -69,7 +69,7 @@ class ShardedTensor:
 
 
 class PerRank:
-    """Checkpoint folder `iter_NNNNNNN` with one folder per rank. Raises CheckpointProblem if it is malformed."""
+    """Checkpoint folder `iter_NNNNNNN` with a subfolder per rank. Raises CheckpointProblem if it is malformed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ class PerRank:
         return torch.stack([tensor.load(e)[box[1:]] for e in range(box[0].start, box[0].stop)])
 
     def _rank(self, name: str) -> tuple[int, int, int]:
-        """Parses a folder name to its ranks (tp, pp, ep)."""
+        """Parses the ranks (tp, pp, ep) from the name of a rank's folder."""
         match = _FOLDER.fullmatch(name)
         assert match is not None, name
         rest = [int(part) for part in match["rest"].split("_")[1:]]
@@ -117,7 +117,7 @@ class PerRank:
         return int(match["tp"]), pp, rest[0] if rest else 0
 
     def _model(self, name: str, files: dict[str, dict[str, Any]]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yields (name, tensor) for all tensors of a rank; names contain global layer numbers."""
+        """Yields (parameter name with global layer number, tensor) for all model tensors in the rank folder `name`."""
         tp, pp, ep = self._rank(name)
         for chunk in self._chunks(files[name]):
             first = 0
@@ -137,7 +137,7 @@ class PerRank:
 
     @staticmethod
     def _chunks(content: dict[str, Any]) -> list[str]:
-        """Keys of the model's state dicts, one per virtual pipeline stage."""
+        """Keys of a file's model state dicts, one per virtual pipeline stage."""
         if "model" in content:
             return ["model"]
         return sorted((key for key in content if re.fullmatch(r"model\d{1,4}", str(key))), key=lambda key: int(key[5:]))

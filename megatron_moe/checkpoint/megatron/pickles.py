@@ -72,7 +72,7 @@ class Inert:
 
 
 class PickledObject(SimpleNamespace):
-    """Substitute for a dataclass or Namespace that holds only its fields."""
+    """Substitute for a dataclass or Namespace; stores the pickled fields and runs none of the class's code."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(**fields)
@@ -86,7 +86,7 @@ class PickledObject(SimpleNamespace):
 
 
 class Properties(PickledObject):
-    """Substitute for TensorProperties, which is pickled as a tuple that starts with the dtype."""
+    """Substitute for TensorProperties that keeps only the dtype, the first element of the pickled tuple."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and state and isinstance(state[0], torch.dtype):
@@ -104,7 +104,7 @@ class LazyTensor:
     _read: Callable[[], bytes] = field(repr=False)
 
     def load(self) -> Tensor:
-        """Reads the values. Raises CheckpointProblem if they are outside the storage."""
+        """Reads the values. Raises CheckpointProblem if the tensor exceeds its storage."""
         if prod(self.shape) == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(bytearray(self._read()), dtype=self.dtype)

@@ -1,7 +1,7 @@
-"""Reads Megatron checkpoints as tensors by our parameter names.
+"""Maps the tensors of Megatron checkpoints to our parameter names.
 
-Megatron stacks identical layers along a new dim 0 and omits the layer number from the name. Transformer Engine fuses a
-norm into the linear layer that follows it.
+Megatron may stack identical layers along a new dim 0 and omit the layer number from the name. Transformer Engine may
+fuse a norm into the linear layer that follows it, which changes the name of the norm's weight.
 """
 
 import re
@@ -21,7 +21,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem, listed
 
 Source = TorchDist | PerRank
 _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError, OSError)
-"""Exceptions that reading a malformed table can raise."""
+"""Exceptions that opening a malformed checkpoint can raise."""
 _MAX_COUNT = 1 << 48
 _VOCABULARY = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
 _MTP_LAYER = re.compile(r"(?P<depth>mtp\.layers\.\d+)\.transformer_layer\.(?P<rest>.+)")
@@ -36,20 +36,20 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
     }
 )
-"""Alternative names of a layer's parameters."""
+"""Our name of a parameter within its layer -> alternative names in Megatron checkpoints."""
 _QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
-"""Name suffix of a norm that Megatron-Core adds to multi-latent attention without a q latent, and our models lack."""
+"""Name suffix of a norm that our models lack: Megatron-Core adds it to multi-latent attention without a q latent."""
 
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
-"""Key of per-parameter optimizer state."""
+"""Pattern of the keys of per-parameter optimizer state."""
 
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
-"""Megatron's name of each kind of optimizer state -> our name."""
+"""Megatron's name -> our name for each kind of optimizer state."""
 
 _IGNORED = re.compile(r".*(_extra_state|rng_state).*|.*\.rotary_pos_emb\.inv_freq|.*local_tokens_per_expert")
-"""Tensors that are not parameters: Transformer Engine and RNG state, RoPE tables, counters."""
+"""Pattern of tensors that are not parameters: Transformer Engine and RNG state, RoPE tables, counters."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Location:
 
 
 def _candidate_locations(name: str) -> Iterator[Location]:
-    """Yields the tensors in which Megatron may store a parameter."""
+    """Yields the places at which Megatron may store the parameter `name`."""
     decoder, mtp = LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
     if decoder is not None:
         for rest in (decoder["rest"], *_ALIASES.get(decoder["rest"], ())):
@@ -78,7 +78,7 @@ def _candidate_locations(name: str) -> Iterator[Location]:
 
 @dataclass
 class ImportedModel:
-    """Tensors of a Megatron checkpoint as `PendingBox`es, its iteration and its number of consumed samples."""
+    """Tensors of a Megatron checkpoint, read only when they are saved, with its iteration and consumed samples."""
 
     tensors: dict[str, TensorShard]
     notes: list[str]
@@ -87,9 +87,9 @@ class ImportedModel:
 
 
 def import_model(source: Source, model: Mapping[str, Tensor], *, optimizer: bool) -> ImportedModel:
-    """Maps a checkpoint to the parameters and buffers `model` and, with `optimizer`, to their optimizer state.
+    """Maps a checkpoint to the parameters and buffers in `model` and, with `optimizer`, to their optimizer state.
 
-    Raises CheckpointProblem that lists all tensors that are missing, unexpected or misshapen.
+    Raises CheckpointProblem that lists all tensors that are missing, unexpected, or have a wrong shape.
     """
     folder = source.folder
     found = next((name for name in source.tensors if name.endswith(_QUERY_NORM) and not _STATE.fullmatch(name)), None)
@@ -150,7 +150,7 @@ def open_megatron(folder: Path) -> Source:
 def _optimizer(
     source: Source, model: Mapping[str, Tensor], used: set[str], problems: list[str]
 ) -> dict[str, TensorShard]:
-    """Maps master weights, moments and the step count. Master weights of fp32 parameters replace the weights."""
+    """Maps master weights, moments and the step count. Weights that are fp32 are replaced by their master weights."""
     states: dict[tuple[str, str], str] = {}
     for key in source.tensors:
         match = _STATE.fullmatch(key)
@@ -191,7 +191,7 @@ def _pending(
     problems: list[str],
     notes: list[str],
 ) -> TensorShard:
-    """Builds the pending boxes of one parameter: one per expert, or one for the tensor."""
+    """Builds the shard of one parameter. Its boxes are read when saved: one per expert, or one for the whole tensor."""
     stored, shape = source.tensors[location.name].shape, tuple(like.shape)
     stack = () if location.layer is None else (location.layer,)
     inner = stored[len(stack) :]
@@ -216,7 +216,7 @@ def _pending(
 
 
 def _steps(state: Any) -> set[int]:
-    """Collects every `step` of the optimizer's parameter groups, whose nesting may be deep or cyclic."""
+    """Collects the distinct values of `step` in all parameter groups. The nesting of `state` may be deep or cyclic."""
     steps: set[int] = set()
     seen: set[int] = set()
     pending = [state]

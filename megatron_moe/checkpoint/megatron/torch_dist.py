@@ -25,7 +25,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor and its byte range in a file."""
+    """Location of a box (slice) of a tensor, or of a pickled object: `size` bytes from byte `start` of `file`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor and the chunks that cover it."""
+    """Dtype and shape of a global tensor, and the stored chunks that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class StoredTensor:
 
 
 class TorchDist:
-    """Checkpoint folder `iter_NNNNNNN` in the torch_dist format. Raises CheckpointProblem if it is malformed."""
+    """Reads a checkpoint folder `iter_NNNNNNN` in torch_dist format. Raises CheckpointProblem if it is malformed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class TorchDist:
         self.common = self._common(objects)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Reads a box of one tensor."""
+        """Reads a box of a global tensor: `shape` elements from the index `offset` in each dim."""
         entry = self.tensors[name]
         out = torch.empty(shape, dtype=entry.dtype)
         filled = 0
@@ -95,7 +95,7 @@ class TorchDist:
             return file.read(chunk.size)
 
     def _common(self, objects: Mapping[str, StoredChunk]) -> dict[str, Any]:
-        """Reads the common state from common.pt or, since Megatron-Core 0.17, from one of the stored objects."""
+        """Common state (args, iteration, ...), from common.pt or, since Megatron-Core 0.17, from a stored object."""
         stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
         if (self.folder / "common.pt").is_file() or stored is None:
             content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")
@@ -107,7 +107,7 @@ class TorchDist:
         return content
 
     def _entries(self) -> tuple[dict[str, StoredTensor], dict[str, StoredChunk]]:
-        """Tensors and the locations of other objects, from .metadata."""
+        """Reads .metadata. Returns the tensors and the locations of all other objects, by name."""
         metadata = load_pickle(self._bytes(".metadata"), f"{self.folder}/.metadata")
         try:
             locations = {
@@ -145,7 +145,7 @@ class TorchDist:
         return StoredTensor(dtype, shape, tuple(chunks))
 
     def _known_file(self, info: PickledObject, name: str) -> str:
-        """File name of a stored object. Raises CheckpointProblem if the folder has no such file."""
+        """Name of the file that holds the tensor or object `name`. Raises CheckpointProblem if the file is missing."""
         if info.relative_path not in self._files:
             raise CheckpointProblem(f"{self.folder}: {name} is stored in {info.relative_path!r}, which is missing")
         return str(info.relative_path)

@@ -18,7 +18,7 @@ PROVIDES = ("linear_weight_grad", "rms_norm", "layer_norm")
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
-    """See `megatron_moe.kernels.registry`."""
+    """Rates this backend for one op on a device and dtype; called by `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
         return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is torch.float64:
@@ -29,7 +29,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.linear_weight_grad`. `out` must have fp32 or the dtype of `grad` and `x`."""
+    """See `Kernels.linear_weight_grad`. `out` must be fp32 or have the dtype of `grad` and `x`."""
     grads, rows = grad.flatten(0, -2).contiguous(), x.flatten(0, -2).contiguous()
     if not accumulate:
         out.zero_()

@@ -1,6 +1,6 @@
 """Grouped GEMMs of the package grouped-gemm (tgale96/grouped_gemm, CUTLASS or cuBLAS), in bf16.
 
-The package reads the number of rows per expert on the host: one synchronisation per GEMM. `auto` never selects it.
+Each GEMM synchronises with the device to read the number of rows per expert. `auto` never selects this backend.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ PROVIDES = ("grouped_forward", "grouped_input_grad", "grouped_weight_grad")
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
-    """See `megatron_moe.kernels.registry`."""
+    """Rates this backend for one op on a device and dtype; called by `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
         return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is not torch.bfloat16:
@@ -37,7 +37,7 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. The package returns bf16 only, so the result is rounded before it is added."""
+    """See `Kernels.grouped_weight_grad`. The package returns bf16, so the result is rounded before it is added."""
     for part, adds in reference.one_by_one(parts, accumulate):
         _weight_grad(*part, out, adds)
 

@@ -1,7 +1,7 @@
 """Ops of NVIDIA's Transformer Engine (2.x for PyTorch), in bf16 and fp32 on NVIDIA GPUs.
 
-Selected only by name, for comparison: this project's kernels are faster. Its grouped GEMMs need the number of rows per
-expert on the host: one device synchronisation per GEMM.
+Meant for comparison: `auto` never selects this backend, because this project's kernels are faster. Each grouped GEMM
+synchronises with the device to read the number of rows per expert.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ PROVIDES = (
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
-    """See `megatron_moe.kernels.registry`."""
+    """Rates this backend for one op on a device and dtype; called by `megatron_moe.kernels.registry`."""
     if device.type != "cuda":
         return Support(Priority.NO, "it runs on NVIDIA GPUs only")
     if dtype is torch.float64:
@@ -51,8 +51,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "grouped_input_grad": "same as grouped_forward",
         "grouped_weight_grad": "same as grouped_forward; accumulates in the gradient buffer",
         "linear_weight_grad": "accumulates in the gradient buffer",
-        "attention": "DotProductAttention; sinks, dropout and document masks are plain torch",
-        "activation": "SwiGLU; other activations are plain torch",
+        "attention": "DotProductAttention; sinks, dropout and document masks run on plain torch",
+        "activation": "SwiGLU; other activations run on plain torch",
     }
     return Support(Priority.YES, reasons.get(op, "Transformer Engine kernel"))
 
@@ -79,7 +79,7 @@ def linear_weight_grad(grad: Tensor, x: Tensor, out: Tensor, accumulate: bool) -
 def _product(
     weight: Tensor, x: Tensor, layout: str, width: int, *, bias: Tensor | None = None, grad: bool = False
 ) -> Tensor:
-    """Multiplies x [..., I] by the weight -> [..., width]."""
+    """Multiplies x [..., I] by the weight (layout "TN": transposed, "NN": as it is) -> [..., width]."""
     matrix = x.flatten(0, -2).contiguous()
     if matrix.shape[0] == 0:
         return x.new_zeros(*x.shape[:-1], width)
@@ -212,7 +212,7 @@ class _TELayerNorm(torch.autograd.Function):
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. Supports causal and sliding-window attention of a single document."""
+    """See `Kernels.attention`. Sinks, dropout, document masks and full attention use the reference implementation."""
     q_SBND, k_SBGD, v_SBGE, config, *_ = inputs
     if inputs.has_sinks or inputs.drops or inputs.segments_BS is not None or not config.causal:
         return reference.attention(inputs)
@@ -242,7 +242,7 @@ def activation(x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Transformer Engine's SwiGLU, then the multiplication by the probabilities; rows of probability 0 are padding."""
+    """Transformer Engine's SwiGLU, times a probability per row if given. Rows of probability 0 are padding."""
 
     @staticmethod
     def forward(ctx: Any, x_RF: Tensor, probs_R: Tensor | None) -> Tensor:

@@ -16,11 +16,11 @@ Work = Callable[[], Sequence[Tensor]]
 """Function to capture: reads and writes tensors at fixed addresses and returns output tensors."""
 _MIB = 2**20
 _CAPTURABLE = ("hopper", "torch_native", "triton")
-"""Backends whose grouped GEMMs read row offsets on the device."""
+"""Kernel backends whose grouped GEMMs read the row offsets of the experts on the device, as capture requires."""
 
 
 def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
-    """Raises EnvironmentProblem if experts are to be captured and their kernels read offsets on the host."""
+    """Raises EnvironmentProblem if experts are to be captured but a grouped GEMM reads row offsets on the host."""
     if not config.full_iteration and "moe" not in config.cuda_graph_modules:
         return
     for choice in kernels.choices:
@@ -35,7 +35,7 @@ def check_capturable(config: CudaGraphConfig, kernels: KernelSet) -> None:
 
 
 class CapturedGraph:
-    """CUDA graph with its outputs, which are valid after the first `replay` and stay at fixed addresses."""
+    """CUDA graph and its output tensors, which are at fixed addresses and have values after the first `replay`."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Sequence[Tensor]) -> None:
         self._graph = graph
@@ -53,7 +53,7 @@ class CudaGraphRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def pool(self) -> Any:
-        """New memory pool, for graphs that never run concurrently."""
+        """Creates a memory pool. Graphs that share it must never run concurrently."""
         return torch.cuda.graph_pool_handle()
 
     def capture(self, work: Work, pool: Any) -> CapturedGraph:
@@ -73,13 +73,13 @@ class CudaGraphRecorder:
         return CapturedGraph(graph, outputs)
 
     def empty_cache(self) -> None:
-        """Returns memory that eager steps have cached to the device, because graph pools cannot use it."""
+        """Frees the memory that the allocator has cached in eager steps, because graph pools cannot use it."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def pool_bytes(self, pools: Sequence[Any]) -> int:
-        """Device memory reserved by the pools."""
+        """Device memory reserved by the pools, in bytes."""
         pool_ids = set(map(tuple, pools))
         segments = torch.cuda.memory_snapshot()
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) in pool_ids)
@@ -90,7 +90,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def garbage_collection_disabled() -> Iterator[None]:
-    """Disables the garbage collector: finalisers that synchronise or destroy a graph would invalidate the capture."""
+    """Disables garbage collection: a finaliser that synchronises or destroys a graph would invalidate the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -103,7 +103,7 @@ def garbage_collection_disabled() -> Iterator[None]:
 class CaptureReport:
     """Logs a summary of the captured graphs once. `enter` is an observer of `train.events.RunEvents`.
 
-    `summary` returns None until the first step with graphs has ended.
+    The constructor argument `summary` is a function that returns None until the first step with graphs has ended.
     """
 
     def __init__(self, summary: Callable[[], str | None], note: Callable[[str], None]) -> None:
@@ -112,7 +112,7 @@ class CaptureReport:
         self._reported = False
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Called at the beginning of every phase of the run."""
+        """Logs the summary as soon as it is available. Called at the beginning of every phase of the run."""
         summary = None if self._reported else self._summary()
         if summary is not None:
             self._reported = True

@@ -1,4 +1,4 @@
-"""Full-iteration CUDA graph: forward and backward of all microbatches of a step."""
+"""Full-iteration CUDA graph: one graph runs forward and backward of all microbatches of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from megatron_moe.memory.cuda_graphs.layer_graphs import MetricRecorder, StaticG
 from megatron_moe.memory.pytree import Form, flatten, unflatten
 
 Work = Callable[[Sequence[MicroBatch]], Tensor]
-"""Accumulates the gradients of the microbatches and returns the sums that the step needs."""
+"""Runs forward and backward of all microbatches and returns this rank's sum of losses and number of tokens."""
 
 
 class FullIterationGraph:
-    """Captures and replays whole steps, with one graph per number and form (shapes, dtypes) of microbatches.
+    """Captures and replays whole steps, with a separate graph for each number, shape and dtype of microbatches.
 
-    The first `warmup` steps run eagerly. All `accumulators` must have been reset before a step.
+    The first `warmup` steps run eagerly. The gradient `accumulators` must have been reset before every step.
     """
 
     def __init__(self, recorder: CudaGraphRecorder, warmup: int, accumulators: Sequence[StaticGradAccumulator]) -> None:
@@ -32,7 +32,7 @@ class FullIterationGraph:
         self._captured: dict[Form, _CapturedStep] = {}
 
     def run(self, batches: Sequence[MicroBatch], work: Work, metrics: MetricAccumulator) -> Tensor:
-        """Computes `work(batches)`, eagerly during warm-up, then by graph replay."""
+        """Returns `work(batches)`, computed eagerly during warm-up and by graph replay afterwards."""
         self._num_steps += 1
         if self._num_steps <= self._warmup:
             return work(batches)
@@ -60,7 +60,7 @@ class FullIterationGraph:
         self._captured.clear()
 
     def summary(self) -> str | None:
-        """Number of graphs and their memory; None before the first capture."""
+        """Text with the number of graphs and their memory; None before the first capture."""
         if not self._captured:
             return None
         static_bytes = sum(tensor.nbytes for step in self._captured.values() for tensor in step.static_inputs)
@@ -69,14 +69,14 @@ class FullIterationGraph:
 
 
 class _CapturedStep:
-    """Static inputs and graph of the steps of one form."""
+    """Graph of a step and its static inputs, for one form of the microbatches (number, shapes, dtypes)."""
 
     def __init__(self, inputs: tuple[MicroBatch, ...], tensors: Sequence[Tensor]) -> None:
         self.static_inputs = [torch.empty_like(tensor) for tensor in tensors]
         self.graph: CapturedGraph | None = None
         self.metrics = MetricRecorder()
         self.filled: list[StaticGradAccumulator] = []
-        """Accumulators that get a gradient in this step."""
+        """Accumulators to which the graph adds gradients."""
         self._batches: tuple[MicroBatch, ...] = unflatten(inputs, tensors, self.static_inputs)
 
     def compute(self, work: Work) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Pool of CUDA-graph instances: one memory pool and set of captured graphs per in-flight microbatch."""
+"""Pool of graph instances. Each instance holds the captured CUDA graphs and memory pool of one microbatch in flight."""
 
 from collections.abc import Iterator
 
@@ -7,27 +7,27 @@ from megatron_moe.memory.cuda_graphs.layer_graphs import GraphInstance
 
 
 class GraphInstancePool:
-    """Graph instances of every model chunk on this rank, one for each microbatch in flight (between forward and
-    backward). The first `warmup` steps run eagerly, so that kernels are compiled before the capture."""
+    """Graph instances of this rank's model chunks. A microbatch in flight (between forward and backward) uses one
+    instance per chunk. The first `warmup` steps run eagerly, so that kernels are compiled before the capture."""
 
     def __init__(self, recorder: CudaGraphRecorder, warmup: int) -> None:
         self._recorder = recorder
         self._warmup = warmup
         self._num_steps = 0
         self._free: dict[int, list[GraphInstance]] = {}
-        """Idle instances per chunk, the most recently used one last."""
+        """Chunk index -> idle instances, with the most recently used instance last."""
         self._in_use: dict[tuple[int, int], GraphInstance] = {}
-        """Instances in use per (microbatch, chunk)."""
+        """(microbatch, chunk) -> instance in use."""
 
     def begin_step(self) -> None:
-        """Called before every training step."""
+        """Called before every training step. Before the first captured step, it frees memory cached by eager steps."""
         assert not self._in_use, f"in flight between steps (microbatch, chunk): {sorted(self._in_use)}"
         self._num_steps += 1
         if self._num_steps == self._warmup + 1:
             self._recorder.empty_cache()
 
     def take(self, microbatch: int, chunk: int) -> GraphInstance | None:
-        """Instance for the forward and backward of a microbatch; None during warm-up."""
+        """Takes an idle or new instance for the forward and backward of a microbatch. Returns None during warm-up."""
         if self._num_steps <= self._warmup:
             return None
         free = self._free.setdefault(chunk, [])
@@ -36,13 +36,13 @@ class GraphInstancePool:
         return instance
 
     def give_back(self, microbatch: int, chunk: int) -> None:
-        """Returns the instance of a microbatch after its backward."""
+        """Makes the instance of a microbatch idle again, after the backward. Does nothing during warm-up."""
         instance = self._in_use.pop((microbatch, chunk), None)
         if instance is not None:
             self._free[chunk].append(instance)
 
     def of(self, chunk: int) -> tuple[GraphInstance, ...]:
-        """All instances of a chunk. Only valid between steps, when all instances are idle."""
+        """All instances of a chunk. Must be called between steps, when all instances are idle."""
         return tuple(self._free.get(chunk, ()))
 
     def __iter__(self) -> Iterator[GraphInstance]:
@@ -50,7 +50,7 @@ class GraphInstancePool:
             yield from self.of(chunk)
 
     def summary(self) -> str | None:
-        """Number of graphs and their memory; None before the end of the first step with graphs."""
+        """Text with the number of graphs and their memory; None before the end of the first step with graphs."""
         if self._num_steps <= self._warmup or self._in_use:
             return None
         instances = list(self)

@@ -1,14 +1,13 @@
 """CUDA graphs of parts of a layer: forward and backward are captured once and replayed.
 
-A captured module is a function of a pytree of tensors and of the microbatch context. Everything it reads and returns is
-at fixed addresses: inputs are copied to static buffers, unless they are outputs of another graph already, and outputs
-stay valid until the backward of the same microbatch has run. Every in-flight microbatch therefore needs its own
-`GraphInstance`. The graphs of an instance share one memory pool: they are replayed in a fixed order, forwards and then
-backwards, so a graph reuses memory that an earlier one has freed.
+A captured module is a function of a pytree of tensors and of the microbatch context. Its inputs and outputs are at
+fixed addresses. Inputs are copied to static buffers, unless they are already outputs of another graph. Outputs stay
+valid until the backward of the same microbatch has run, so every in-flight microbatch needs its own `GraphInstance`.
+The graphs of an instance share one memory pool: a graph may reuse memory that an earlier graph has freed, because the
+graphs are replayed in a fixed order, forwards before backwards.
 
-Weight gradients are accumulated at fixed addresses too. They are captured separately from input gradients, in two
-versions: the first microbatch of a step stores them, later ones add. Metrics are recorded after every replay from
-static outputs.
+Weight gradients are captured separately from input gradients, in two versions: one stores the gradients of a step's
+first microbatch, the other adds those of later microbatches. Metrics are graph outputs, recorded after every replay.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +25,11 @@ from megatron_moe.memory.pytree import Form, flatten, unflatten
 from megatron_moe.parallel.parameter import Parameter
 
 Function = Callable[[Any, MicrobatchContext], Any]
-"""Maps the state that the previous module returned to the state that this module returns."""
+"""Function (state, microbatch context) -> state: maps the previous module's result to the result of this module."""
 
 
 class StaticGradAccumulator(Protocol):
-    """Gradient accumulator at a fixed address."""
+    """Gradient accumulator whose buffer `main_grad` is at a fixed address."""
 
     main_grad: Tensor
     filled: bool
@@ -41,7 +40,7 @@ class StaticGradAccumulator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CapturedModule:
-    """Function that is captured as one graph, without host reads, collectives or random draws."""
+    """Function that is captured as one graph. It must contain no host reads, collectives or random draws."""
 
     name: str
     function: Function
@@ -49,8 +48,8 @@ class CapturedModule:
     """All parameters that the function uses."""
 
     def __call__(self, state: Any, mb: MicrobatchContext) -> Any:
-        """Replays the graph of the microbatch's instance (captured on first use); eager without instance or
-        gradients."""
+        """Replays this module's graph in the microbatch's `GraphInstance`, capturing it on first use. Runs the function
+        eagerly if `mb.graph_instance` is None or gradients are disabled."""
         if mb.graph_instance is None or not torch.is_grad_enabled():
             return self.function(state, mb)
         return mb.graph_instance.run(self, state, mb)
@@ -63,17 +62,17 @@ class GraphInstance:
         self.pool = recorder.pool()
         self.num_graphs = 0
         self.static_bytes = 0
-        """Memory of static buffers, outside the pool."""
+        """Size of the static buffers, which are not allocated from the pool."""
         self._recorder = recorder
         self._captured: dict[tuple[CapturedModule, Form, Form, bool], _CapturedForward] = {}
         self._contexts: dict[Form, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._outputs: dict[int, Tensor] = {}
-        """Outputs of captured graphs by address."""
+        """Address -> output tensor of a captured graph."""
         self._static_grads: dict[tuple[Any, ...], Tensor] = {}
 
     def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
-        """Runs a module on the microbatch of this instance."""
+        """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
         tensors, form = flatten(state)
         static = self._load(mb)
         records = mb.metrics is not None
@@ -91,30 +90,30 @@ class GraphInstance:
         return self._recorder.capture(work, self.pool)
 
     def static_input(self, tensor: Tensor, allocate: Callable[[Tensor], Tensor]) -> "_StaticInput":
-        """Graph input for tensors like `tensor`: `tensor` itself if it is the output of a graph, else a new buffer."""
+        """Static input for `tensor`: `tensor` itself if a graph returned it, else a buffer from `allocate(tensor)`."""
         known = self._outputs.get(tensor.data_ptr())
         if known is not None and known.shape == tensor.shape and known.stride() == tensor.stride():
             return _StaticInput(tensor.detach(), is_output=True)
         return _StaticInput(allocate(tensor), is_output=False)
 
     def add_outputs(self, tensors: Sequence[Tensor]) -> None:
-        """Registers outputs of a graph, which also keeps their memory alive."""
+        """Registers output tensors of a graph by address, and keeps their memory allocated."""
         self._outputs |= {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
 
     def static_buffer(self, like: Tensor) -> Tensor:
-        """Allocates a static buffer, at a fixed address, with the shape and dtype of `like`."""
+        """Allocates a static buffer (one at a fixed address) with the shape and dtype of `like`."""
         self.static_bytes += like.nbytes
         return torch.empty_like(like, requires_grad=False)
 
     def static_grad(self, like: Tensor, index: int) -> Tensor:
-        """Static buffer of output gradient `index`; modules share it, since backwards run one at a time."""
+        """Static buffer for the gradient of output `index`. Modules share it; their backwards run one at a time."""
         key = index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)
         return self._static_grads[key]
 
     def _load(self, mb: MicrobatchContext) -> "_StaticContext":
-        """Copies the context's tensors to static buffers, once per microbatch."""
+        """Returns the context with static buffers, to which its tensors are copied once per microbatch."""
         if self._loaded is None or self._loaded[0] is not mb:
             context = static_context(mb)
             tensors, form = flatten(context)
@@ -137,7 +136,7 @@ class _StaticContext(NamedTuple):
 
 
 def static_context(mb: MicrobatchContext) -> MicrobatchContext:
-    """Part of the context that a graph may depend on: its tensors, without RNG key, metrics and graph instance."""
+    """Copy of the context without the fields that a graph must not depend on: RNG key, metrics and graph instance."""
     scale = mb.aux_loss_scale
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=mb.tokens.positions_BS.device)
@@ -145,7 +144,7 @@ def static_context(mb: MicrobatchContext) -> MicrobatchContext:
 
 
 class _Replay(torch.autograd.Function):
-    """Captured module as a node of the autograd graph of a microbatch."""
+    """Autograd function that replays a captured module's forward and backward graphs."""
 
     @staticmethod
     def forward(ctx: Any, captured: "_CapturedForward", *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -173,7 +172,7 @@ class _CapturedForward:
         *,
         records: bool,
     ) -> None:
-        """`mb`: context with static tensors. `records`: whether metrics are recorded."""
+        """`mb`: microbatch context with static buffers as tensors. `records`: whether the module records metrics."""
         self._instance = instance
         self._module = module
         self._mb = mb
@@ -184,15 +183,15 @@ class _CapturedForward:
             buffer.requires_grad_(tensor.requires_grad)
         self._state = unflatten(state, tensors, self._buffers)
         self._result: Any = None
-        """Result of the function when it was captured, with its autograd graph."""
+        """Result of the module's function during capture, with its autograd graph."""
         self._outputs: list[Tensor] = []
-        """Tensors of the result that are not inputs."""
+        """Tensors in `_result` that are not inputs of the module."""
         self._metrics = MetricRecorder()
         self._forward: CapturedGraph | None = None
         self._backward: _CapturedBackward | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies the inputs and replays; returns new tensors in the memory of the outputs."""
+        """Copies `tensors` to the static inputs and replays. Returns tensors that share the outputs' memory."""
         for static, tensor in zip(self._inputs, tensors, strict=True):
             static.load(tensor, self._module.name)
         if self._forward is None:
@@ -208,17 +207,17 @@ class _CapturedForward:
         return [output.requires_grad for output in self._outputs]
 
     def state_with(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Result of the function, with its captured tensors replaced by those of this microbatch."""
+        """Result of the module for this microbatch: the captured result with its tensors replaced by the given ones."""
         return unflatten(self._result, [*self._buffers, *self._outputs], [*tensors, *outputs])
 
     def record_metrics(self, metrics: MetricAccumulator) -> None:
-        """Records the metrics of the last replay."""
+        """Records the metrics of the last replay in `metrics`."""
         assert self._forward is not None, f"{self._module.name} has not been captured"
         self._metrics.replay(metrics, self._forward.outputs[len(self._outputs) :])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs, in memory that is valid until the next backward of this module. Weight gradients go
-        to their accumulators."""
+        """Computes the gradients of the inputs; the returned tensors are valid until the next backward of this module.
+        Also adds the weight gradients to their accumulators."""
         if self._backward is None:
             self._backward = _CapturedBackward(
                 self._instance, self._module, self._buffers, lambda: self._outputs, grads
@@ -236,7 +235,7 @@ class _CapturedForward:
 
 
 class _CapturedBackward:
-    """Backward graphs of one module in one instance. Captures them at construction."""
+    """Backward graphs of one module in one instance; the constructor captures them."""
 
     def __init__(
         self,
@@ -246,7 +245,7 @@ class _CapturedBackward:
         outputs: Callable[[], Sequence[Tensor]],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """`outputs`: returns outputs with the last forward's graph. `grads`: None for outputs without gradient."""
+        """`outputs`: returns outputs with their autograd graph. `grads`: None for outputs without gradient."""
         self._instance = instance
         self._module = module
         self._grads = [
@@ -255,10 +254,10 @@ class _CapturedBackward:
         ]
         self._num_inputs = len(inputs)
         self._with_grad: list[int] = []
-        """Indices of the inputs that have a gradient."""
+        """Indices of the module inputs that get a gradient."""
         self._accumulators: list[StaticGradAccumulator] = []
         self._tasks: list[_WeightGrad] = []
-        """Weight gradients of the last backward."""
+        """Weight-gradient computations, captured after the input gradients; empty after the capture."""
         self._input_grads = instance.capture(lambda: self._differentiate(inputs, outputs()))
         self._weight_grads = {
             accumulate: instance.capture(partial(self._compute_weight_grads, accumulate))
@@ -268,7 +267,7 @@ class _CapturedBackward:
         self._tasks = []  # frees saved tensors, whose memory later graphs of the instance may reuse
 
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `_CapturedForward.backward`."""
+        """Replays the graphs; arguments and result are those of `_CapturedForward.backward`."""
         for static, grad in zip(self._grads, grads, strict=True):
             assert (static is None) == (grad is None), f"{self._module.name}: an output only sometimes has a gradient"
             if static is not None and grad is not None:
@@ -290,7 +289,7 @@ class _CapturedBackward:
             accumulator.add(_already_written)
 
     def _differentiate(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Computes the input gradients and collects the weight gradients."""
+        """Returns the input gradients, and stores the computations of the weight gradients in `_tasks`."""
         pairs = [(output, grad.buffer) for output, grad in zip(outputs, self._grads, strict=True) if grad is not None]
         indices = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
         parameters = self._module.parameters
@@ -336,13 +335,13 @@ class _WeightGrad(NamedTuple):
 
 @dataclass(frozen=True)
 class _Collector:
-    """Replaces a gradient accumulator during capture and collects its weight gradients in `tasks`."""
+    """Stand-in for a gradient accumulator during capture: stores the weight-gradient computations in `tasks`."""
 
     accumulator: StaticGradAccumulator
     tasks: list[_WeightGrad]
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        """See `GradAccumulator`."""
+        """Stores the computation, which is captured in a separate graph, in `tasks`."""
         self.tasks.append(_WeightGrad(self.accumulator, compute))
 
 
@@ -354,15 +353,15 @@ def _store(grad: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def _already_written(out: Tensor, accumulate: bool) -> None:
-    """No-op computation of a weight gradient that a graph replay has already written."""
+    """No-op passed to an accumulator as the computation of a gradient that a graph replay has already written."""
 
 
 class _StaticInput(NamedTuple):
-    """Input of a graph."""
+    """Graph input at a fixed address."""
 
     buffer: Tensor
     is_output: bool
-    """True if the buffer is the output of another graph, so that no copy is needed."""
+    """True if the buffer is an output of another graph, so that the input need not be copied."""
 
     def load(self, tensor: Tensor, name: str) -> None:
         if self.is_output:
@@ -373,12 +372,12 @@ class _StaticInput(NamedTuple):
 
 
 class MetricRecorder(MetricAccumulator):
-    """Collects metrics during capture, so that every replay can record them."""
+    """Stores the metric tensors of a captured function, so that their values can be recorded after every replay."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        """Values, counts and rows of all records."""
+        """Tensors passed to `record` and `collect` (values, counts, rows), in order; outputs of the graph."""
         self._records: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
 
     def record(
@@ -390,7 +389,7 @@ class MetricRecorder(MetricAccumulator):
         count: Tensor | None = None,
         reduction: Reduction = "mean",
     ) -> None:
-        """See `MetricAccumulator`."""
+        """Stores the arguments of `MetricAccumulator.record` until `replay`."""
         value_index = self._add(value)
         count_index = None if count is None else self._add(count)
 
@@ -401,13 +400,13 @@ class MetricRecorder(MetricAccumulator):
         self._records.append(record)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """See `MetricAccumulator`."""
+        """Stores the arguments of `MetricAccumulator.collect` until `replay`."""
         index = self._add(row)
         # the accumulator stores rows, but the next replay overwrites this row
         self._records.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[index].clone(), fold))
 
     def replay(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
-        """Records all metrics; `tensors`: the values of `self.tensors` after a replay."""
+        """Records all stored metrics in `metrics`. `tensors`: the graph outputs that correspond to `self.tensors`."""
         for record in self._records:
             record(metrics, tensors)
 

@@ -1,7 +1,7 @@
 """All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its local experts.
 
-Each rank sums its expert outputs per token, and a reduce-scatter sums over ranks: different experts over ep, partial
-sums of the same experts over etp. No split sizes are needed; efficient for few ranks.
+Each rank sums its expert outputs per token. A reduce-scatter adds the sums of all ranks: those of different experts
+over ep, and partial sums of the same experts over etp. No split sizes are needed. Efficient for few ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ class PendingAllGather:
 
     tokens: PendingExchange
     choices: PendingExchange
-    """Expert ids [T, K], or the dense map [T, E]."""
+    """Expert ids [T, K], or for expert choice the map [T, E], as in `Routing`."""
     probs: PendingExchange
     routing: Routing
 
 
 class AllGatherDispatcher:
-    """Dispatches without host synchronisation: buffers have as many rows as any routing can need, (tokens of all ranks)
-    * min(K, local experts), or the experts' capacity if they are padded to it. All ranks must have the same number of
-    tokens. Rows are sorted by expert, then by rank, then by token."""
+    """Dispatches by all-gather, without host synchronisation. Buffers have as many rows as any routing can need: tokens
+    of all ranks times min(K, local experts), or, if experts are padded, the total capacity of the local experts. All
+    ranks must have the same number of tokens. Rows are sorted by expert, then by source rank, then by token."""
 
     host_reads = 0
     can_overflow = False
@@ -41,7 +41,7 @@ class AllGatherDispatcher:
         self.first = comm.ep.rank * self.num_local
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllGather:
-        """Starts the all-gathers of tokens and routing."""
+        """Starts the all-gathers of tokens, expert choices and probabilities."""
         everyone = AllGather(self.group)
         choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
         assert choices is not None, "a routing is sparse or dense"
@@ -58,7 +58,7 @@ class AllGatherDispatcher:
         return DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels), CombineHandle(index, len(tokens_TH))
 
     def start_combine(self, rows: DispatchedTokens, handle: CombineHandle) -> tuple[PendingExchange, torch.dtype]:
-        """Sums this rank's rows per token and starts the reduce-scatter to the tokens' ranks."""
+        """Sums this rank's expert outputs per token and starts the reduce-scatter, which sums them over ranks."""
         data_RH = rows.data
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_tokens)
@@ -66,12 +66,12 @@ class AllGatherDispatcher:
         return exchange.start(ReduceScatter(self.group), sums_TH), data_RH.dtype
 
     def finish_combine(self, pending: tuple[PendingExchange, torch.dtype]) -> Tensor:
-        """Sum of the expert outputs of each token, [T, H]."""
+        """Returns the sum of the expert outputs of each of this rank's tokens, [T, H]."""
         sums, dtype = pending
         return sums.finish().to(dtype)
 
     def _of_my_experts(self, routing: Routing, choices: Tensor, probs: Tensor) -> Routing:
-        """Routing of all ranks' tokens to the experts of this rank, with local expert ids; -1 for other experts."""
+        """Routing of all ranks' tokens, limited to this rank's experts: ids are local, choices of other experts -1."""
         capacity = None if routing.capacity is None else routing.capacity * self.group.size
         local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
         if routing.map_TE is not None:

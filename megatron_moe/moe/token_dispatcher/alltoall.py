@@ -1,7 +1,7 @@
 """All-to-all dispatcher: sends every row to the rank of its expert, and the expert's output back.
 
-An all-to-all over ep exchanges rows sorted by expert. Over etp, whose ranks hold slices of the same experts, rows are
-gathered before the experts run and the partial sums of the outputs are reduce-scattered.
+Rows are sorted by expert and exchanged in an all-to-all over ep. Etp ranks hold slices of the same experts. Over etp,
+rows are all-gathered before the experts run, and the partial sums of the outputs are reduce-scattered afterwards.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ from megatron_moe.parallel.grid import expert_grid
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Split sizes of one dispatch and its combine, consistent across all etp x ep ranks."""
+    """Split sizes of one dispatch and its combine. The plans of all etp x ep ranks match."""
 
     over_ep: AllToAll
-    """Sends rows to the ranks of their experts."""
+    """All-to-all that sends rows to the ranks of their experts."""
     over_etp: AllGather
     num_sent: int
     num_held: int
     """Number of rows that this rank's experts receive from all etp x ep ranks."""
     counts_Pe: Tensor
-    """int64 number of rows from each source rank to each local expert; sources as in `_arrival_order`."""
+    """Number of rows from each of the P source ranks to each local expert, int64, in the order of `_arrival_order`."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class AllToAllHandle:
     """State of a dispatch that its combine needs."""
 
     index: RowIndex
-    """Maps tokens to the rows that this rank sends."""
+    """Token of each row that this rank sends."""
     order: RowIndex | None
-    """Maps received rows to rows sorted by expert; None if this rank has only one expert."""
+    """Permutation that sorts the received rows by expert; None if this rank has only one expert."""
     plan: ExchangePlan
     num_tokens: int
 
@@ -56,9 +56,9 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """All-to-all whose split sizes the host reads once per dispatch, because buffers have exactly the received rows.
-    If experts are padded to their capacity the sizes are known without a read, but all ranks must have the same number
-    of tokens. Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
+    """Dispatches by all-to-all. Buffers have exactly the number of received rows, so the host must read the split sizes
+    once per dispatch. If experts are padded to their capacity, no read is needed, but all ranks must have the same
+    number of tokens. Rows are sorted by expert, then by source rank (etp, then ep), then by token."""
 
     host_reads = 1
     can_overflow = False
@@ -66,8 +66,8 @@ class AllToAllDispatcher:
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels
         self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
-        """Reads to the host how many rows [P, Q] rank P of etp x ep sends to rank Q of ep; memory emulation replaces it
-        by an estimate from the number of choices on this rank."""
+        """Function that copies rows_PQ to the host: the number of rows that rank P of etp x ep sends to rank Q of ep.
+        Memory emulation replaces it by an estimate from this rank's number of choices."""
         self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
@@ -85,7 +85,7 @@ class AllToAllDispatcher:
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
 
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
-        """Waits for the received rows and sorts them by local expert."""
+        """Waits for the received rows, all-gathers them over etp, and sorts them by local expert."""
         plan = pending.plan
         # etp, backward reduce-scatter: etp times the rows that this rank received
         data_RH = exchange.run(plan.over_etp, pending.rows.finish())
@@ -99,7 +99,7 @@ class AllToAllDispatcher:
         return DispatchedTokens(data=data_RH, probs_R=probs_R, offsets_e=offsets_e, bound=plan.num_held), handle
 
     def start_combine(self, rows: DispatchedTokens, handle: AllToAllHandle) -> tuple[PendingExchange, AllToAllHandle]:
-        """Restores the order of receipt, sums the partial outputs of etp ranks, and starts to send the rows back."""
+        """Undoes the sort by expert, reduce-scatters the outputs over etp, and starts to send them back."""
         data_RH, plan = rows.data, handle.plan
         if handle.order is not None:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
@@ -108,12 +108,12 @@ class AllToAllDispatcher:
         return exchange.start(plan.over_ep.transposed, data_RH), handle
 
     def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
-        """Sum of the expert outputs of each token, [T, H]."""
+        """Returns the sum of the expert outputs of each of this rank's tokens, [T, H]."""
         rows, handle = pending
         return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
-        """Plan without padding: gathers the row counts of all ranks and reads them to the host."""
+        """Returns the plan without padding: all-gathers the row counts and copies them to the host."""
         mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
         # etp x ep: 8 * E bytes; no gradient flows through counts
         counts = exchange.run(AllGather(self.etp_ep), mine_E)
@@ -132,7 +132,7 @@ class AllToAllDispatcher:
         )
 
     def _padded(self, capacity: int) -> ExchangePlan:
-        """Plan with padded experts: every rank sends exactly `capacity` rows to every expert."""
+        """Returns the plan for padded experts: every rank sends exactly `capacity` rows to every expert."""
         num_sources, device = self.etp_ep.size, self.places_P.device
         return ExchangePlan(
             over_ep=AllToAll(self.ep),
@@ -153,7 +153,7 @@ class AllToAllDispatcher:
 
 
 def _arrival_order(ctx: ParallelContext) -> list[int]:
-    """Rank indices of the etp x ep group in the order in which their rows arrive: by etp rank, then by ep rank."""
+    """Ranks of the etp x ep group in the order in which their rows arrive: by etp rank, then by ep rank."""
     grid, ranks = expert_grid(ctx.config), ctx.group("etp_ep").ranks
     at = [grid.coordinates(rank) for rank in ranks]
     return sorted(range(len(ranks)), key=lambda place: (at[place]["tp"], at[place]["ep"]))

@@ -1,7 +1,7 @@
 """Interface of the token dispatchers, and the types that they exchange with router and experts.
 
-dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Each is split into start and finish, so
-that a schedule can launch other work in between.
+dispatch(tokens, routing) -> (rows, handle); combine(rows, handle) -> tokens. Both are split into a start and a finish
+function, so that a schedule can launch other work in between.
 """
 
 from collections.abc import Iterator
@@ -23,16 +23,16 @@ class Routing:
 
     num_experts: int
     ids_TK: Tensor | None = None
-    """int64 expert ids; -1: no expert (padding token, dropped choice, fewer than K experts)."""
+    """int64 expert ids; -1: choice without expert (padding token, dropped choice, token with fewer than K experts)."""
     probs_TK: Tensor | None = None
     """Probability of each choice, 0 where the id is -1."""
     map_TE: Tensor | None = None
-    """bool, dense form for expert choice, where any number of experts may select a token; `ids_TK` is then None."""
+    """bool, True where the expert selected the token. Only for expert choice (dense form); `ids_TK` is then None."""
     probs_TE: Tensor | None = None
     counts_E: Tensor
-    """int64 number of this rank's tokens per expert, on the device."""
+    """int64 number of this rank's tokens per expert after drops, on the device."""
     capacity: int | None = None
-    """Rows per expert after padding (`--moe-pad-expert-input-to-capacity`); None: no padding."""
+    """Rows per expert after padding (expert choice, `--moe-pad-expert-input-to-capacity`); None: no padding."""
     chosen_TK: Tensor | None = None
     """int64 expert ids before capacity drops, for replaying this routing."""
 
@@ -49,23 +49,23 @@ class DispatchedTokens:
     """Input rows or output rows of this rank's experts."""
 
     data: Tensor
-    """[R, H] sorted by local expert, then padding from row offsets_e[-1] on; token-major [tokens, H] with `index`."""
+    """Rows [R, H] sorted by local expert; those from offsets_e[-1] on are padding. With `index`: the tokens [T, H]."""
     probs_R: Tensor
     """Routing probability of each row; 0 for padding rows."""
     offsets_e: Tensor
-    """int32 row index after the last row of each local expert, on the device."""
+    """int32 end of each local expert's rows (exclusive), on the device."""
     index: RowIndex | None = None
-    """Token of each row, if `data` is token-major; fc1 of the experts gathers its input rows by this index. None:
-    `data` is sorted by expert, as is always the output of the experts."""
+    """Token of each row, if `data` contains tokens, from which fc1 of the experts then gathers its input rows. None if
+    `data` is sorted by expert; the output of the experts always is."""
     bound: int
     """Upper bound of the number of rows, known to the host."""
     overflow: Tensor | None = None
-    """int32 scalar on the device: number of rows that the routing needs beyond `bound`. If it is not 0, rows are missing
-    and the step must be repeated with a larger bound. None: overflow is impossible."""
+    """int32 scalar on the device: number of rows that the routing needs in addition to `bound`. If it is not 0, rows
+    are missing, and the step must be repeated with a larger bound. None if the dispatcher cannot overflow."""
 
     @classmethod
     def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
-        """Copies tokens to rows in the order of `index`; `bound` is the number of these rows."""
+        """Copies tokens to expert-sorted rows, as given by `index`. `bound` is the number of rows with padding."""
         data_RH = kernels.permute(tokens_TH, index)
         return cls(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
 
@@ -76,7 +76,7 @@ class CombineHandle:
 
     index: RowIndex
     num_tokens: int
-    """Number of permuted tokens: of this rank, or of all ranks after an all-gather."""
+    """Number of tokens to which `index` refers: those of this rank, or those of all ranks after an all-gather."""
 
 
 Handle = TypeVar("Handle")
@@ -86,19 +86,19 @@ class Dispatcher(Protocol, Generic[Handle]):
     """Sends the tokens of one layer to the ranks of their experts, and the results back."""
 
     host_reads: int
-    """Maximum number of host synchronisations per dispatch: 1 for all-to-all (split sizes), otherwise 0."""
+    """Maximum number of host synchronisations per dispatch."""
     can_overflow: bool
     """Whether the dispatcher sets `DispatchedTokens.overflow`."""
 
     def __init__(self, num_experts: int, comm: "ExpertComm") -> None:
-        """`num_experts`: total number over all ranks."""
+        """`num_experts`: number of experts of the layer on all ranks together."""
         ...
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> Any: ...
     def finish_dispatch(self, pending: Any) -> tuple[DispatchedTokens, Handle]: ...
     def start_combine(self, rows: DispatchedTokens, handle: Handle) -> Any: ...
     def finish_combine(self, pending: Any) -> Tensor:
-        """Unweighted sum of the expert outputs of each token [T, H], accumulated in promote(fp32, dtype)."""
+        """Returns the unweighted sum of each token's expert outputs [T, H], accumulated in promote(fp32, dtype)."""
         ...
 
 
@@ -178,10 +178,10 @@ class ExpertComm:
 
 
 def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:
-    """Returns the rows of a routing, sorted by expert and then by token, and the probability of each row [R].
+    """Returns the `RowIndex` of the R rows of a routing, sorted by expert and then by token, and their probabilities.
 
-    R is known to the host: T * K (T * E in the dense form), or E * capacity if experts are padded; at most `max_rows`.
-    """
+    R is known on the host: E * capacity if experts are padded, otherwise T * K (T * E in the dense form). Only padding
+    rows may lie beyond `max_rows`, which limits R."""
     if routing.map_TE is not None:
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
     else:
@@ -192,11 +192,11 @@ def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) 
 
 
 def first_rows(index: RowIndex, num_rows: int) -> RowIndex:
-    """Index of the first `num_rows` rows; all other rows must be padding."""
+    """Shortens `index` to its first `num_rows` rows; all further rows must be padding."""
     return replace(index, token_R=index.token_R[:num_rows], choice_R=index.choice_R[:num_rows])
 
 
 def expert_of_rows(offsets_e: Tensor, num_rows: int) -> Tensor:
-    """int64 [R]: index of the local expert of each row; padding rows have the index e, one past the last."""
+    """Local expert of each row, int64 [R]. Padding rows have the index len(offsets_e), one past the last expert."""
     rows = torch.arange(num_rows, device=offsets_e.device, dtype=offsets_e.dtype)
     return torch.searchsorted(offsets_e, rows, right=True)

@@ -28,6 +28,6 @@ class LocalDispatcher:
         return rows, handle
 
     def finish_combine(self, pending: tuple[DispatchedTokens, CombineHandle]) -> Tensor:
-        """Sum of the expert outputs of each token, [T, H]."""
+        """Returns the sum of the expert outputs of each token, [T, H]."""
         rows, handle = pending
         return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

@@ -26,7 +26,7 @@ GLUON = "3.6"
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
-    """See `megatron_moe.kernels.registry`."""
+    """Rates this backend for one op on a device and dtype; called by `megatron_moe.kernels.registry`."""
     if dtype is not torch.bfloat16:
         return Support(Priority.NO, "it supports bf16 only")
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
@@ -40,8 +40,8 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. Uses the Triton kernel for bf16 gradient buffers, because this kernel adds to
-    the buffer in memory and would round once per launch."""
+    """See `Kernels.grouped_weight_grad`. bf16 gradient buffers use the Triton kernel, because the Hopper kernel would
+    round the sum in the buffer once per launch, that is, every two microbatches."""
     if out.dtype is torch.float32:
         weight_grad.grouped_weight_grad(parts, out, accumulate)
     else:

@@ -86,15 +86,15 @@ def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _first_tile(before):
-    """Index of this program's first tile of an expert; tiles of all experts are assigned to programs round-robin.
-    before: number of tiles of the preceding experts."""
+    """Index of the first tile of an expert that this program computes. Tiles are numbered over all experts and assigned
+    to programs round-robin. before: number of tiles of the preceding experts."""
     programs = gl.num_programs(0)
     return before + (gl.program_id(0) + programs - before % programs) % programs
 
 
 @gluon.jit
 def _place(tile, start, num_down, TILE_COLUMNS: gl.constexpr):
-    """First row and first column of a tile."""
+    """Returns (first row, first column) of an expert's tile number `tile`."""
     return start + tile % num_down * (2 * ROWS_OF_HALF), tile // num_down * TILE_COLUMNS
 
 

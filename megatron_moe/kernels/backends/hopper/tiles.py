@@ -2,8 +2,8 @@
 
 Kernels are persistent: one program per multiprocessor processes many tiles. One warp loads the next tiles of both
 operands with the tensor memory accelerator (TMA) as soon as a stage of shared memory is free. Two warpgroups compute
-half a tile each. Two barriers per stage synchronise them: `full` when both operands have arrived, `empty` when both
-warpgroups have read them. Loads therefore run ahead across tiles and during stores.
+half a tile each. Every stage has two barriers: `full` completes when both operands have arrived, `empty` when both
+warpgroups have read them. The loads of the next tile can therefore overlap with the end and the store of a tile.
 """
 
 import torch
@@ -32,9 +32,9 @@ def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for row slices of a matrix [R, C]: rows beyond the slice are read as zero and not written.
 
-    TMA checks the bounds of tensors, not of slices. The matrix is therefore described as a 4-d tensor whose element (a,
-    b, c, d) is in row a * (2^34 / row stride - 1) + b + c. As addresses wrap modulo 2^64, (2^30, end, 2^30 - end + r,
-    d) is row r, and for r >= end the third index exceeds its bound of 2^30.
+    TMA checks the bounds of tensors, not of slices. The matrix is therefore described as a 4-d tensor with strides
+    (2^34 - row stride, row stride, row stride, 1). Addresses wrap modulo 2^64, so the index (2^30, end, 2^30 - end + r,
+    d) addresses element (r, d). For r >= end, the third index exceeds its bound of 2^30.
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
@@ -67,8 +67,8 @@ def _layout(tensor: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
 
 @builtin
 def add_block(descriptor, place, source, _semantic=None):
-    """Adds a block of shared memory to global memory asynchronously (TMA reduce, performed in the L2 cache). Gluon has
-    the operation but does not expose it."""
+    """Adds a block of shared memory to global memory asynchronously (TMA reduce, performed in the L2 cache). Uses
+    Gluon's IR builder, because Gluon has no function for this operation."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, source.handle)
@@ -76,19 +76,19 @@ def add_block(descriptor, place, source, _semantic=None):
 
 @gluon.jit
 def in_slice(row, end, column):
-    """Indices into a `rows_by_slice` descriptor for a row of a slice that ends at row `end`."""
+    """Index of an element in a descriptor from `rows_by_slice`, for a slice that ends before row `end`."""
     return [_FAR, end, _FAR - end + row, column]
 
 
 @gluon.jit
 def extent(offsets_ptr, expert):
-    """(first row of an expert, end of its rows)."""
+    """Returns (first row of an expert, end of its rows)."""
     return gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0), gl.load(offsets_ptr + expert)
 
 
 @gluon.jit
 def new_barriers(STAGES: gl.constexpr):
-    """Barriers of all stages: `full` with one arrival (the load), `empty` with two (one per warpgroup)."""
+    """Allocates the barriers of all stages. Returns `full` (one arrival: the load) and `empty` (one per warpgroup)."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -99,7 +99,7 @@ def new_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """fp32 accumulator of one warpgroup."""
+    """fp32 accumulator of one warpgroup, initially 0."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
@@ -108,10 +108,8 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_product(total, a, b, step, first, full, empty):
-    """Starts the MMA of stage `step`, waits for the MMA of the previous stage and frees that stage.
-
-    first: True for a tile's first stage; `finish` has then already freed the previous stage.
-    """
+    """Waits for the operands of pipeline step `step`, starts total += a @ b, waits for the MMA of the previous step and
+    frees its stage. first: True for a tile's first step, because `finish` has already freed the previous stage."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
     total = warpgroup_mma(a, b, total, is_async=True)
@@ -122,7 +120,8 @@ def add_product(total, a, b, step, first, full, empty):
 
 @gluon.jit
 def finish(total, step, any_steps, full, empty):
-    """Waits for a tile's last MMA, frees its stage and returns the sums. step: index of the last stage plus one."""
+    """Waits for a tile's last MMA, frees its stage and returns the sums. step: index of the last pipeline step, plus 1.
+    any_steps: False for a tile without steps, which has no stage to free."""
     STAGES: gl.constexpr = full.shape[0]
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=any_steps)

@@ -1,5 +1,5 @@
-"""Expert weight gradients: sums in fp32 that TMA adds to the gradient buffer, one launch for all experts and up to two
-microbatches."""
+"""Expert weight gradients of up to two microbatches in one launch for all experts. Tensor cores accumulate in fp32; TMA
+writes the result to the gradient buffer or adds it."""
 
 from collections.abc import Sequence
 
@@ -96,7 +96,7 @@ class _Tiles:
 
     @gluon.jit
     def place(self, number):
-        """(expert, first output channel, first input channel) of a tile."""
+        """Returns (expert, first output channel, first input channel) of tile `number`."""
         num_down = gl.cdiv(self.outputs, 2 * self.HALF)
         per_expert = num_down * gl.cdiv(self.inputs, self.INPUTS)
         tile = number % per_expert
@@ -108,7 +108,7 @@ def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
     PARTS: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Weight gradients of all experts. Uses only the first `PARTS` of grad0/grad1, rows0/rows1 and offsets."""
+    """Weight gradients of all experts, summed over `PARTS` (1 or 2) microbatches; with 1, the second one is ignored."""
     grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
     grad_stages = gl.allocate_shared_memory(grad0.dtype, [2 * STAGES] + grad0.block_type.shape, grad0.layout)
     rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)

@@ -1,7 +1,7 @@
 """Ops based on fused torch functions: grouped_mm, scaled-dot-product attention, norms, losses and AdamW.
 
-The CUDA paths never synchronise with the host. The ops that `auto` selects from this backend were chosen by measurement
-(`benchmarks/harness/time_kernels.py`); the tables are in benchmarks/.
+On GPUs, no op synchronises with the host. Measurements with `benchmarks/harness/time_kernels.py` decided which of these
+ops `auto` selects; the results are in benchmarks/.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ BEST_ANYWHERE = (
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
-    """See `megatron_moe.kernels.registry`."""
+    """Rates this backend for one op on a device and dtype; called by `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
         return Support(Priority.NO, "fp64 is used for verification only and runs on plain torch")
     if op in GROUPED and device.type == "cuda" and dtype is not torch.bfloat16:
@@ -92,7 +92,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
         "add_rms_norm": "fused norm",
         "layer_norm": "fused",
         "query_key_value": "fused norms",
-        "attention": "SDPA, on the GPU preferably cuDNN, which also handles sinks; dropout is plain torch",
+        "attention": "SDPA, on the GPU preferably cuDNN, which also handles sinks; dropout runs on plain torch",
         "attention_block": "cuDNN on the GPU, if there is no window and no document mask",
         "attention_block_grad": "cuDNN on the GPU, if there is no window and no document mask",
         "activation": "saves only the input and recomputes in backward",
@@ -123,14 +123,14 @@ def grouped_input_grad(grad: Tensor, weight: Tensor, offsets_e: Tensor) -> Tenso
 
 
 def grouped_weight_grad(parts: Sequence[GroupedPart], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. grouped_mm rounds the result to the operands' dtype before it is added."""
+    """See `Kernels.grouped_weight_grad`. `F.grouped_mm` rounds results to the operands' dtype before they are added."""
     for (grad, rows, offsets_e), adds in reference.one_by_one(parts, accumulate):
         product = _grouped_mm(grad.contiguous().T, rows, offsets_e)
         reference.store(out, product, adds)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
-    """`F.grouped_mm` with its requirements met: rows aligned to 16 bytes and at least one row."""
+    """Calls `F.grouped_mm`, or returns zeros if `a` is empty. Raises `EnvironmentProblem` for unaligned rows."""
     if a.numel() == 0:
         return a.new_zeros((a.shape[0], b.shape[2]) if b.dim() == 3 else (len(offsets_e), a.shape[0], b.shape[1]))
     for operand in (a, b):
@@ -145,7 +145,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_e: Tensor) -> Tensor:
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Matrix multiplication out (+)= a b, accumulated in the dtype of `out`."""
+    """Writes a @ b to `out`, or adds it if `accumulate`; the sum is computed in the dtype of `out`."""
     if a.dtype is out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif a.is_cuda:  # `out_dtype` is implemented for CUDA only
@@ -185,8 +185,8 @@ def query_key_value(
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. cuDNN handles sinks without window, document mask and dropout. With other sinks or with
-    dropout, the reference implementation is used: SDPA has no sinks and takes no dropout key."""
+    """See `Kernels.attention`. Uses SDPA for inputs with neither sinks nor dropout. Sinks without window, document mask
+    and dropout use cuDNN if possible. Other inputs use plain torch, because SDPA has no sinks and no keyed dropout."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
     by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)
@@ -213,8 +213,8 @@ def _dot_product_attention(
 
 
 def _attention_order(device: torch.device) -> AbstractContextManager[None]:
-    """Context in which SDPA prefers cuDNN: about twice as fast on Hopper as torch's default choice. Does nothing on the
-    CPU: the setting is global to the process, and there ranks may be threads."""
+    """Context manager in which SDPA prefers cuDNN, which on Hopper is about twice as fast as torch's default choice.
+    No-op on the CPU, where ranks may be threads, because the setting is global to the process."""
     if device.type != "cuda":
         return nullcontext()
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -241,7 +241,7 @@ def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tu
 
 
 def _rectangles(block: AttentionBlock) -> list[MaskBlock] | None:
-    """Rectangles of the block's mask; None if cuDNN does not support all of them."""
+    """Rectangles of the block's mask; None with dropout, or if cuDNN does not support all rectangles."""
     found = mask_blocks(block.query.chunks, block.key.chunks, block.config)
     able = not block.drops and all(cudnn.serves_pair(block, pair) for pair in found)
     return found if able else None
@@ -302,8 +302,8 @@ def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Te
 
 
 class _NativeGateProduct(torch.autograd.Function):
-    """Router GEMM in fp32 on bf16 tensor cores: a product of two bf16 numbers is exact in fp32, and an fp32 gradient is
-    exactly the sum of three bf16 numbers. GEMMs with fp32 operands would not use tensor cores."""
+    """Router GEMM with fp32 accuracy on bf16 tensor cores. Products of bf16 operands are exact in fp32. Backward splits
+    the fp32 gradient into three bf16 summands, because GEMMs with fp32 operands would not use tensor cores."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ def _gather_rows(tokens_TH: Tensor, index: RowIndex) -> Tensor:
 
 
 def _sum_choices(rows_RH: Tensor, index: RowIndex) -> Tensor:
-    """Sums the rows [R, H] of each token in the internal dtype -> [T, H]."""
+    """Sums each token's rows, [R, H] -> [T, H], with accumulation in fp32 or wider."""
     rows_TK = index.rows_TK
     assert rows_TK is not None, "a dense routing index has no row per choice"
     if rows_RH.shape[0] == 0:
@@ -386,10 +386,8 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, move: AdamWStep, weights: Tensor | None = None
 ) -> None:
-    """See `Kernels.adamw_`. Torch's fused kernel leaves the scaled gradient in `grad`.
-
-    The kernel does not report non-finite results; they are detected per chunk, while the chunk is still in the cache.
-    """
+    """See `Kernels.adamw_`. Non-finite results are detected chunk by chunk, while the chunk is still in the L2 cache,
+    because torch's fused kernel does not report them."""
     if any(tensor.dtype is not torch.float32 for tensor in (master, grad, exp_avg, exp_avg_sq)):
         # compute in fp32, so that state in a narrow dtype is updated with the same arithmetic
         state = AdamWState(*(PackedState("plain", tensor) for tensor in (master, exp_avg, exp_avg_sq)))
@@ -427,5 +425,5 @@ def adamw_(
 def adamw_packed_(
     state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
 ) -> None:
-    """See `Kernels.adamw_packed_`. Unpacks the state, so that the arithmetic is that of `adamw_`."""
+    """See `Kernels.adamw_packed_`. Unpacks the state to fp32, runs `adamw_` and packs the state again."""
     reference.step_unpacked(adamw_, state, grad, move, weights, first)

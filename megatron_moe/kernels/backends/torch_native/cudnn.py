@@ -1,12 +1,12 @@
 """cuDNN attention with an explicit log-sum-exp, using the two torch ops that `scaled_dot_product_attention` calls.
 
-The gradients for a subset of the keys follow from forward results over all keys: the log-sum-exp gives the
-probabilities, the output gives delta (Dao et al., arXiv 2205.14135 section B.2). cuDNN's backward takes both as inputs.
-Given output and log-sum-exp over all parts of a sequence, it returns the gradients of one part. Given the output and
-log-sum-exp of a softmax with a sink, it returns the gradients of attention with sinks, which cuDNN lacks.
+cuDNN's backward takes the output and the log-sum-exp as inputs. Both may come from a softmax over more keys than
+backward receives (Dao et al., arXiv 2205.14135 section B.2). Given results over all parts of a sequence, it returns the
+gradients of one part. Given results of a softmax with a sink, it returns the gradients of attention with sinks, which
+cuDNN itself does not support.
 
-torch caches cuDNN plans by the layouts of q, k and v only, so output, its gradient and log-sum-exp must always have the
-same layout.
+torch caches cuDNN plans by the layouts of q, k and v only. The layouts of the output, of its gradient and of the
+log-sum-exp must therefore be the same in every call.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from megatron_moe.kernels.attention_blocks import MaskBlock
 from megatron_moe.kernels.ops import AttentionBlock, AttentionResult, internal_dtype
 
 Deltas = Callable[[Tensor, Tensor], Tensor]
-"""Computes delta, fp32 [B, N, S]: the row sums of gradient times output, both [S, B, N, E]."""
+"""Function that computes delta, fp32 [B, N, S], from (grad, out), both [S, B, N, E]: the sum over E of grad * out."""
 
 
 def serves(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, *, causal: bool) -> bool:
@@ -40,7 +40,7 @@ def serves_pair(block: AttentionBlock, pair: MaskBlock) -> bool:
 
 
 def forward(q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Returns the output in the dtype of q and the log-sum-exp, fp32 [B, N, S]."""
+    """Returns (output [S, B, N, E] in the dtype of q, log-sum-exp [B, N, S] in fp32)."""
     inputs = _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
     out_BNSE, lse_BNS1, *_ = _attend(*inputs, None, True, 0.0, causal, False, scale=scale)
     return out_BNSE.permute(2, 0, 1, 3).contiguous(), lse_BNS1.view(lse_BNS1.shape[:3])
@@ -57,7 +57,7 @@ def backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v in their dtype. `out` and log-sum-exp may cover more keys than `k_SBGD`."""
+    """Returns the gradients of q, k and v. `out_SBNE` and `lse_BNS` may be results over more keys than `k_SBGD`."""
     inputs = _by_head(grad_SBNE.contiguous()), _by_head(q_SBND.contiguous()), _by_head(k_SBGD), _by_head(v_SBGE)
     found = _by_head(out_SBNE.contiguous()), lse_BNS.contiguous()[..., None]
     unused = torch.empty(2, device=q_SBND.device, dtype=torch.int64).unbind()  # dropout seed and offset
@@ -74,7 +74,7 @@ def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor
 def backward_pair(
     block: AttentionBlock, found: AttentionResult, pair: MaskBlock, into: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Adds the gradients of one rectangle of a block to those in `into`."""
+    """Adds one rectangle's gradients of q, k and v to `into`, which holds those of the whole block."""
     rows, keys = pair.rows, pair.keys
     result = found.out_SBNE[rows], found.lse_SBN[rows].permute(1, 2, 0)
     grad_q, grad_k, grad_v = backward(
@@ -95,7 +95,7 @@ _differentiate = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 def _by_head(x_SBND: Tensor) -> Tensor:
-    """View [B, N, S, D]."""
+    """View of x as [B, N, S, D]."""
     return x_SBND.permute(1, 2, 0, 3)
 
 
@@ -112,7 +112,7 @@ def attention_with_sinks(
     config: CoreAttentionConfig,
     deltas: Deltas = row_sums,
 ) -> Tensor:
-    """Causal or full attention over a whole sequence with sinks; `sinks_N` None: sink logits 0 (`off_by_one`)."""
+    """Causal or full attention with sinks over a whole sequence. `sinks_N` None: all sink logits are 0."""
     if sinks_N is None:
         sinks_N = q_SBND.new_zeros(q_SBND.shape[2])
     out: Tensor = _WithSinks.apply(q_SBND, k_SBGD, v_SBGE, sinks_N, config, deltas)  # type: ignore[no-untyped-call]
@@ -120,13 +120,13 @@ def attention_with_sinks(
 
 
 def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
-    """Gradient of each head's sink logit: -weight * delta, as for a key whose value is 0."""
+    """Gradient of the sink logits [N]. A sink acts as a key with value 0: the sum of -(softmax weight) * delta."""
     shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp() * delta_BNS
     return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
 class _WithSinks(torch.autograd.Function):
-    """Attention with sinks: computed without sinks, then rescaled by the softmax weight that the sink takes."""
+    """Attention with sinks: the output without sinks times (1 - softmax weight of the sink)."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""Activations of MLPs, gated or not, times a probability per row: forward and backward in one pass over memory each.
+"""MLP activations, gated or not, times a probability per row. Forward and backward each take one pass over memory.
 
-Only the input is saved; backward recomputes the rest.
+Only the input and the probabilities are saved; backward recomputes the rest.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
-"""(elements per tile, maximum columns per tile), measured on an H200. The narrow backward tile is for widths up to
-1024."""
+"""(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
+up to 1024."""
 
 NO_CLAMP = float("inf")
 
@@ -66,7 +66,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _tile(width: int, elements: int, most_columns: int) -> tuple[int, int]:
-    """(rows, columns) of a tile: columns that cover the width with little padding, and rows that fill the tile."""
+    """Returns (rows, columns) of a tile of `elements` elements; the columns cover the width with little padding."""
     columns = min(power_of_two(width), most_columns)
     while columns > 128 and width % columns and width % columns <= columns // 2:
         columns //= 2

@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs: memory-bound ops in one pass each, and weight gradients accumulated in fp32.
+"""Triton kernels for NVIDIA GPUs: memory-bound ops in one pass over memory, and weight gradients accumulated in fp32.
 
 The host never synchronises with the device, and no result depends on the order in which programs run: results are
 bitwise reproducible. Under `TRITON_INTERPRET=1` the same kernels run on the CPU, for tests.
@@ -78,7 +78,7 @@ PROVIDES = (
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
-    """See `megatron_moe.kernels.registry`."""
+    """Rates this backend for one op on a device and dtype; called by `megatron_moe.kernels.registry`."""
     if dtype is torch.float64:
         return Support(Priority.NO, "fp64 is used for verification only and runs on plain torch")
     if device.type == "cpu":
@@ -86,7 +86,7 @@ def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
             return Support(Priority.YES, "interpreted, for tests")
         return Support(Priority.NO, "it runs on GPUs only")
     if op == "grouped_weight_grad" and dtype is torch.float32:
-        return Support(Priority.YES, "tf32 or slow: tensor cores do not support fp32")
+        return Support(Priority.YES, "slow: tensor cores do not support fp32")
     if op == "gate_product" and dtype is not torch.bfloat16:
         return Support(Priority.YES, "Triton kernel for bf16 only, torch otherwise")
     reasons = {

@@ -1,7 +1,7 @@
 """Cross-entropy per token, with one pass over the logits in forward and one in backward.
 
-No tensor wider than the logits' dtype is stored: maximum and sum of a row are computed in one online pass (Milakov and
-Gimelshein, arXiv 1805.02867), and backward needs only the log-sum-exp.
+The logits are never stored in fp32: the maximum and the sum of exponentials of a row are computed in one online pass
+(Milakov and Gimelshein, arXiv 1805.02867), and backward needs only the log-sum-exp.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Gradient of an embedding table: tokens are sorted by id, summed, and added to the gradient buffer in fp32.
+"""Gradient of an embedding table: tokens are sorted by id, and the sum of each id's gradients is added to the buffer.
 
-The sorted tokens are divided into stretches. A program sums the gradients of each id in its stretch and adds them to
-the table. An id that spans several stretches gets partial sums, which a second launch adds in order.
+The sorted tokens are divided into stretches. A program computes, in fp32, the gradient sum of each id in its stretch.
+An id that spans several stretches gets partial sums, which a second launch adds in order.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_tw
 ROWS = 16
 """Tokens per stretch."""
 COLUMNS = 256
-"""Columns of the table per program."""
+"""Columns of the embedding table per program."""
 
 
 def embedding_grad(grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -42,8 +42,8 @@ def _sum_stretches(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Writes up to two partial sums per stretch: [0] for an id continued from the previous stretch, [1] for an id that
-    starts here and continues in the next stretch. An id that spans the whole stretch has only [0]."""
+    """Adds the gradient sum of each id that lies within the stretch to `out`. Other ids have a partial sum in `parts`
+    [stretches, 2, width]: [0] if the id continues from the previous stretch, [1] if it starts in this stretch."""
     first = tl.program_id(0) * ROWS
     places = first + tl.arange(0, ROWS)
     inside = places < num_tokens
@@ -74,7 +74,7 @@ def _sum_stretches(
 def _join_stretches(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Adds the partial sums of each id that spans several stretches; its first stretch's program does this."""
+    """Adds the partial sums of each id that spans several stretches to `out`, in the program of its first stretch."""
     stretch = tl.program_id(0).to(tl.int64)
     first, behind = stretch * ROWS, (stretch + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)

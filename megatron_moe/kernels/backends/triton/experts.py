@@ -39,7 +39,7 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _launches(parts: Sequence[GroupedPart], accumulate: bool) -> Iterator[tuple[_Tensors, _Tensors, _Tensors, bool]]:
-    """Arguments of each launch: (gradients, rows, offsets, whether to accumulate)."""
+    """Yields the arguments of each launch: (gradients, rows, offsets, whether to accumulate)."""
     for first in range(0, len(parts), _MOST_PARTS):
         several = parts[first : first + _MOST_PARTS]
         yield (

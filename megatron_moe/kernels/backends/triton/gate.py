@@ -23,7 +23,7 @@ from megatron_moe.kernels.backends.triton.launch import (
 
 
 class Tile(NamedTuple):
-    """Maximum tile of a program, with launch options; `columns` are hidden dimensions."""
+    """Maximum tile sizes of a program, with launch options; `columns` are hidden dimensions."""
 
     tokens: int
     experts: int
@@ -34,9 +34,9 @@ class Tile(NamedTuple):
 
 FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
 BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
-"""Backward tile, with the sums of all experts in registers. For more experts, torch is faster (docs/experiments.md)."""
+"""Backward sums of all experts must fit in registers. With more experts, torch is faster (docs/experiments.md)."""
 BACKWARD_PROGRAMS = 1
-"""Backward programs per multiprocessor: two do not fit."""
+"""Backward programs per multiprocessor; two do not fit."""
 PARTS = 3
 """Number of bf16 numbers into which an fp32 gradient is split: 3 x 8 bits represent the 24 bits of the mantissa."""
 _LEAST = 16
@@ -44,7 +44,7 @@ _LEAST = 16
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Kernels.gate_product`. Runs on torch unless inputs are bf16, logits fp32 and experts few."""
+    """See `Kernels.gate_product`. Uses torch if inputs are not bf16, logits not fp32, or experts more than 128."""
     ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not ours or len(weight_EH) > BACKWARD.experts:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)

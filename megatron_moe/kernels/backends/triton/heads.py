@@ -1,6 +1,6 @@
-"""Splits the QKV projection's output into queries, keys and values, with head norms and RoPE, without a copy.
+"""Splits the QKV projection's output into queries, keys and values, and applies head norms and RoPE, in one pass.
 
-Forward reads the heads directly from the rows of the projection; backward writes the gradient of whole rows at once.
+Forward reads the heads from the rows of the projection's output. Backward writes gradients in the same row layout.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_moe.kernels.ops import QueryKeyTransform
 TILE = 2048
 """Maximum elements in a tile of queries or keys."""
 BACKWARD_PROGRAMS = 6
-"""Backward programs that run concurrently on a multiprocessor."""
+"""Backward programs per multiprocessor."""
 
 
 def query_key_value(
@@ -85,7 +85,7 @@ class _QueryKeyValue(torch.autograd.Function):
 
 
 def _tiles(groups: int, heads_per_group: int, width: int, rotary_dim: int) -> dict[str, Any]:
-    """Tile sizes, as powers of two: rotated dim pairs, dims without rotation, query heads, and key heads."""
+    """Tile sizes, as powers of two: rotated dim pairs, dims not rotated (REST), query heads, key heads (GROUPS)."""
     pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
     most = max(TILE // power_of_two(2 * pairs + (rest if rotary_dim < width else 0)), 1)
     heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)
@@ -102,7 +102,7 @@ def _factor(weight_ptr, dims, held, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Returns (first dim of every rotated pair, second dim, mask of valid pairs)."""
+    """Returns (first dim of every rotated pair, second dim of every pair, mask of valid pairs)."""
     pairs = tl.arange(0, PAIRS)
     half = rotary_dim // 2
     if INTERLEAVED:
@@ -113,7 +113,7 @@ def _pairs_of(rotary_dim, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _position(token, batch):
-    """Returns a token's (position, sequence index). Divides in 32 bits, which is much faster than in 64."""
+    """Returns a token's (position in the sequence, index in the batch). 32-bit division is much faster than 64-bit."""
     return (token // batch).to(tl.int64), (token % batch).to(tl.int64)
 
 
@@ -131,7 +131,7 @@ def _turn(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Applies norm and RoPE to the heads at `from_ptr` [heads, 1] and writes them to `to_ptr` [heads, 1]."""
+    """Applies norm and RoPE to the heads at `from_ptr` [heads, 1] and writes the results to `to_ptr` [heads, 1]."""
     first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
     rest = rotary_dim + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
@@ -189,7 +189,8 @@ def _turn_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Writes input gradients of heads `x_ptr` [heads, 1] to `to_ptr`; returns the weight's updated partial sums."""
+    """Backward of norm and RoPE: writes the input gradients of the heads at `x_ptr` [heads, 1] to `to_ptr`. Returns
+    (share1, share2, share3), the running sums of the norm's weight gradient, with these heads added."""
     first, second, paired = _pairs_of(rotary_dim, PAIRS, INTERLEAVED)
     rest = rotary_dim + tl.arange(0, REST)
     held, kept = there & paired[None, :], there & (rest < width)[None, :]
@@ -246,8 +247,8 @@ def _turn_tile_back(
     OF_KEYS: tl.constexpr, NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_REST: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of the heads at offsets `place` [HEADS, 1] in the rows of some tokens, with output gradients at
-    `grad_ptr` [HEADS, 1]. With OF_KEYS, also copies the gradients of the values, which follow the keys."""
+    """Backward of one tile of heads for a part of the tokens. `place` [HEADS, 1]: offset of each head in a token's row
+    of qkv. `grad_ptr` [HEADS, 1]: output gradients. OF_KEYS: also copies the gradients of the values."""
     paired, dims = tl.arange(0, PAIRS) < rotary_dim // 2, tl.arange(0, WIDTH)
     held = there & (dims < width)[None, :]
     # partial weight gradients are summed over heads once at the end, because a sum over a tile needs barriers
@@ -278,7 +279,7 @@ def _turn_heads_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of one tile of queries, or of keys and values: separate programs need fewer registers."""
+    """Backward of one tile of query heads, or of key and value heads: separate programs need fewer registers."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     q_shares_ptr = shares_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_shares_ptr = q_shares_ptr + width

@@ -1,4 +1,4 @@
-"""Keys and values of multi-head latent attention from the KV up-projection, one pass each in forward and backward."""
+"""Keys and values of multi-head latent attention from the KV up-projection, in one pass over memory per direction."""
 
 from typing import Any
 

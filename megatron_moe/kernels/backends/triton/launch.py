@@ -1,4 +1,4 @@
-"""Helpers of the Triton wrappers: launch sizes that depend on the device, and sums over programs."""
+"""Helpers of the Triton kernels: multiprocessor counts, matrix views, matrix products, sums of partial results."""
 
 import torch
 import triton
@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if kernels run on the CPU, for tests. The interpreter's bf16 matmul is wrong, so operands are widened."""
+"""True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so operands become fp32."""
 HOPPER_MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200, which memory emulation (`kernels/fakes.py`) assumes for `meta` tensors."""
+"""Multiprocessors of an H100 or H200; memory emulation (`kernels/fakes.py`) assumes this number for `meta` tensors."""
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a small number on the CPU, where the interpreter runs programs sequentially."""
+    """Number of multiprocessors of a GPU; 4 on the CPU, where the interpreter runs programs sequentially."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return HOPPER_MULTIPROCESSORS if device.type == "meta" else 4

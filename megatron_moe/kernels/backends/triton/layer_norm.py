@@ -1,4 +1,4 @@
-"""LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450); each pass reads its inputs once. Same tiles as RMSNorm."""
+"""LayerNorm (Ba, Kiros and Hinton, arXiv 1607.06450); each pass reads its inputs once."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """Residual add and RMSNorm. The backward kernel also adds the gradient of the residual sum."""
+    """Fused residual add and RMSNorm. The backward kernel also adds the gradient of the first output, residual + x."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _norm(
     x_RH: Tensor, residual_RH: Tensor | None, total_RH: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (norm of x or of x + residual, fp32 [R] scale of rows). Writes the sum to `total_RH`."""
+    """Returns (RMSNorm of x, or of x + residual; 1 / RMS of each row, fp32 [R]). Writes the sum to `total_RH`."""
     num_rows, width = x_RH.shape
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)
@@ -106,14 +106,14 @@ def _norm_backward(
 
 
 def forward_tiles(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """(grid, tile sizes) of a norm's forward."""
+    """Returns (grid, tile sizes and number of warps) of a norm's forward kernel."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
     return (triton.cdiv(num_rows, rows),), {"ROWS": rows, "WIDTH": columns, "num_warps": 4 if columns <= TILE else 16}
 
 
 def backward_tiles(num_rows: int, width: int, device: torch.device) -> tuple[tuple[int], dict[str, int]]:
-    """(grid, tile sizes) of a norm's backward, in which each program processes several tiles."""
+    """Returns (grid, tile sizes and launch options) of a norm's backward kernel. A program processes several tiles."""
     columns = power_of_two(width)
     rows = max(TILE // 2 // columns, 1)
     num_programs = max(min(triton.cdiv(num_rows, rows), BACKWARD_PROGRAMS * num_multiprocessors(device)), 1)

@@ -1,8 +1,8 @@
 """AdamW over flat buffers (Loshchilov and Hutter, arXiv 1711.05101) in one pass, for all state formats.
 
-The formats are those of `kernels/low_precision_state.py`. Every program processes whole blocks of 128 elements, so it
-computes the scales without other programs. Roundings to 16 and 8 bits are done in integer arithmetic or by conversions
-that agree with torch: the interpreter produces the same bits, except for bf16 moments, which it truncates.
+The formats are those of `kernels/low_precision_state.py`. Every program processes whole blocks of 128 elements, which
+share a scale. Rounding to 16 and 8 bits uses integer arithmetic or conversions that agree with torch. The interpreter
+therefore produces the same bits, except for bf16 moments, which it truncates.
 """
 
 import math
@@ -54,11 +54,11 @@ def adamw_packed_(
 
 
 _FORMATS = ("plain", "fp16", "fp8", "remainder")
-"""State formats; kernels receive the index of a format."""
+"""State formats in the order of the kernel constants (PLAIN, FP16, FP8, REMAINDER)."""
 
 
 def _log2(beta: float) -> tuple[float, float]:
-    """Base-2 logarithm of beta as two summands (high, low), because fp32 kernel arguments have too few digits."""
+    """Base-2 logarithm of beta as two summands (high, low), because one fp32 kernel argument is too inaccurate."""
     exact = math.log2(max(beta, 1e-300))
     high = struct.unpack("f", struct.pack("f", exact))[0]
     return high, exact - high
@@ -120,8 +120,8 @@ def _adamw(
 
 @triton.jit
 def _size_bits(wide, ptr, FORMAT: tl.constexpr):
-    """fp32 bit patterns of the absolute values as stored; patterns from 0x7F800000 are inf or nan. Values of packed
-    formats are not rounded first, because these formats have the range of fp32."""
+    """fp32 bit patterns of the absolute values; if 0x7F800000 or larger, the stored value is inf or nan. Plain values
+    are first rounded to their dtype, which may overflow. The other formats have the range of fp32."""
     if FORMAT == PLAIN:
         wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -136,7 +136,7 @@ def _correction(log_high, log_low, step):
 
 @triton.jit
 def _unpacked(ptr, exponents_ptr, each, held, blocks, here, FORMAT: tl.constexpr, ROOT: tl.constexpr):
-    """Loads state as fp32; see `low_precision_state.unpack`."""
+    """Loads state and unpacks it to fp32, as `low_precision_state.unpack` does."""
     if FORMAT == PLAIN:
         wide = tl.load(ptr + each, mask=held, other=0.0).to(tl.float32)
     else:
@@ -156,8 +156,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Stores state `wide`; see `low_precision_state.pack`. Returns `wide` for the plain format, the rounded values for
-    fp16. The result is used for master weights only, which are neither fp8 nor square roots."""
+    """Packs the fp32 values `wide`, as `low_precision_state.pack` does, and stores them. For master weights, returns
+    the values from which the parameters are rounded: `wide` if plain, the stored values if fp16."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:
@@ -186,8 +186,8 @@ def _pack(
 
 @triton.jit
 def _bf16_bits(wide):
-    """Rounds fp32 to bf16, ties away from zero; returns the bits in the low half of an int32. See
-    `low_precision_state.round_weights`."""
+    """Rounds fp32 to bf16, with ties away from zero, as `low_precision_state.round_weights` does. Returns the bf16 bits
+    in the low half of an int32."""
     away = (wide.to(tl.int32, bitcast=True) + 0x8000) >> 16
     return tl.where(wide != wide, 0x7FC0, away)
 
@@ -217,8 +217,8 @@ def _to_e4m3(scaled, dither):
 
 @triton.jit
 def _dither(number, step, SALT: tl.constexpr):
-    """See `low_precision_state.dither`. Computes with 32-bit instead of 64-bit integers, whose products are much
-    slower."""
+    """Random numbers in [0, 1) for stochastic rounding, equal to those of `low_precision_state.dither`. Computed with
+    32-bit integers, whose products are much faster than 64-bit ones."""
     mixed = number.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77 + (SALT * 0xC2B2AE3D) % 0x100000000
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
     mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39

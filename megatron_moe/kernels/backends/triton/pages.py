@@ -1,4 +1,4 @@
-"""Paged row storage: copies valid rows to free pages and back; the free list is on the device."""
+"""Paged row storage: copies valid rows to free pages and back. The list of free pages is on the device."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.kernels.pages import NO_ROOM, NONE, Pages
 
 TILE = (8, 512)
-"""Maximum rows and columns that are copied at a time."""
+"""Maximum (rows, columns) that are copied at a time."""
 BLOCK = 1024
 """Page table entries that are processed at a time."""
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864 section 3.4.2), one kernel for forward and backward.
+"""Rotary position embedding (Su et al., arXiv 2104.09864 section 3.4.2).
 
-Backward is the inverse rotation: the same kernel with negated sines.
+Backward is the inverse rotation: it uses the forward kernel with negated sines.
 """
 
 from typing import Any

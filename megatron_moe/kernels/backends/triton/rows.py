@@ -1,6 +1,6 @@
-"""Copies tokens to their expert-sorted rows and back, and gathers probabilities.
+"""Triton kernels that permute tokens to expert-sorted rows, unpermute rows, and gather router probabilities.
 
-All ops are deterministic: no atomics, and sums in a fixed order.
+All ops are deterministic: they use no atomics and sum in a fixed order.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.permute import RowCopies
 
 COPY_TILE = 2048
-"""Maximum elements of a row that one program copies."""
+"""Maximum number of elements of one row that a Triton program copies or sums."""
 
 
 def permute(tokens_TH: Tensor, index: RowIndex) -> Tensor:
@@ -49,7 +49,7 @@ class _GatherProbs(torch.autograd.Function):
 
 
 def _pick(values: Tensor, places: Tensor) -> Tensor:
-    """Gathers values.flatten()[places], with 0 where `places` is -1."""
+    """Gathers `values.flatten()[places]`; the result is 0 where `places` is -1."""
     out = torch.empty(places.shape, device=values.device, dtype=values.dtype)
     if out.numel():
         grid = (triton.cdiv(out.numel(), 1024),)
@@ -58,7 +58,7 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0. A program reads one token and writes all its rows."""
+    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0. A Triton program copies a token to all its rows."""
     assert index.rows_TK is not None, "a dense routing index has no row per choice"
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
@@ -105,8 +105,8 @@ def _copy_tokens(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    # the programs also share out all rows, to write zeros to padding rows. These loads come first, for all rows at
-    # once, because most rows hold a token and need no store
+    # the rows are divided among the programs, which write zeros to the padding rows of their share. The share's tokens
+    # are loaded first and all at once, because most rows hold a token and need no zeros
     own = token * rows_each + tl.arange(0, EACH)
     requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
     some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0

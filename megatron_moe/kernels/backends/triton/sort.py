@@ -1,8 +1,8 @@
 """Stable counting sort of the routing choices by expert, in two launches and without atomics.
 
-The choices are divided into blocks, and the blocks into a few stretches. A program of the first launch iterates over
-the blocks of one stretch and writes, for each block, the number of choices per expert that precede it in the stretch. A
-program of the second launch sorts one block: the totals of all stretches give its first row of every expert.
+The choices are divided into blocks, and consecutive blocks are grouped into stretches. In the first launch, a program
+counts the choices of each expert in one stretch, and stores the total and the counts before each block. In the second
+launch, a program sorts one block; these counts determine the block's first row in each expert.
 """
 
 import torch
@@ -15,13 +15,13 @@ from megatron_moe.kernels.backends.triton.launch import power_of_two
 from megatron_moe.kernels.ops import RowIndex, most_rows
 
 BLOCK = 128
-"""Choices per block."""
+"""Number of routing choices per block."""
 STRETCHES = 32
-"""Maximum number of stretches: every program of the second launch reads the counts of all stretches."""
+"""Maximum number of stretches. It is small because every program of the second launch reads all their totals."""
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
-    """See `Kernels.sort_rows`. With a capacity, plain torch is used."""
+    """See `Kernels.sort_rows`. Runs on plain torch if a capacity is given or `ids_TK` is empty."""
     if capacity is not None or not ids_TK.numel():
         return reference.sort_rows(ids_TK, num_experts, capacity, align)
     ids, device = ids_TK.contiguous(), ids_TK.device
@@ -49,8 +49,8 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """Counts choices per expert. Returns (choices that precede each block in its stretch, int32 [blocks, E]; totals of
-    each stretch, int32 [stretches, E]; blocks per stretch)."""
+    """Counts the choices of each expert. Returns, in int32, the number of choices that precede each block in its
+    stretch [blocks, E] and the total of each stretch [stretches, E], and then the number of blocks per stretch."""
     num_blocks = triton.cdiv(ids.numel(), BLOCK)
     blocks_each = triton.cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)
@@ -63,7 +63,7 @@ def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _bins(num_experts: int) -> int:
-    """Number of histogram bins: at least 32, the threads of a warp."""
+    """Number of histogram bins: `num_experts` rounded up to a power of two, and at least 32 (the warp size)."""
     return max(power_of_two(num_experts), 32)
 
 
@@ -89,7 +89,7 @@ def _place_rows(
     num_stretches, blocks_each,
     BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Assigns each choice a row: first row of its expert plus the number of the expert's earlier choices."""
+    """Sorts one block: a choice's row is its expert's first row plus the number of the expert's earlier choices."""
     block, experts = tl.program_id(0), tl.arange(0, EXPERTS)
     known = experts < num_experts
     stretches = tl.arange(0, STRETCHES)

@@ -31,8 +31,8 @@ def gradients(
     *,
     add: bool = False,
 ) -> None:
-    """Writes the gradients of q, k and v to the contiguous tensors `into`, or adds them if `add`. Log-sum-exp and delta
-    are contiguous fp32 [B, N, rows]."""
+    """Writes the gradients of q, k and v to the contiguous tensors `into`, or adds them if `add`. `lse_BNS` and
+    `delta_BNS` (see `deltas`) are contiguous and fp32."""
     grad_q, grad_k, grad_v = into
     of_queries, of_keys = (q, q) if segments is None else segments
     inputs = q, k, v, grad, lse_BNS, delta_BNS, of_queries, of_keys
@@ -52,7 +52,7 @@ def gradients(
 
 
 def deltas(grad: Tensor, out: Tensor) -> Tensor:
-    """Row sums of gradient times output over the value width, fp32 [B, N, S]."""
+    """Returns delta, fp32 [B, N, S]: the sum of grad * out over the value dim, both [S, B, N, E]."""
     seq, batch, heads, width = out.shape
     delta_BNS = torch.empty(batch, heads, seq, device=out.device, dtype=torch.float32)
     _deltas[(triton.cdiv(seq, 32), batch * heads)](
@@ -63,8 +63,8 @@ def deltas(grad: Tensor, out: Tensor) -> Tensor:
 
 
 def _tiles(width: int, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile sizes and launch options of the two kernels: the fastest measured ones (docs/experiments.md), except for
-    wide heads and 4-byte dtypes: the largest that fit."""
+    """Returns the tile sizes and launch options of `_key_grads` and of `_query_grads`. For wide heads and 4-byte dtypes
+    these are the largest tiles that fit, otherwise the fastest ones measured (docs/experiments.md)."""
     if width > 128:
         return _tile(32, 64, 4, 2), _tile(64, 32, 4, 2)
     if num_bytes > 2:
@@ -185,7 +185,7 @@ def _query_grads(
 
 @triton.jit
 def _accumulate(to_ptr, share, held, ADD: tl.constexpr):
-    """Stores a tile of gradients, added to the previously stored gradients if ADD."""
+    """Writes a tile of gradients to memory, or adds it to the gradients there if ADD."""
     if ADD:
         share += tl.load(to_ptr, mask=held, other=0.0)
     tl.store(to_ptr, share.to(to_ptr.dtype.element_ty), mask=held)

@@ -1,5 +1,5 @@
-"""Attention between two parts of a sequence, rectangle by rectangle: with cuDNN if it supports the mask, otherwise with
-our Triton kernels, which continue the online softmax of earlier rectangles and accumulate gradients in place."""
+"""Attention between two parts of a sequence, one mask rectangle after the other: by cuDNN if it supports the rectangle,
+otherwise by Triton kernels, which continue the online softmax of earlier rectangles and add gradients in place."""
 
 from torch import Tensor
 
@@ -56,8 +56,8 @@ def _readable(block: AttentionBlock) -> AttentionBlock:
 
 
 def _rectangles(block: AttentionBlock) -> list[tuple[MaskBlock, bool]] | None:
-    """Visible rectangles of the block's mask, each with True if cuDNN computes it. None if a rectangle is supported
-    neither by cuDNN nor by the Triton kernels."""
+    """Returns (rectangle, whether cuDNN computes it) for the visible rectangles of the block's mask. None with dropout,
+    or if a rectangle is supported neither by cuDNN nor by the Triton kernels."""
     if block.drops:
         return None
     pairs = mask_blocks(block.query.chunks, block.key.chunks, block.config)

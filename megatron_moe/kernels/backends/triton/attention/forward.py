@@ -1,7 +1,7 @@
 """Attention forward, tile by tile with an online softmax and without stored logits (Dao, arXiv 2307.08691).
 
-Tiles outside the mask band are skipped, and only tiles at its edges are masked. The online softmax can start from a
-sink, or from the results for other keys.
+Tiles outside the mask band are skipped. The mask is evaluated for tiles at the edges of the band, or for all tiles if
+there are document ids. The online softmax can start from a sink, or from earlier results for other keys.
 """
 
 import triton
@@ -32,7 +32,8 @@ def attend(
     *,
     onward: bool = False,
 ) -> None:
-    """Writes contiguous `out` [rows, B, N, E] and the log-sum-exp. `onward`: merges into their old values."""
+    """Writes the attention output to `out` (contiguous [rows, B, N, E]) and the log-sum-exp to `lse_BNS`. `onward`:
+    merges the results with those for other keys that `out` and `lse_BNS` contain."""
     rows, keys = (128, 64) if max(shape.width, shape.value_width) <= 128 else (64, 64)
     of_queries, of_keys = (q, q) if segments is None else segments
     _attend[(triton.cdiv(shape.rows, rows), shape.batch * shape.heads)](

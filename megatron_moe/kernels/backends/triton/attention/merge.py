@@ -1,4 +1,4 @@
-"""Merges attention over some keys into attention over others, in one pass over memory."""
+"""Merges attention results for two disjoint sets of keys, in one pass over memory."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from megatron_moe.kernels.backends.triton.attention.tiles import tile_width
 
 
 def merge(out: Tensor, lse_BNS: Tensor, part: Tensor, part_lse_BNS: Tensor) -> None:
-    """Merges `part` in place into fp32 `out` [S, B, N, E] and its log-sum-exp. Last dims are contiguous."""
+    """Merges `part` [S, B, N, E] and its log-sum-exp into `out` (fp32, of the same shape) and `lse_BNS`, in place."""
     seq, batch, heads, width = out.shape
     _merge[(triton.cdiv(seq, 32), batch * heads)](
         out, lse_BNS, part, part_lse_BNS, seq, heads, width, *out.stride()[:3], *part.stride()[:3],

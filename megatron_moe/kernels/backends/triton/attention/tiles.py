@@ -12,7 +12,7 @@ from megatron_moe.kernels.backends.triton.launch import INTERPRETED, power_of_tw
 WIDEST_HEAD = 256
 """Largest head dim that the kernels support."""
 BAND = ("left", "right")
-"""Kernel arguments that are not specialised: they differ between rectangles, and one compiled kernel serves all."""
+"""Kernel arguments that Triton must not specialise, so that one compiled kernel serves all rectangles."""
 
 Segments = tuple[Tensor, Tensor]
 """Document id of each query row and of each key, [B, S] each; attention does not cross documents."""
@@ -56,7 +56,7 @@ class Shape:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether to use the kernels for these inputs, based on sizes and dtype. The caller has to check for dropout."""
+    """Whether sizes and dtype are suitable for the kernels. Callers must check for dropout, which is not supported."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST_HEAD and q.numel() > 0 and k.numel() > 0
     # offsets are 32-bit; the output and its gradient have the queries' shape with the values' width
     places = *(x.shape[0] * x.stride(0) for x in (q, k, v)), q.shape[:-1].numel() * v.shape[-1]
@@ -71,7 +71,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def of_both(segments_BS: Tensor | None) -> Segments | None:
-    """Document ids for self-attention: the same tensor for query rows and keys."""
+    """Returns (document ids of the query rows, of the keys) for self-attention: the same tensor twice, or None."""
     if segments_BS is None:
         return None
     segments_BS = strided(segments_BS)
@@ -85,10 +85,8 @@ def tile_width(width: int) -> int:
 
 @triton.jit
 def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Loads rows [rows, WIDTH] of one head; 0 beyond the last row and the last dim. `MASKED` False: all rows exist.
-
-    Offsets are 32-bit, which halves their registers.
-    """
+    """Loads a tile [rows, WIDTH] of one head, padded with 0 beyond `num_rows` and `width`. `MASKED` False: all rows are
+    below `num_rows`. Offsets are 32-bit, which halves their registers."""
     dims = tl.arange(0, WIDTH)
     place = base + (rows[:, None] * stride + dims[None, :])
     if MASKED:
@@ -99,7 +97,7 @@ def load_rows(base, stride, rows, num_rows, width, WIDTH: tl.constexpr, MASKED: 
 
 @triton.jit
 def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: tl.constexpr):
-    """Mask bool [rows, keys]: True where the row sees the key."""
+    """Returns the mask, bool [rows, keys]: True where the row sees the key."""
     ahead = keys[None, :] - rows[:, None]
     seen = (ahead <= right) & (ahead >= -left) & (keys < num_keys)[None, :]
     if SEGMENTS:
@@ -110,8 +108,8 @@ def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: 
 
 @triton.jit
 def stretches(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Boundaries (begin, inner_begin, inner_end, end) of the keys that a tile of rows sees; the tile sees all keys of
-    the inner range, which needs no mask. With left and right swapped: the rows that see a tile of keys."""
+    """Returns (begin, inner_begin, inner_end, end): a tile of rows sees keys from `begin` to `end` only. All its rows
+    see all keys of the inner range, which needs no mask. Rows and keys exchange roles if left and right are swapped."""
     begin = tl.maximum(first - left, 0) // STEP * STEP
     end = tl.minimum(first + TILE + right, num_keys)
     inner_begin, inner_end = begin, begin

@@ -1,7 +1,7 @@
-"""Attention over a whole sequence with sliding windows and document masks, which cuDNN does not support, and sinks.
+"""Attention over a whole sequence with sliding windows (arXiv 2004.05150), document masks and sinks.
 
-Windows as in arXiv 2004.05150. A sink is an additional logit in the softmax of every row. Backward visits all tiles
-twice, once by keys and once by queries, so that one program computes each sum in a fixed order (`backward.py`).
+cuDNN supports neither windows nor document masks. A sink is an additional logit in the softmax of every row. Backward
+visits all tiles twice, once by keys and once by queries, so that one program computes each sum in a fixed order.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from megatron_moe.kernels.ops import AttentionInputs
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. The Triton kernels are used for windows, document masks and in deterministic mode, where
-    torch excludes cuDNN and the alternatives are slower; cuDNN is used for other inputs with sinks, torch otherwise."""
+    """See `Kernels.attention`. Windows, document masks and deterministic mode (in which torch excludes cuDNN) use the
+    Triton kernels. Other inputs with sinks use cuDNN if possible. Inputs with dropout and all others use torch."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
     if not (ours or inputs.has_sinks) or inputs.drops or not serves(q_SBND, k_SBGD, v_SBGE):

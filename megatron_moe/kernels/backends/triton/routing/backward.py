@@ -64,7 +64,7 @@ def route_backward(
 def _at_the_choices(
     grad_ptr, ids_ptr, tokens, held, experts, TOPK: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Scatters choices to [tokens, experts]: the gradient of each choice's weight, and a mask of the choices."""
+    """Returns (probability gradients, 0 for experts not chosen; mask of chosen experts), both [tokens, experts]."""
     grad = tl.zeros((tokens.shape[0], EXPERTS), dtype=WIDE)
     taken = tl.zeros((tokens.shape[0], EXPERTS), dtype=tl.int32)
     first = tokens.to(tl.int64) * TOPK
@@ -84,6 +84,6 @@ def _through_softmax(shares, grad):
 
 @triton.jit
 def _through_quotient(scores, grad, EPSILON: tl.constexpr):
-    """Gradient of scores / (sum of scores + EPSILON) with respect to the scores."""
+    """Backward of scores / (sum of scores + EPSILON): returns the gradient of the scores."""
     total = tl.sum(scores, axis=1)[:, None] + EPSILON
     return (grad - tl.sum(scores * grad, axis=1)[:, None] / total) / total

@@ -1,22 +1,22 @@
 """Router forward: scores, group-limited top-k, weights, counts, and the sums for the auxiliary losses.
 
-The grid has few programs; each processes tiles of the tokens of one set, and computes:
+Sums for balancing losses are computed per set of tokens (`balance_sets` of `Kernels.route`). The grid has few programs.
+Each processes several tiles of tokens of one set and computes:
 
-- Top-k choices, one maximum after the other. Scores are compared as integers of the same order, for which a warp
-  reduction is one instruction; a second reduction selects the lowest id among ties, like a stable sort.
+- Top-k choices, one maximum after the other. Scores are mapped to integers of the same order, for which a warp
+  reduction is one instruction. A second reduction selects the lowest id among ties, like a stable sort.
 - Counts, added by atomics to one zeroed buffer: integer sums do not depend on the order.
-- Sums over tokens (scores for balancing, squares for the z loss). Floating-point sums depend on their order, so every
-  program writes a partial sum, and the last program adds all partial sums in program order: results are bitwise
+- Sums over tokens: scores for balancing, squared log-sum-exps for the z loss. Floating-point sums depend on their
+  order, so every program writes a partial sum, and the last program adds them in program order. Results are bitwise
   reproducible, whichever program is last.
 
-A ticket, an atomic counter after the counts, identifies the last program. The memory model guarantees that this program
-sees all partial sums: the barrier orders the stores of all threads of a program before its ticket; the ticket releases
-them at GPU scope and acquires what earlier tickets released, in one chain; loads after the last ticket follow its
-acquire. These loads bypass the L1 cache (.cg), which is not coherent between multiprocessors. No program waits for
-another, so the kernel cannot deadlock.
+The ticket, an atomic counter stored after the counts, identifies the last program, which must read all partial sums. A
+barrier orders the stores of all threads of a program before its increment of the ticket. The increment releases them at
+GPU scope and acquires the stores before all earlier increments. The loads of partial sums follow it and bypass the L1
+cache (.cg), which is not coherent between multiprocessors. No program waits for another, so deadlocks are impossible.
 
-The columns of a tile are groups of experts. The group size and the number of groups (1 without groups) are padded to
-powers of two. Columns are in the order of expert ids.
+The columns of a tile are experts in the order of their ids, in groups (one group without group-limited routing). The
+group size and the number of groups are padded to powers of two.
 """
 
 import triton
@@ -35,8 +35,8 @@ def route_forward(
     EPSILON: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """`counts_ptr`: counts [1 + sets, experts] ([1, experts] without balance), then the ticket. `shares_ptr`: partial
-    sums of scores [programs, experts], then of squares [programs]."""
+    """Router forward. `counts_ptr`: counts [1 + sets, experts] ([1, experts] without BALANCE), then the ticket.
+    `shares_ptr`: partial sums of scores [programs, experts], then of squared log-sum-exps [programs]."""
     plain: tl.constexpr = not (BIASED or REPLAYED or GROUP_TOPK > 0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     group_size = num_experts // NUM_GROUPS
@@ -107,7 +107,7 @@ def route_forward(
 
 @triton.jit
 def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr):
-    """Returns (scores for selection and probabilities, scores normalised to a sum of 1 per token)."""
+    """Returns (scores for the selection and the probabilities, scores normalised to a sum of 1 per token)."""
     if SCORE == "softmax":
         shares, _ = softmax(logits)
         scores = logits if ON_LOGITS else shares
@@ -119,7 +119,7 @@ def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.co
 
 @triton.jit
 def _take_best(keys, columns, COLUMNS: tl.constexpr, HIGHEST: tl.constexpr):
-    """Removes the largest key of every row. Returns (remaining keys, largest key, its lowest column)."""
+    """Removes the largest key of every row, at the lowest column among ties. Returns (remaining keys, key, column)."""
     peak = tl.max(keys, axis=1)
     column = tl.min(tl.where(keys == peak[:, None], columns[None, :], COLUMNS), axis=1)
     return tl.where(columns[None, :] == column[:, None], -HIGHEST - 1, keys), peak, column
@@ -130,7 +130,8 @@ def _limit_to_groups(
     keys, TOPK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Lowers keys outside the best groups below all others. Group score: sum of its best TOPK // GROUP_TOPK experts."""
+    """Returns the keys; keys outside the best GROUP_TOPK groups of experts are lowered below all others. The score of a
+    group is the sum of its TOPK // GROUP_TOPK highest scores."""
     members = tl.reshape(keys, (TOKENS * GROUPS, SIZE))
     places = tl.arange(0, SIZE)
     worth = tl.zeros((TOKENS * GROUPS,), dtype=WIDE)
@@ -153,7 +154,7 @@ def _choose(
     NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Returns (ids of the choices in descending order, scores of the choices, mask of chosen columns)."""
+    """Selects the top-k by `merits`. Returns (chosen ids, best first; their `scores`; mask of their columns)."""
     keys = tl.where(real[None, :], ordered(merits, INT, HIGHEST), -HIGHEST - 1)
     if GROUP_TOPK > 0:
         keys = _limit_to_groups(keys, TOPK, NUM_GROUPS, GROUP_TOPK, TOKENS, GROUPS, SIZE, WIDE, INT, HIGHEST)
@@ -178,7 +179,7 @@ def _look_up(
     given_ptr, tokens, held, scores, experts, real, TOPK: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Returns (given ids, scores of the given experts, mask of their columns), in place of a top-k."""
+    """Loads given choices, which replace the top-k. Returns (expert ids, their scores, mask of their columns)."""
     choices = tl.arange(0, CHOICES)
     ids = tl.full((TOKENS, CHOICES), -1, dtype=tl.int32)
     chosen = tl.zeros((TOKENS, CHOICES), dtype=WIDE)
@@ -195,7 +196,7 @@ def _look_up(
 
 @triton.jit
 def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
-    """Probabilities of the choices; 0 where a token has no choice."""
+    """Probabilities of the choices before scaling; 0 where `none` (the token has no such choice)."""
     if ON_LOGITS:
         weights, _ = softmax(tl.where(none, float("-inf"), chosen))
     else:
@@ -209,7 +210,7 @@ def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr,
 def _count_plain(
     scores, held, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
 ):
-    """Number of tokens per column whose plain top-k contains the column."""
+    """Per column (expert): the number of tokens whose top-k by score, without bias and groups, contains the expert."""
     keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
     for _ in range(TOPK):
         keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)
@@ -227,7 +228,7 @@ def _add_scores(
     shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of each set; program p has a partial sum of set p % sets."""
+    """Adds the partial score sums of the programs and stores the total of each set; program p sums set p % sets."""
     for each in range(sets):
         total = tl.zeros((ROWS, COLUMNS), dtype=WIDE)
         for first in range(each, programs, ROWS * sets):

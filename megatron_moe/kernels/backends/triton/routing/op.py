@@ -16,7 +16,7 @@ from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
-"""Tokens times columns per tile in fp32."""
+"""Elements of a tile (tokens times columns) in fp32; tiles in fp64 have half as many."""
 FORWARD_PROGRAMS = 4
 """Forward programs per multiprocessor: few, because the last program adds the partial sums of all programs."""
 
@@ -116,7 +116,7 @@ def _tokens(tile: int, columns: int, wide: torch.dtype) -> int:
 
 
 def _kind(config: RouterConfig, wide: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments of both kernels."""
+    """Compile-time arguments that the forward and the backward kernel share."""
     return {
         "TOPK": config.topk,
         "SCORE": config.score_function,

@@ -1,4 +1,4 @@
-"""Helpers of both router kernels: logits, scores, their derivatives, and integer keys that order floats totally.
+"""Helpers of both router kernels: logits, scores, their derivatives, and integer keys for comparing scores.
 
 A tile holds all experts of a few tokens. Padding tokens and experts have logits of -inf, for which every score function
 returns 0.
@@ -16,7 +16,7 @@ def load_logits(logits_ptr, tokens, held, experts, real, num_experts, WIDE: tl.c
 
 @triton.jit
 def softmax(logits):
-    """(softmax, logsumexp) of every row; (0, -inf) for a row that is -inf throughout."""
+    """Returns (softmax, log-sum-exp) of every row; (0, -inf) for a row whose logits are all -inf."""
     peak = tl.max(logits, axis=1)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     shifted = tl.exp(logits - peak[:, None])
@@ -26,7 +26,7 @@ def softmax(logits):
 
 @triton.jit
 def score(logits, SCORE: tl.constexpr):
-    """Elementwise score functions: the score depends on the expert's own logit only."""
+    """Scores by an elementwise function: sigmoid or sqrt(softplus)."""
     if SCORE == "sigmoid":
         scores = tl.sigmoid(logits)
     else:
@@ -54,8 +54,8 @@ def _log_of_one_plus(x):
 
 @triton.jit
 def ordered(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
-    """Maps floats to integers of the same order: nan is the largest, both zeros are equal. No float maps to -HIGHEST -
-    1, the lowest integer, which marks removed entries."""
+    """Maps floats to integers of the same order. nan maps to HIGHEST, and both zeros map to 0. No float maps to the
+    lowest integer, -HIGHEST - 1, which marks removed entries."""
     bits = tl.where(values == 0.0, 0.0, values).to(INT, bitcast=True)
     return tl.where(values != values, HIGHEST, tl.where(bits < 0, bits ^ HIGHEST, bits))
 
