@@ -74,9 +74,7 @@ class MoEFlags:
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float | None = close(
-        None,
-        "used by the flex dispatcher; a step that needs more rows is repeated with a larger bound, no token is dropped",
-        least=0,
+        None, "used by flex; a step that needs more rows is repeated with a larger bound, no token is dropped", least=0
     )
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
     buffers. Not set: buffers are large enough for any routing."""
@@ -119,7 +117,7 @@ class MoEFlags:
     )
     """Communication library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
-    """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the default of the library."""
+    """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
     moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
     moe_routing_trace_path: str | None = not_yet(

@@ -39,7 +39,7 @@ SLEEP_CYCLES = 8_000_000
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """An MoE layer's exchange."""
 
     name: str
@@ -49,11 +49,11 @@ class Shape:
     hidden_size: int = 2048
 
 
-SHAPES = (Shape("E128 K8", 128, 8), Shape("E64 K6", 64, 6))
+SHAPES = (LayerShape("E128 K8", 128, 8), LayerShape("E64 K6", 64, 6))
 PARTS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
-def random_routing(shape: Shape, rank: int, device: torch.device) -> Routing:
+def random_routing(shape: LayerShape, rank: int, device: torch.device) -> Routing:
     """Random distinct experts; every expert is equally likely."""
     draw = torch.Generator(device).manual_seed(rank)
     ids_TK = torch.rand(shape.num_tokens, shape.num_experts, device=device, generator=draw).topk(shape.topk).indices
@@ -62,7 +62,7 @@ def random_routing(shape: Shape, rank: int, device: torch.device) -> Routing:
     return Routing(num_experts=shape.num_experts, ids_TK=ids_TK, probs_TK=probs_TK.requires_grad_(), counts_E=counts_E)
 
 
-def remote_copies(shape: Shape, routing: Routing, num_ranks: int, rank: int) -> int:
+def remote_copies(shape: LayerShape, routing: Routing, num_ranks: int, rank: int) -> int:
     """Pairs of a token of this rank and another rank that holds one of its experts."""
     assert routing.ids_TK is not None
     visited_TP = torch.zeros(shape.num_tokens, num_ranks, dtype=torch.bool, device=routing.ids_TK.device)
@@ -86,7 +86,7 @@ def start_together(ctx: ParallelContext) -> None:
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
 
 
-def run_dispatcher(kind: Any, shape: Shape, ctx: ParallelContext, num_sms: int | None = None) -> Timed:
+def run_dispatcher(kind: Any, shape: LayerShape, ctx: ParallelContext, num_sms: int | None = None) -> Timed:
     """Times one dispatcher; the experts are replaced by a multiplication with the probability."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
     comm = ExpertComm(ctx, kernels, kind, row_capacity_factor=1.25, num_sms=num_sms)
@@ -130,7 +130,7 @@ def run_dispatcher(kind: Any, shape: Shape, ctx: ParallelContext, num_sms: int |
     return Timed({part: statistics.median(values) for part, values in times.items()}, tensors)
 
 
-def push_alone(shape: Shape, ctx: ParallelContext, num_sms: int | None) -> float:
+def push_alone(shape: LayerShape, ctx: ParallelContext, num_sms: int | None) -> float:
     """Median microseconds of the kernel that pushes tokens, with the wait for all ranks."""
     kernels = select_kernels(KernelConfig(), ctx.device, torch.bfloat16)
     comm = ExpertComm(ctx, kernels, SymmetricDispatcher, row_capacity_factor=1.25, num_sms=num_sms)

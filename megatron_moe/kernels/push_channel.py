@@ -37,7 +37,7 @@ class ChannelShape:
     """H."""
     topk: int
     dtype: torch.dtype
-    """Of the tokens. Values that belong to choices have promote(fp32, dtype)."""
+    """Dtype of tokens. Values of choices (probabilities and their gradients) have promote(fp32, dtype)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

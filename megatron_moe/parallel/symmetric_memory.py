@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symm_mem
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.parallel.collectives import gather_objects
@@ -38,8 +39,6 @@ def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext
 
 
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
-    from torch.distributed import _symmetric_memory as symm_mem
-
     assert group.handle is not None, f"symmetric memory of a group of {group.size}"
     own = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
     own.zero_()

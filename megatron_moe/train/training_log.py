@@ -71,7 +71,7 @@ class TrainingLog:
         self._reader.drop()
         self._recorded = MetricAccumulator()
         overflow = result.figures["overflow"]
-        steps = self._trainer.forget_from(result.iteration, overflow)
+        steps = self._trainer.steps_to_repeat(result.iteration, overflow)
         comm = self._trainer.model.expert_comm
         assert comm is not None
         self._reporter.note(

@@ -17,7 +17,7 @@ from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
-from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
+from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import free_port
@@ -109,14 +109,12 @@ ROUTINGS: dict[str, Callable[[int, int], list[list[int]]]] = {
 
 
 def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Dispatch, scaling by the expert's number and combine of several routings, repeated through the same channels.
-    Returns (name, output, gradients of tokens and probabilities) and the formula's values."""
-    return _exchanges(context_of, num_ranks, SymmetricDispatcher, (torch.float32, torch.bfloat16))
-
-
-def deepep_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """`flex_exchanges` through DeepEP."""
-    return _exchanges(context_of, num_ranks, DeepEPDispatcher, (torch.bfloat16,))
+    """Dispatch, scaling by expert number and combine of several routings, through symmetric memory and DeepEP (if it is
+    installed). Returns (name, output, gradients of tokens and probabilities) and the formula's values."""
+    results = _exchanges(context_of, num_ranks, SymmetricDispatcher, (torch.float32, torch.bfloat16))
+    if has_deepep():
+        results += _exchanges(context_of, num_ranks, DeepEPDispatcher, (torch.bfloat16,))
+    return results
 
 
 def _exchanges(context_of: ContextOf, num_ranks: int, kind: type[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
@@ -147,7 +145,7 @@ def _exchanges(context_of: ContextOf, num_ranks: int, kind: type[Any], dtypes: S
             }
             actual = {"out": out.detach(), "tokens": tokens.grad, "probs": probs.grad}
             on_host = [{key: value.cpu() for key, value in each.items()} for each in (actual, expected)]
-            results.append((f"{name}, {dtype}", *on_host))
+            results.append((f"{kind.__name__}, {name}, {dtype}", *on_host))
     return results
 
 

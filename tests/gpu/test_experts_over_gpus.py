@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.moe.token_dispatcher.deepep import has_deepep
 from tests.gpu.experts_over_gpus import (
     cases,
-    deepep_exchanges,
     every_case,
     flex_bounds,
     flex_cases,
@@ -54,14 +52,6 @@ def test_flex_exchanges_match_the_formula(num_gpus: int, tmp_path: Path) -> None
     for results in on_gpus(num_gpus, flex_exchanges, tmp_path):
         for name, actual, expected in results:
             (FP32_REF if "float32" in name else BF16_KERNEL).check_all(actual, expected, name)
-
-
-@NUM_GPUS
-@pytest.mark.skipif(not has_deepep(), reason="deep_ep is not installed")
-def test_deepep_exchanges_match_the_formula(num_gpus: int, tmp_path: Path) -> None:
-    for results in on_gpus(num_gpus, deepep_exchanges, tmp_path):
-        for name, actual, expected in results:
-            BF16_KERNEL.check_all(actual, expected, name)
 
 
 @NUM_GPUS

@@ -50,13 +50,13 @@ THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
 """Packages that a module may import at its top. Modules of `NO_TORCH` import none of them, `arguments` only yaml."""
 
 OPTIONAL = (
-    "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.distributed._tools",
+    "deep_ep", "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.distributed._tools",
     "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
 )  # fmt: skip
 """Imported inside the function that uses them, so that other runs do not pay for the import."""
 
 KERNEL_PACKAGES = (
-    "apex", "deep_ep", "emerging_optimizers", "fla", "flash_attn", "fused_weight_gradient_mlp_cuda", "grouped_gemm",
+    "apex", "emerging_optimizers", "fla", "flash_attn", "fused_weight_gradient_mlp_cuda", "grouped_gemm",
     "transformer_engine", "transformer_engine_torch", "triton",
 )  # fmt: skip
 """Imported in `kernels/backends/` only."""

@@ -23,7 +23,7 @@ EXPERTS = 8
 def channels(
     num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, num_programs: int | None = 3
 ) -> list[PushChannel]:
-    """The same channel seen from every rank."""
+    """One channel as every rank sees it."""
     shape = ChannelShape(num_ranks=num_ranks, num_tokens=num_tokens, width=width, topk=topk, dtype=torch.float32)
     parts: list[Tensor] = []
 

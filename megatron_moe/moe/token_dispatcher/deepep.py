@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex, internal_dtype
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.moe.token_dispatcher.flex import FlexDispatcher, ReceivedTokens, Route
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
 from megatron_moe.parallel.grid import expert_grid
 
 DEFAULT_SMS = 20
@@ -34,7 +34,7 @@ class _Handle:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _DeepEPWork:
     received: Any
     event: Any
     """`EventOverlap` of the library's stream."""
@@ -58,14 +58,14 @@ class DeepEPTransport:
         self._holders = torch.tensor(holders, device=comm.ctx.device)
         """int64 [ep, etp]: ranks of the group that hold the experts of an ep rank."""
 
-    def new_route(self, ids_TK: Tensor) -> Route:
-        return Route(ids_TK, _Handle())
+    def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
+        return ExchangeRoute(ids_TK, _Handle())
 
-    def start_tokens(self, tokens_TH: Tensor, route: Route, probs_TK: Tensor | None) -> _Exchange:
+    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _DeepEPWork:
         buffer = self._buffer_for(tokens_TH)
         if probs_TK is None:
             tokens_GH, *_, event = buffer.dispatch(tokens_TH, handle=route.state.value, async_finish=True)
-            return _Exchange(ReceivedTokens(tokens_GH, None, None), event)
+            return _DeepEPWork(ReceivedTokens(tokens_GH, None, None), event)
         ids_TC, probs_TC = self._of_ranks(route.ids_TK), self._repeated(probs_TK.to(internal_dtype(tokens_TH.dtype)))
         num_experts = self._num_local * self._group.size
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TC, num_experts)
@@ -80,24 +80,24 @@ class DeepEPTransport:
             num_worst_tokens=self._group.size * len(tokens_TH),
             async_finish=True,
         )
-        return _Exchange(ReceivedTokens(tokens_GH, ids_GC, probs_GC), event)
+        return _DeepEPWork(ReceivedTokens(tokens_GH, ids_GC, probs_GC), event)
 
-    def finish_tokens(self, ticket: _Exchange) -> ReceivedTokens:
-        ticket.event.current_stream_wait()
-        received: ReceivedTokens = ticket.received
+    def finish_tokens(self, work: _DeepEPWork) -> ReceivedTokens:
+        work.event.current_stream_wait()
+        received: ReceivedTokens = work.received
         return received
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: Route, grad_GK: Tensor | None) -> _Exchange:
+    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _DeepEPWork:
         sums_GH = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
         weights = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
         tokens_TH, grad_TC, event = self._buffer_for(rows_RH).combine(
             sums_GH, route.state.value, topk_weights=weights, async_finish=True
         )
-        return _Exchange((tokens_TH, grad_TC), event)
+        return _DeepEPWork((tokens_TH, grad_TC), event)
 
-    def finish_sums(self, ticket: _Exchange, route: Route) -> tuple[Tensor, Tensor | None]:
-        ticket.event.current_stream_wait()
-        tokens_TH, grad_TC = ticket.received
+    def finish_sums(self, work: _DeepEPWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+        work.event.current_stream_wait()
+        tokens_TH, grad_TC = work.received
         if grad_TC is None:
             return tokens_TH, None
         grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
@@ -106,7 +106,7 @@ class DeepEPTransport:
     def missing_rank(self) -> None:
         """None: DeepEP ends the process after its own timeout."""
 
-    def release(self, ticket: _Exchange) -> None:
+    def release(self, work: _DeepEPWork) -> None:
         """Nothing: received tensors are not reused."""
 
     def _of_ranks(self, ids_TK: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Flex dispatcher: sends every token once to each rank that holds one of its experts, by a transport.
+"""Flex dispatcher: sends each token once to every rank that holds at least one of its experts.
 
 Dispatch sends tokens, expert ids and probabilities; each rank sorts the choices of its own experts and copies the
 tokens to rows. Combine sums the rows of every token on the experts' rank, sends one partial sum per token and rank in
@@ -17,18 +17,18 @@ from torch import Tensor
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows
 
-Ticket = Any
+Work = Any
 """An exchange between its start and its finish."""
 
 
 @dataclass(frozen=True)
-class Route:
+class ExchangeRoute:
     """Choices of this rank's tokens, as the transport needs them for all four exchanges of a layer."""
 
     ids_TK: Tensor
     """Global expert ids; -1: none."""
     state: Any
-    """Of the transport."""
+    """State of the transport for this routing."""
 
 
 class ReceivedTokens(NamedTuple):
@@ -43,25 +43,25 @@ class ReceivedTokens(NamedTuple):
 class Transport(Protocol):
     """Exchange of tokens between the ranks of etp x ep. One object serves all layers."""
 
-    def new_route(self, ids_TK: Tensor) -> Route:
+    def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
         """Prepares the exchanges of a routing."""
         ...
 
-    def start_tokens(self, tokens_TH: Tensor, route: Route, probs_TK: Tensor | None) -> Ticket:
+    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> Work:
         """Starts to send tokens to the ranks of their experts, with ids and probabilities; None: gradients of combine,
         which go the same way."""
         ...
 
-    def finish_tokens(self, ticket: Ticket) -> ReceivedTokens:
+    def finish_tokens(self, work: Work) -> ReceivedTokens:
         """Makes the current stream wait for the tokens, which are valid until `release`."""
         ...
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: Route, grad_GK: Tensor | None) -> Ticket:
+    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> Work:
         """Sums the rows of each received token and starts to send the sums to the tokens' ranks. `grad_GK`: gradients
         of the received probabilities, which are sent along."""
         ...
 
-    def finish_sums(self, ticket: Ticket, route: Route) -> tuple[Tensor, Tensor | None]:
+    def finish_sums(self, work: Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         """(sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
         ...
 
@@ -70,7 +70,7 @@ class Transport(Protocol):
         synchronise with the device."""
         ...
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, work: Work) -> None:
         """Ends the use of what was received, after the reads queued so far on the current stream."""
         ...
 
@@ -79,7 +79,7 @@ class Transport(Protocol):
 class FlexHandle:
     """State of a dispatch for combine and for the gradients of both."""
 
-    route: Route
+    route: ExchangeRoute
     index: RowIndex
     """Rows of this rank's experts; tokens count over those received."""
 
@@ -92,22 +92,22 @@ class _Pending:
 
     def __init__(self, dispatcher: "FlexDispatcher") -> None:
         self.dispatcher, self.transport = dispatcher, dispatcher.transport
-        self._ticket: Ticket = None
+        self._work: Work = None
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
         """Applies `change` to the tensor that connects the graphs of both halves."""
         self.anchor = change(self.anchor)
 
-    def started(self, ticket: Ticket) -> None:
-        """Keeps the ticket of a started exchange."""
-        assert self._ticket is None, "an exchange is already in progress"
-        self._ticket = ticket
+    def started(self, work: Work) -> None:
+        """Keeps the work of a started exchange."""
+        assert self._work is None, "an exchange is already in progress"
+        self._work = work
 
-    def take_ticket(self) -> Ticket:
-        """The ticket of the exchange to finish."""
-        ticket, self._ticket = self._ticket, None
-        assert ticket is not None, "no exchange is in progress"
-        return ticket
+    def take_work(self) -> Work:
+        """The work of the exchange to finish."""
+        work, self._work = self._work, None
+        assert work is not None, "no exchange is in progress"
+        return work
 
     def take_anchor(self) -> Tensor:
         anchor, self.anchor = self.anchor, None
@@ -212,9 +212,9 @@ class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pending: PendingDispatch = ctx.pending
-        ticket = pending.take_ticket()
-        grad_TH, grad_TK = pending.transport.finish_sums(ticket, pending.route)
-        pending.transport.release(ticket)
+        work = pending.take_work()
+        grad_TH, grad_TK = pending.transport.finish_sums(work, pending.route)
+        pending.transport.release(work)
         assert grad_TK is not None
         return grad_TH, grad_TK.to(pending.probs_dtype), None
 
@@ -223,13 +223,13 @@ class _FinishDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pending: PendingDispatch) -> tuple[Tensor, Tensor]:
         ctx.pending, dispatcher = pending, pending.dispatcher
-        ticket = pending.take_ticket()
-        tokens_GH, ids_GK, probs_GK = pending.transport.finish_tokens(ticket)
+        work = pending.take_work()
+        tokens_GH, ids_GK, probs_GK = pending.transport.finish_tokens(work)
         assert ids_GK is not None and probs_GK is not None
         index, pending.needed_rows = dispatcher.sort(ids_GK, pending.capacity)
         rows_RH = dispatcher.kernels.permute(tokens_GH, index)
         probs_GK = probs_GK.to(pending.probs_dtype, copy=True)
-        pending.transport.release(ticket)
+        pending.transport.release(work)
         pending.handle = FlexHandle(pending.route, index)
         return rows_RH, probs_GK
 
@@ -254,10 +254,10 @@ class _StartCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pending: PendingCombine = ctx.pending
-        ticket = pending.take_ticket()
-        tokens_GH = pending.transport.finish_tokens(ticket).tokens_GH
+        work = pending.take_work()
+        tokens_GH = pending.transport.finish_tokens(work).tokens_GH
         grad_RH = pending.dispatcher.kernels.permute(tokens_GH, pending.handle.index)
-        pending.transport.release(ticket)
+        pending.transport.release(work)
         return grad_RH, None
 
 
@@ -265,9 +265,9 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pending: PendingCombine) -> Tensor:
         ctx.pending = pending
-        ticket = pending.take_ticket()
-        out_TH, _ = pending.transport.finish_sums(ticket, pending.handle.route)
-        pending.transport.release(ticket)
+        work = pending.take_work()
+        out_TH, _ = pending.transport.finish_sums(work, pending.handle.route)
+        pending.transport.release(work)
         return out_TH
 
     @staticmethod

@@ -10,7 +10,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
-from megatron_moe.moe.token_dispatcher.flex import FlexDispatcher, ReceivedTokens, Route
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.streams import make_streams
 from megatron_moe.parallel.symmetric_memory import allocate_symmetric
@@ -18,7 +18,7 @@ from megatron_moe.parallel.symmetric_memory import allocate_symmetric
 _STREAM = "expert exchange"
 
 
-class _Exchange:
+class _Push:
     """A push in progress, on the exchange stream."""
 
     def __init__(self, channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]) -> None:
@@ -51,10 +51,10 @@ class SymmetricTransport:
         self._owner_EP = torch.tensor(owners, device=comm.ctx.device)
         """bool: the rank holds the expert, or a part of it."""
 
-    def new_route(self, ids_TK: Tensor) -> Route:
-        return Route(ids_TK, self._kernels.mark_ranks(ids_TK, self._owner_EP))
+    def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
+        return ExchangeRoute(ids_TK, self._kernels.mark_ranks(ids_TK, self._owner_EP))
 
-    def start_tokens(self, tokens_TH: Tensor, route: Route, probs_TK: Tensor | None) -> _Exchange:
+    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _Push:
         channel = self._channel("dispatch" if probs_TK is not None else "combine backward", tokens_TH, route)
         choices = None if probs_TK is None else (route.ids_TK, probs_TK.to(channel.received_values.dtype))
 
@@ -63,15 +63,15 @@ class SymmetricTransport:
 
         return self._start(push, channel, choices is not None, (tokens_TH, choices, route))
 
-    def finish_tokens(self, ticket: _Exchange) -> ReceivedTokens:
-        channel = self._arrive(ticket)
-        if not ticket.with_choices:
+    def finish_tokens(self, work: _Push) -> ReceivedTokens:
+        channel = self._arrive(work)
+        if not work.with_choices:
             return ReceivedTokens(channel.received, None, None)
         local_GK = channel.received_ids.long() - self._first
         local_GK.masked_fill_((local_GK < 0) | (local_GK >= self._num_local), -1)
         return ReceivedTokens(channel.received, local_GK, channel.received_values)
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: Route, grad_GK: Tensor | None) -> _Exchange:
+    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _Push:
         channel = self._channel("combine" if grad_GK is None else "dispatch backward", rows_RH, route)
 
         def push() -> None:
@@ -79,12 +79,12 @@ class SymmetricTransport:
 
         return self._start(push, channel, grad_GK is not None, (rows_RH, index, grad_GK))
 
-    def finish_sums(self, ticket: _Exchange, route: Route) -> tuple[Tensor, Tensor | None]:
-        channel = self._arrive(ticket)
-        return self._kernels.sum_partials(route.ids_TK, self._owner_EP, channel, with_values=ticket.with_choices)
+    def finish_sums(self, work: _Push, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+        channel = self._arrive(work)
+        return self._kernels.sum_partials(route.ids_TK, self._owner_EP, channel, with_values=work.with_choices)
 
-    def release(self, ticket: _Exchange) -> None:
-        self._kernels.acknowledge(ticket.channel)
+    def release(self, work: _Push) -> None:
+        self._kernels.acknowledge(work.channel)
 
     def missing_rank(self) -> int | None:
         """Global rank that did not send in time, from any exchange so far; does not synchronise with the device."""
@@ -96,12 +96,12 @@ class SymmetricTransport:
 
     def _start(
         self, push: Callable[[], None], channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]
-    ) -> _Exchange:
+    ) -> _Push:
         with self._streams.fork(_STREAM):
             push()
-        return _Exchange(channel, with_choices, keep)
+        return _Push(channel, with_choices, keep)
 
-    def _arrive(self, exchange: _Exchange) -> PushChannel:
+    def _arrive(self, exchange: _Push) -> PushChannel:
         """Makes the current stream wait until all ranks have pushed."""
         with self._streams.on(_STREAM):
             self._kernels.wait_for_peers(exchange.channel)
@@ -110,7 +110,7 @@ class SymmetricTransport:
         exchange.keep = ()
         return exchange.channel
 
-    def _channel(self, purpose: str, rows: Tensor, route: Route) -> PushChannel:
+    def _channel(self, purpose: str, rows: Tensor, route: ExchangeRoute) -> PushChannel:
         """The channel of one purpose. Collective over the group when the shape is new."""
         num_tokens, topk = route.ids_TK.shape
         shape = ChannelShape(
