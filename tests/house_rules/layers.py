@@ -50,8 +50,8 @@ THIRD_PARTY = ("torch", "numpy", "safetensors", "yaml")
 """Packages that a module may import at its top. Modules of `NO_TORCH` import none of them, `arguments` only yaml."""
 
 OPTIONAL = (
-    "deep_ep", "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.distributed._tools",
-    "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
+    "deep_ep", "matplotlib", "rich", "sentencepiece", "tensorboard", "tiktoken", "tokenizers",
+    "torch.distributed._tools", "torch.utils.tensorboard", "transformers", "wandb", "zstandard",
 )  # fmt: skip
 """Imported inside the function that uses them, so that other runs do not pay for the import."""
 
