@@ -89,16 +89,20 @@ class ActivationSizes:
 def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, imbalance: float = 1.0) -> float:
     """Number of rows R (pairs of token and selected expert) that the experts of the most loaded rank process for one
     microbatch with `num_tokens` tokens per rank. With expert parallelism, R is `imbalance` times the even load, with
-    two exceptions: padding to the expert capacity makes R constant, and the all-gather dispatcher allocates buffers for
-    the largest possible R.
+    three exceptions: padding to the expert capacity makes R constant, the all-gather dispatcher allocates buffers for
+    the largest possible R, and the flex dispatcher for the R of `--moe-expert-rank-capacity-factor`.
     """
     ranks, router = parallel.ep * parallel.etp, config.router
     local = router.num_experts // parallel.ep
     if config.capacity is not None and config.capacity.pad:
         even = num_tokens * router.topk / router.num_experts * config.capacity.factor
         return ranks * local * min(num_tokens, ceil(even))
+    most = ranks * num_tokens * min(router.topk, local)
     if ranks > 1 and config.dispatcher == "allgather":
-        return ranks * num_tokens * min(router.topk, local)
+        return most
+    if ranks > 1 and config.dispatcher == "flex":
+        factor = config.expert_rank_capacity_factor
+        return most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
     return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)
 
 

@@ -28,7 +28,14 @@ from megatron_moe.cost_model.activations import (
 from megatron_moe.cost_model.amounts import Amounts
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.cost_model.shards import HeldElements, held_by_rank, low_elements
-from megatron_moe.cost_model.workspace import ATTENTION, Workspace, in_attention, in_feed_forward, in_loss
+from megatron_moe.cost_model.workspace import (
+    ATTENTION,
+    Workspace,
+    in_attention,
+    in_feed_forward,
+    in_loss,
+    receive_slots,
+)
 from megatron_moe.pipeline.actions import Entry, parts
 from megatron_moe.pipeline.schedule import computations
 
@@ -73,6 +80,8 @@ class RankBytes:
     working: float
     """Activation gradients and recomputed activations of one layer. On the rank with the loss, the gradient of the
     logits instead, if that is larger; `dispatch` is then 0."""
+    receive_slots: float
+    """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
@@ -88,7 +97,8 @@ class RankBytes:
     @property
     def total(self) -> float:
         """Peak bytes on the device, reached either in forward and backward or in the optimizer update."""
-        return self.state.total + max(self.kept + self.dispatch + self.working + self.transfers, self.visiting)
+        training = self.kept + self.dispatch + self.working + self.transfers
+        return self.state.total + self.receive_slots + max(training, self.visiting)
 
 
 def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBytes:
@@ -192,6 +202,7 @@ class RankMemory:
             in_flight=sum(in_flight),
             dispatch=workspace.dispatch,
             working=workspace.other,
+            receive_slots=max((receive_slots(each, plan.parallel, self.sizes) for each in set(layers)), default=0.0),
             transfers=self._transfers(),
             visiting=self._visiting(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),

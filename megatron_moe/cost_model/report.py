@@ -147,6 +147,7 @@ def _categories(rank: RankBytes) -> Iterator[tuple[str, float]]:
     for module, size in rank.activations:
         yield f"activations: {module}", size
     yield "dispatch buffers", rank.dispatch
+    yield "dispatch receive slots", rank.receive_slots
     yield "at work", rank.working
     yield "pipeline buffers", rank.transfers
 

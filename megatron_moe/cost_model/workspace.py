@@ -143,5 +143,18 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
     if config.dispatcher == "allgather":
         gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
+    if config.dispatcher == "flex":  # sums, of this rank's tokens and, if they are computed before the push, of all
+        summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + parallel.ep * parallel.etp)
+        return Workspace(dispatch=summed * width * sizes.activation, other=held)
     sent = tokens * config.router.topk * width * sizes.activation
     return Workspace(dispatch=sent + held, other=held)
+
+
+def receive_slots(layer: LayerConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
+    """Bytes of the flex dispatcher's symmetric memory. Each of four exchanges (dispatch, combine and their backwards)
+    has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
+    config, ranks = layer.feed_forward, parallel.ep * parallel.etp
+    if not isinstance(config, MoEConfig) or config.dispatcher != "flex" or ranks == 1:
+        return 0.0
+    per_token = config.experts.hidden_size * sizes.activation + config.router.topk * (4 + sizes.internal)
+    return 4.0 * ranks * sizes.residual * per_token

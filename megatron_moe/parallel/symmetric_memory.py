@@ -34,7 +34,7 @@ def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext
             )
         return _from_torch(num_bytes, group, ctx.device)
     if ctx.device.type == "meta":
-        return tuple(torch.empty(num_bytes, dtype=torch.uint8, device="meta") for _ in group.ranks)
+        return (torch.empty(num_bytes, dtype=torch.uint8, device="meta"),) * group.size  # only its own takes memory
     return _from_files(num_bytes, group)
 
 

@@ -191,6 +191,31 @@ def test_memory_options_agree(memory: MemoryConfig) -> None:
     assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
 
 
+@pytest.mark.parametrize("num_sms", [None, 16])
+@pytest.mark.parametrize("factor", [None, 1.1])
+def test_receive_slots_of_the_flex_dispatcher_agree(factor: float | None, num_sms: int | None) -> None:
+    plan = plan_of("m8")
+    layers = tuple(
+        replace(
+            layer,
+            feed_forward=replace(
+                layer.feed_forward,
+                dispatcher="flex",
+                expert_rank_capacity_factor=factor,
+                flex_dispatcher_num_sms=num_sms,
+            ),
+        )
+        if layer.is_moe
+        else layer
+        for layer in plan.model.layers
+    )
+    parallel = replace(plan.parallel, ep=4, world_size=4)
+    found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
+    slots = 4 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # exchanges x ranks x tokens x bytes
+    assert found.closed.receive_slots == slots
+    assert abs(found.ratio - 1) < WITHIN
+
+
 def test_shared_query_groups_agree() -> None:
     plan = plan_of("q6")
     layers = tuple(replace(layer, mixer=replace(layer.mixer, num_query_groups=2)) for layer in plan.model.layers)

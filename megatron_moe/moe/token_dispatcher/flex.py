@@ -187,7 +187,7 @@ class FlexDispatcher:
             return index, None
         bound = len(ids_GK) * min(ids_GK.shape[1], self.num_local)
         factor = self.comm.row_capacity_factor
-        even_share = ids_GK.numel() / self.num_ranks
+        even_share = ids_GK.numel() / self.comm.ep.size
         if factor is None or factor * even_share >= bound:
             return first_rows(index, bound), None
         bound = int(factor * even_share)
