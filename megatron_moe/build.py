@@ -194,7 +194,8 @@ def build_model(
             expert_comm=_expert_comm(plan, context, kernels),
         )
         if initial:
-            init_parameters(model, plan.loop.seed, plan.model.init)
+            device = "cpu" if plan.loop.use_cpu_initialization else context.device
+            init_parameters(model, plan.loop.seed, plan.model.init, device)
     return model
 
 

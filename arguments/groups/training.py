@@ -35,6 +35,8 @@ class TrainingFlags:
     """Save and exit after this many minutes."""
     seed: int = close(1234, "same data order, but other initial weights and dropout masks", least=0, below=2**32)
     """Random seed."""
+    use_cpu_initialization: bool = flag(False)
+    """Draw the initial weights on the CPU, which is slower but independent of the GPU. Off: on the device."""
     data_parallel_random_init: bool = refused(False, "data-parallel replicas always start with identical weights")
     """Initialize weights differently on each data-parallel rank."""
     manual_gc: bool = flag(False)

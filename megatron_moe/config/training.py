@@ -72,6 +72,8 @@ class LoopConfig:
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     seed: int = 1234
+    use_cpu_initialization: bool = True
+    """Draws the initial weights on the CPU (`--use-cpu-initialization`); False: on the device, with other values."""
     skip_train: bool = False
     calculate_per_token_loss: bool = False
     """Averages the loss over all tokens of the global batch, instead of averaging the mean losses of microbatches

@@ -1,6 +1,7 @@
 """Parameter initialisation. Values depend only on the seed, the parameter's global name and the expert id.
 
-All values are drawn on the CPU in fp32 and then copied, so they do not depend on layout, device or dtype.
+All values are drawn in fp32 as whole tensors, so they do not depend on layout or dtype. Values drawn on a GPU differ
+from those drawn on the CPU.
 """
 
 import math
@@ -13,38 +14,42 @@ from megatron_moe.parallel import rng
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, expert_part, held_experts, local_part
 
+Device = torch.device | str
+
 SPREAD = 0.1
 """Standard deviation of norm weights, biases and routers' expert biases in unit-gain initialisation."""
 
 
 @torch.no_grad()
-def init_parameters(model: nn.Module, seed: int, config: InitConfig) -> None:
-    """Initialises all parameters in place. Unit-gain initialisation also sets the expert biases of the routers."""
+def init_parameters(model: nn.Module, seed: int, config: InitConfig, device: Device = "cpu") -> None:
+    """Initialises all parameters in place, with values drawn on `device`. Unit-gain initialisation also sets the expert
+    biases of the routers."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, Parameter), f"{name} was not made by new_parameter"
-        parameter.copy_(_initial_part(parameter, name, seed, config))
+        parameter.copy_(_initial_part(parameter, name, seed, config, device))
     if config.method == "unit_gain":
         for name, buffer in model.named_buffers():
             if name.endswith(".expert_bias"):
-                buffer.copy_(SPREAD * normal(tuple(buffer.shape), (seed, name)))
+                buffer.copy_(SPREAD * normal(tuple(buffer.shape), (seed, name), device))
 
 
-def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig) -> Tensor:
+def _initial_part(parameter: Parameter, name: str, seed: int, config: InitConfig, device: Device) -> Tensor:
     """Initial values of this rank's shard. No values are drawn for experts of other ranks."""
     shape, meta, boxes = parameter.global_shape, parameter.meta, parameter.boxes
     if meta.num_experts is None:
-        return local_part(_draw(shape, meta, (seed, name), config), boxes, meta)
-    held = held_experts(parameter)
-    return torch.stack([expert_part(_draw(shape[1:], meta, (seed, name, id), config), parameter) for id in held])
+        return local_part(_draw(shape, meta, (seed, name), config, device), boxes, meta)
+    experts = [_draw(shape[1:], meta, (seed, name, id), config, device) for id in held_experts(parameter)]
+    return torch.stack([expert_part(expert, parameter) for expert in experts])
 
 
-def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitConfig) -> Tensor:
+def _draw(shape: tuple[int, ...], meta: ParamMeta, key: rng.Key, config: InitConfig, device: Device) -> Tensor:
     own = meta.init == "embedding" and config.embedding_std is not None
     if config.method == "xavier_uniform" and len(shape) == 2 and not own:
         bound = math.sqrt(6 / sum(shape))
-        return bound * (2 * torch.rand(shape, generator=rng.generator(key), dtype=torch.float32) - 1)
+        drawn = torch.rand(shape, generator=rng.generator(key, device), dtype=torch.float32, device=device)
+        return bound * (2 * drawn - 1)
     mean, std = 1.0 if meta.init == "ones" else 0.0, standard_deviation(meta, config)
-    return torch.full(shape, mean) if std == 0.0 else mean + std * normal(shape, key)
+    return torch.full(shape, mean, device=device) if std == 0.0 else mean + std * normal(shape, key, device)
 
 
 def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
@@ -57,6 +62,6 @@ def standard_deviation(meta: ParamMeta, config: InitConfig) -> float:
     return stds[meta.init]
 
 
-def normal(shape: tuple[int, ...], key: rng.Key) -> Tensor:
-    """Standard normal values in fp32 on the CPU."""
-    return torch.randn(shape, generator=rng.generator(key), dtype=torch.float32)
+def normal(shape: tuple[int, ...], key: rng.Key, device: Device) -> Tensor:
+    """Standard normal values in fp32."""
+    return torch.randn(shape, generator=rng.generator(key, device), dtype=torch.float32, device=device)
