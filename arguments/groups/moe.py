@@ -73,11 +73,11 @@ class MoEFlags:
     """Tokens to drop if an expert exceeds its capacity: the tokens with the lowest probability, or the last tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
-    moe_expert_rank_capacity_factor: float | None = close(
-        None, "used by flex; a step that needs more rows is repeated with a larger bound, no token is dropped", least=0
+    moe_expert_rank_capacity_factor: float = close(
+        1.25, "used by flex; a step that needs more rows is repeated with a larger bound, no token is dropped", least=0
     )
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
-    buffers. Not set: buffers are large enough for any routing."""
+    buffers."""
 
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""

@@ -175,13 +175,18 @@ def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -
     if every rank has all experts."""
     num_ranks = ctx.group("etp_ep").size
     kind: str = "local" if num_ranks == 1 else config.dispatcher
-    if kind == "flex" and config.flex_dispatcher_backend == "deepep" and has_deepep():
+    library = config.flex_dispatcher_backend
+    if kind == "flex" and library == "deepep" and has_deepep():
         kind = "flex with deepep"
     assert kind == "local" or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {num_ranks} ranks"
-    return ExpertComm(
+    comm = ExpertComm(
         ctx,
         kernels,
         LocalDispatcher if kind == "local" else DISPATCHERS[kind],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
     )
+    if kind == "flex" and library != "symmetric":
+        reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"
+        comm.note = f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"
+    return comm

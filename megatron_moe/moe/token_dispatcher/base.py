@@ -111,6 +111,8 @@ class ExpertComm:
 
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
+    note: str | None = None
+    """Log line about a requested communication library that is replaced; None if none is."""
 
     def __init__(
         self,

@@ -358,3 +358,24 @@ def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None
 
     assert on_threads(parallel(2, ep=2), rank)[0] == [AllGatherDispatcher, AllToAllDispatcher, SymmetricDispatcher]
     assert on_threads(parallel(2), rank)[0] == [LocalDispatcher] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("deepep", "deep_ep is not installed"), ("hybridep", "it is not supported")]
+)
+def test_symmetric_memory_replaces_a_missing_library(
+    monkeypatch: pytest.MonkeyPatch, backend: str, reason: str
+) -> None:
+    monkeypatch.setattr("megatron_moe.moe.moe_layer.has_deepep", lambda: False)
+    config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend=backend)
+    for comm in on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE)):
+        assert comm.dispatcher is SymmetricDispatcher and comm.note
+        assert comm.note.startswith(f"--moe-flex-dispatcher-backend {backend}: {reason}")
+    alone = new_expert_comm(config, ParallelContext.single(), REFERENCE)
+    assert alone.dispatcher is LocalDispatcher and alone.note is None
+
+
+def test_installed_deepep_is_used() -> None:
+    config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend="deepep")
+    comms = on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE))
+    assert [(comm.dispatcher, comm.note) for comm in comms] == [(DeepEPDispatcher, None)] * 2
