@@ -81,6 +81,9 @@ def _needed(flags: Flags) -> Iterator[Variable]:
     if flags.overlap_moe_expert_parallel_comm:
         reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
+    if flags.moe_token_dispatcher_type == "flex":
+        reason = "--moe-token-dispatcher-type flex: tokens are written to single GPUs, without NVLink multicast"
+        yield Variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", reason)
     if flags.expert_model_parallel_size > 1:
         reason = "--expert-model-parallel-size: token counts per rank vary between steps, which fragments memory"
         yield Variable("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, reason)

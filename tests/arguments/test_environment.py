@@ -27,6 +27,7 @@ def test_deterministic_mode_sets_library_variables():
 
 def test_overlap_of_expert_communication_needs_many_queues():
     assert environment_of("--overlap-moe-expert-parallel-comm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert environment_of("--moe-token-dispatcher-type flex") == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def test_rows_that_change_in_every_step_need_memory_that_can_grow():
