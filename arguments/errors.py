@@ -1,4 +1,4 @@
-"""Exceptions for invalid command lines, whose problems are reported together, and for early exit."""
+"""Exceptions for early exit and for invalid command lines. All problems of a command line are reported together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

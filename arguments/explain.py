@@ -39,7 +39,7 @@ _RECOGNISED_HEADS = MappingProxyType(
         True: ("Rejected flags", "Megatron-LM flags of features that are not implemented."),
     }
 )
-"""Maps `Recognised.refused` to the (heading, introduction) of the section of docs/flags.md with these flags."""
+"""Maps `Recognised.refused` to the heading and introduction of a section of docs/flags.md."""
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",
@@ -174,7 +174,7 @@ def _searched(flag: Flag, text: str) -> list[str]:
 
 
 def recipes_with(flag: Flag) -> list[str]:
-    """Names of the recipes, and of the files that recipes share, that set a flag."""
+    """Names of the recipe files that set a flag, including files shared by several recipes."""
     spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
     for name, path in recipe_files():
@@ -185,7 +185,7 @@ def recipes_with(flag: Flag) -> list[str]:
 
 
 def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
-    """Returns (flag, help text) pairs ordered by group: of all flags, or only of the flags of group `only`."""
+    """Returns (flag, help text) of each flag, ordered by group. With `only`, returns only the flags of that group."""
     found = []
     for group, group_class in GROUPS.items():
         if only in (None, group):

@@ -233,7 +233,7 @@ class _Reader:
         return Given(option, (self._scalar(node),), origin, state="one text")
 
     def _report(self, trouble: _Unusable) -> None:
-        """Records the unset variables of an `_Unset`. Other problems were recorded where they occurred."""
+        """Records the unset variables if `trouble` is `_Unset`. Other problems have already been recorded."""
         if isinstance(trouble, _Unset):
             for variable in trouble.variables:
                 self.unset.setdefault(variable, []).append(trouble.line)

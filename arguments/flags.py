@@ -35,7 +35,7 @@ class StartFlags:
     recipe: str | None = ours(None, essential=True)
     """Recipe to use, a file in scripts/recipes that is read before `--config`; docs/recipes.md lists all recipes."""
     print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
-    """Print all values as YAML with their origins or as JSON, or the given flags as a command line, and exit."""
+    """Print all values (yaml, with their origins, or json) or the given flags as a command line (flags), and exit."""
     from_hf_config: str | None = ours(None)
     """Folder with a Hugging Face config.json from which model flags are derived. Flags in files and on the command line
     override the derived ones."""

@@ -151,7 +151,7 @@ def is_start_flag(option: str, registry: Registry) -> bool:
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
-    """Merges layers of flags. Later layers override earlier layers silently; two values in one layer add a note."""
+    """Merges layers of flags. Later layers override earlier layers silently. Two values in one layer cause a note."""
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
@@ -184,8 +184,8 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
-    """Returns whether a flag is recognised but not implemented. If so, adds it to `without_effect` or `refused` of the
-    settings, unless it is null or would be refused but is switched off."""
+    """Returns whether a flag is recognised but not implemented. Adds such a flag to `without_effect` or
+    `refused` of the settings. A flag that is null, or a switch that would be refused but is off, is not added."""
     found = find_recognised(option)
     if found is None:
         return False

@@ -240,7 +240,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Settings) -> int:
-    """Vocabulary size: `--vocab-size`, checked against the tokenizer, or else the size of the tokenizer."""
+    """Returns `--vocab-size` after a check against the tokenizer; if not set, the tokenizer's vocabulary size."""
     given = flags.vocab_size
     if vocab_size_of is None:
         if given is None:

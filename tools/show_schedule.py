@@ -110,7 +110,7 @@ def name(config: ScheduleConfig) -> str:
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
-    """Problems of the schedule (`strict`: with blocking sends), bubble fraction, time and in-flight microbatches."""
+    """Text with problems, bubble, time and peak in flight. Sends are blocking in `strict` and buffered in `loose`."""
     lines = ["no deadlock with blocking sends; every microbatch once, in order"]
     if found := dict.fromkeys((*strict.problems, *loose.problems)):
         lines = ["WRONG:", *(f"  {problem}" for problem in found)]

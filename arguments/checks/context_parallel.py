@@ -44,7 +44,7 @@ def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
 
 
 def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
-    """With a2a, every rank receives an equal number of query heads, and the key/value heads that they use."""
+    """With a2a, every rank receives an equal number of query heads and the key/value heads of these query heads."""
     sizes = flags.hierarchical_context_parallel_sizes or (1,)
     ranks = max(
         flags.context_parallel_size if "a2a" in flags.cp_comm_type else 1,
@@ -90,7 +90,7 @@ def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
-    """With --hybrid-context-parallel, the ranks over which seq_aux_loss sums may hold different sequences."""
+    """--hybrid-context-parallel may assign different sequences to the ranks over which seq_aux_loss takes sums."""
     if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
         yield (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",

@@ -36,7 +36,7 @@ def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
 
 
 def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
-    """The optimizer reads main gradients from the accumulation buffer, so both have the same dtype."""
+    """The optimizer reads main gradients from the accumulation buffer, so they have the dtype of the buffer."""
     if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
         yield (
             "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",

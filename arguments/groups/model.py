@@ -112,7 +112,7 @@ class ModelFlags:
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Number of multi-token prediction layers, each of which predicts one token further ahead."""
     mtp_loss_scaling_factor: float = flag(0.1, least=0)
-    """Weight of the multi-token prediction loss, which is averaged over its layers."""
+    """Weight of the multi-token prediction loss in the total loss. The losses of the prediction layers are averaged."""
     mtp_use_repeated_layer: bool = flag(False)
     """Share the weights of one layer among all multi-token prediction layers."""
     mtp_detach_heads: bool = close(False, "gradient clipping still uses one norm over all parameters")

@@ -69,7 +69,7 @@ class ParallelFlags:
         "one group size per microbatch; several groups divide the sequences of the microbatch",
         names=("--dynamic-context-parallel",),
     )
-    """Split the sequences of each microbatch over only as many context-parallel ranks as its longest document needs."""
+    """Split each microbatch over only as many context-parallel ranks as the longest document in it needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
     """For --hybrid-context-parallel: maximum number of tokens of one document on each rank."""
     ep_overlap_early_attn_memory_release: bool = flag(False)

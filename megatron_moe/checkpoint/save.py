@@ -1,11 +1,11 @@
 """Atomic checkpoint saving, synchronous or in background threads.
 
 All files are written to a temporary folder, the manifest last. Renaming this folder commits the checkpoint. A crash
-does not affect earlier checkpoints; a temporary folder that it leaves is removed at the next start.
+does not affect earlier checkpoints, and the next start removes the temporary folder that remains.
 
 A save has two stages: all ranks write their files, then the first rank commits. Each stage may run in a background
 thread. Between the stages, the main threads gather the results or errors of all ranks over a gloo group. The background
-threads run no collectives: these would interleave with those of the training step in a different order on each rank.
+threads run no collectives, because their order relative to those of training would differ between ranks.
 """
 
 import errno
@@ -58,8 +58,8 @@ from megatron_moe.parallel.context import ParallelContext
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
 _CLOSE_TIMEOUT_S = 10.0
-"""Maximum time for which `close` waits for a cancelled writer thread. If the thread still used tensors during
-interpreter shutdown, the process would abort and its exit code would be lost."""
+"""Maximum time for which `close` waits until a cancelled writer thread ends. A thread that used tensors during
+interpreter shutdown would abort the process, and its exit code would be lost."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class SavedCheckpoint:
     num_bytes: int
     """Total size in bytes of the tensors that all ranks wrote."""
     seconds: float
-    """Time from the start of the save to its commit. A preempted run needs at least this long before SIGKILL."""
+    """Time from start to commit. A preempted run can save only if this time fits between the signal and SIGKILL."""
     blocked_seconds: float
     """Part of `seconds` during which training was blocked."""
     write_seconds: float
@@ -220,7 +220,7 @@ class CheckpointSaver:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> Path | None:
-        """Writes one checkpoint and returns after its commit. `start` describes the arguments.
+        """Writes one checkpoint and returns after its commit. The arguments are those of `CheckpointSaver.start`.
 
         Returns:
             Folder of the checkpoint. None if the save failed; then the error was logged and the files were removed.
@@ -240,15 +240,15 @@ class CheckpointSaver:
         in_thread: bool = True,
     ) -> SavedCheckpoint | None:
         """Starts to write one checkpoint, which replaces any checkpoint of the same iteration. Call `poll` or `wait` to
-        complete it. Raises SaveProblem like `poll`.
+        complete it. Raises SaveProblem if `stop_after` consecutive saves failed.
 
         Args:
             tensors: shards by `tensor_key`.
             train_state: content of train_state.json.
             texts: contents of additional text files by file name, e.g. run.yaml.
-            in_thread: copy all tensors to host memory, return, and write in a thread. Else write before returning.
+            in_thread: copy all tensors to host memory and write the files in a thread. False: write before returning.
         Returns:
-            None if the save has started; its result if it failed at once.
+            None if the save has started; a result whose `path` is None if it failed at once.
         """
         assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
         begin, first = time.monotonic(), self._context.is_first
@@ -272,7 +272,7 @@ class CheckpointSaver:
 
     @property
     def pending(self) -> int | None:
-        """Iteration of the unfinished save; None if there is none."""
+        """Iteration of the unfinished save; None if no save is unfinished."""
         return None if self._pending is None else self._pending.iteration
 
     def poll(self) -> SavedCheckpoint | None:
@@ -359,7 +359,7 @@ class CheckpointSaver:
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """Selects the boxes of `tensors` that this rank writes, which are those that no lower rank holds."""
+        """Selects the boxes of `tensors` that this rank writes. The lowest rank that holds a box writes it."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
@@ -424,7 +424,7 @@ class CheckpointSaver:
         return None, messages
 
     def _rename(self, save: _PendingSave, messages: list[str]) -> None:
-        """Renames the temporary folder to its final name. A checkpoint of this name is replaced, or kept on failure."""
+        """Renames the temporary folder. Replaces a checkpoint of the final name, but restores it on failure."""
         if not save.final.exists():
             self._storage.rename(save.temporary, save.final)
             return
@@ -480,7 +480,7 @@ def _file_names(prefix: str, plans: Sequence[_RankPlan], rank: int) -> list[str]
 
 
 def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, TensorShard]]]:
-    """Assigns the tensors of one rank to files. Returns, by file name prefix, the tensors of each file."""
+    """Assigns the tensors of one rank to files. Returns: file name prefix -> list with the tensors of each file."""
     weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in weights}
     return {"model": in_parts(weights), "optim": in_parts(others)}

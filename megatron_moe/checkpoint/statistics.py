@@ -77,7 +77,7 @@ class OpenCheckpoint:
         return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
     def difference(self, key: str, other: "OpenCheckpoint") -> TensorDifference | None:
-        """Compares a tensor in two checkpoints, also of different layouts. None if it is equal (NaN equals NaN)."""
+        """Compares a tensor of two checkpoints of any layout. Returns None if the values are equal (NaN equals NaN)."""
         a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
         if a is None or b is None:
             return TensorDifference(key, f"missing in {self.path if a is None else other.path}")

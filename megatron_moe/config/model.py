@@ -58,9 +58,9 @@ class InitConfig:
     embedding_std: float | None = None
     """Standard deviation of the embedding (`--embedding-init-method-std`). None: equal to `std`."""
     method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
-    """normal: with `std`, `output_std` and `embedding_std`.
-    xavier_uniform: uniform in +-sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010); `embedding_std` applies if set.
-    unit_gain: std = 1 / sqrt(fan_in); norm weights, biases and expert biases are random too; for numerical tests."""
+    """- "normal": normal distribution with `std`, `output_std` and `embedding_std`.
+    - "xavier_uniform": uniform in +-sqrt(6 / (fan_in + fan_out)); the embedding uses `embedding_std` if that is set.
+    - "unit_gain", for tests: std = 1 / sqrt(fan_in); norm weights, biases and expert biases are random too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,7 @@ class MoEConfig:
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
     shared_overlap: bool = False
-    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); excludes `latent_size`."""
+    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
     @property
     def latent_elements(self) -> int:

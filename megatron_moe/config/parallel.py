@@ -73,7 +73,7 @@ class DataParallelConfig:
     overlap_param_gather: bool = False
     """Gathers updated weights bucket by bucket, overlapped with the next forward."""
     ddp_bucket_size: int | None = None
-    """Number of elements per bucket; None: from `ddp_num_buckets`, or Megatron's default if that is None too."""
+    """Elements per bucket. None: `ddp_num_buckets` determines it; if both are None, Megatron's default is used."""
     ddp_num_buckets: int | None = None
     """Approximate number of buckets per rank, as an alternative to `ddp_bucket_size`."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False

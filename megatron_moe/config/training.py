@@ -47,7 +47,7 @@ class BatchConfig:
         return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def _steps_of_equal_size(self, consumed: int, end: int) -> int:
-        """Number of steps of equal batch size from sample `consumed` to at most sample `end`; at least 1."""
+        """Number of steps of equal batch size that start at sample `consumed` and do not go past `end`; at least 1."""
         assert self.rampup_batch_size is not None, "only called during a ramp-up"
         size, (start, increment, over) = self.size_at(consumed), self.rampup_batch_size
         num_increments = (self.global_batch_size - start) // increment

@@ -41,8 +41,8 @@ _FEW_GROUPS = 4
 LATE = "waiting for weight gradients"
 """Name in `RankBytes.activations` of tensors kept after backward for delayed expert weight gradients."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Number of microbatches of each model chunk at one point of the schedule: (in flight between forward and backward,
-after backward with expert weight gradients that `--moe-expert-wgrad-interval` delays)."""
+"""Numbers of microbatches at one point of the schedule: (in flight, delayed), each with one number per model chunk.
+In flight: between forward and backward. Delayed: backward has run, except for delayed expert weight gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class RankBytes:
     dispatch: float
     """Buffers of the token dispatcher, for one layer."""
     working: float
-    """Activation gradients and recomputed activations of one layer. On the rank with the loss, the gradient of the
-    logits instead, if that is larger; `dispatch` is then 0."""
+    """Activation gradients and recomputed activations of one layer. On the rank with the loss, the field is
+    the workspace of the loss instead if that is larger; `dispatch` is then 0."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
@@ -130,7 +130,7 @@ class _ChunkActivations(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """Bytes of a saved tensor that stay on the device, are offloaded to the host, and are recomputed in backward."""
+    """Division of a saved tensor's bytes: kept on the device, offloaded to the host, or recomputed in backward."""
 
     device: float
     host: float = 0.0
@@ -292,7 +292,7 @@ class RankMemory:
         return _Placed(size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
-        """Bytes that a layer saves for one microbatch: includes offloaded tensors, excludes recomputed ones."""
+        """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
         return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
     def _late(self, layer: LayerConfig) -> float:
@@ -325,7 +325,8 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Peak bytes of offloaded state on the device during the update: all, or two chunks. 0 if the CPU updates."""
+        """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is
+        copied in chunks. Returns 0 if the update runs on the CPU."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
@@ -370,7 +371,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Counts with the most bytes. `chunks`, `late`: bytes per in-flight and per delayed microbatch, by chunk."""
+    """Moment with the most saved bytes. `chunks`, `late`: bytes per in-flight or delayed microbatch, by model chunk."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
@@ -390,8 +391,8 @@ def checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
-    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. Every in-flight tensor of expert
-    rows gets pages for its rows at an even load times the buffer size factor, plus one partly filled page."""
+    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. Pages per in-flight tensor:
+    rows at an even expert load, times the buffer size factor, divided by the page size and rounded up, plus 1."""
     assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
     chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]

@@ -35,7 +35,7 @@ class Workspace:
         return self.dispatch + self.other
 
     def and_more(self, size: float) -> "Workspace":
-        """Returns a copy with `size` bytes added to `other`."""
+        """Returns a copy in which the field `other` is larger by `size` bytes."""
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
 
@@ -95,9 +95,9 @@ def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: Activat
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the loss: the gradient of the logits, or, if tp shards the vocabulary, three internal-format
-    tensors of the forward (logits, logits minus maximum, exponential). A chunked loss needs these for one chunk only,
-    and in addition the logits of that chunk."""
+    """Peak workspace of the loss. Without tp, it is the gradient of the logits. With tp, it is three internal-format
+    tensors of the forward: logits, logits minus maximum, and exponentials. A chunked loss has these tensors for one
+    chunk only, plus the chunk of logits itself."""
     vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
     size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
     if chunk is None:

@@ -26,7 +26,7 @@ _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile),
 )
-"""Exceptions that numpy and json raise for damaged files. numpy parses .npy headers as Python and opens zip files."""
+"""Exceptions that numpy and json raise for damaged files, including those of the Python and zip parsers in numpy."""
 
 
 def crc32_of(array: np.ndarray) -> int:

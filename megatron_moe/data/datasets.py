@@ -32,7 +32,7 @@ _ROUND_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """File prefixes and weights of data sets. `weights` None: in proportion to their numbers of samples."""
+    """File prefixes and weights of data sets. If `weights` is None, each data set's number of samples is its weight."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -98,7 +98,7 @@ def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.
 class MockTokens:
     """Synthetic documents (`--mock-data`): token ids 1, 2, 3, … modulo the vocabulary size, then end-of-document.
 
-    Lengths are drawn uniformly from [1, 4096). They equal those of Megatron's first `num_documents` mock documents.
+    The lengths are drawn uniformly from [1, 4096) and equal those of Megatron's first `num_documents` mock documents.
     """
 
     def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:

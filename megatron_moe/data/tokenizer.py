@@ -157,7 +157,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
-    """Loads a SentencePiece model. Its end-of-sentence piece, else a piece in `_END_NAMES`, is end-of-document."""
+    """Loads a SentencePiece model. End-of-document is its end-of-sentence piece or, if missing, one of `_END_NAMES`."""
     content = _read(path)
     processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor()
     try:

@@ -1,9 +1,9 @@
 """Fake kernels for memory emulation: a backend's Python wrappers run, but launch no kernels.
 
-A second copy of each backend module is imported. In this copy, Triton is a fake module, so that Triton need not be
-installed, and `_REPLACED` lists fakes of functions that call libraries. A fake allocates and saves for backward the
-same tensors as the real op on an H100 or H200, but computes nothing. Tensors are on torch's `meta` device, which the
-backends treat as a GPU.
+A second copy of each backend module is imported. In the copy, a fake module replaces Triton, which need not be
+installed, and the fakes in `_REPLACED` replace functions that call libraries. A fake allocates and saves for backward
+the same tensors as the real op on an H100 or H200, but computes nothing. Tensors are on torch's `meta` device, which
+the backends treat as a GPU.
 """
 
 import builtins

@@ -148,7 +148,7 @@ class AttentionResult(NamedTuple):
     lse_SBN: Tensor
     """Log-sum-exp of each query's logits, in the internal dtype."""
     delta_SBN: Tensor
-    """Sum of `grad_SBNE` * `out_SBNE` over E, in the internal dtype. A backend reads this tensor or `out_SBNE`."""
+    """Sum of `grad_SBNE` * `out_SBNE` over E, in the internal dtype. A backend uses either this or `out_SBNE`."""
 
 
 class QueryKeyTransform(NamedTuple):
@@ -193,7 +193,7 @@ class AdamWStep:
 
 
 class BalanceSums(NamedTuple):
-    """Sums for load-balancing losses over G sets of tokens. Groups, expert bias and token dropping have no effect."""
+    """Sums for load-balancing losses over G sets of tokens. They ignore expert groups, expert bias and token drops."""
 
     scores_GE: Tensor
     """For each set and expert, sum of scores that are normalised to 1 per token: internal dtype, differentiable."""
@@ -212,7 +212,7 @@ class RoutedTokens(NamedTuple):
     """Number of choices per expert, int64."""
     balance: BalanceSums | None
     z_sum: Tensor | None
-    """Sum of logsumexp(logits)^2 over valid tokens: scalar in the internal dtype, differentiable; None without `z`."""
+    """Sum of logsumexp(logits)^2 over valid tokens: scalar, internal dtype, differentiable. None if not requested."""
 
 
 class Kernels(Protocol):
@@ -229,8 +229,8 @@ class Kernels(Protocol):
         ...
 
     def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
-        """Writes the weight gradient of a linear layer to `out` [O, I], or adds it if `accumulate`: grad^T x for grad
-        [..., O] and x [..., I], computed in the dtype of `out`, which may be wider than that of the inputs."""
+        """Writes the weight gradient of a linear layer, grad^T x, to `out` [O, I], or adds it if `accumulate`. grad is
+        [..., O] and x is [..., I]. Computed in the dtype of `out`, which may be wider than that of the inputs."""
         ...
 
     def grouped_forward(self, rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class Kernels(Protocol):
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
-        gradient is the sum of grad^T rows over all parts (at least one), in the dtype of `out`; 0 without rows."""
+        gradient is the sum of grad^T rows over all parts (at least one), in the dtype of `out`, or 0 without rows."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -415,7 +415,7 @@ class Kernels(Protocol):
 
 
 def most_rows(num_choices: int, num_experts: int, align: int) -> int:
-    """Maximum number of rows over all routings: each expert with a choice has at most `align - 1` padding rows."""
+    """Largest number of rows that any routing needs. Each used expert adds at most `align - 1` padding rows."""
     return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
 
 

@@ -88,8 +88,8 @@ def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], itera
 
 
 def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
-    """Replaces running sums per microbatch by running sums per group of `dp` microbatches, because the data-parallel
-    ranks of the layout route one microbatch each at the same time. Keys identify microbatch and MTP depth."""
+    """Replaces each running sum of token counts by its value after the microbatch's group of `dp` microbatches, which
+    the data-parallel ranks of the layout route at the same time. Keys identify microbatch and MTP depth."""
 
     def group_of(key: RNGKey | None) -> tuple[int, Key]:
         assert key is not None, "a microbatch has no key"
@@ -130,7 +130,7 @@ class _Partition:
 
 
 def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> list[Tensor]:
-    """Sequence positions on each of the `degree` ranks (x tp with sequence parallelism), int64, in storage order."""
+    """Sequence positions of each rank, int64, in storage order: `degree` ranks, times tp with sequence parallelism."""
     shares = split_places(config.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]

@@ -108,7 +108,7 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
 def _figure_rows(
     what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
-    """Compares scalars. At least one rank must have each of the oracle's scalars, and all values must agree."""
+    """Compares the ranks' scalars with the oracle's. A scalar that no rank has, or on which ranks differ, is bad."""
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
@@ -143,7 +143,7 @@ def _tensor_rows(
 
 
 def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
-    """Global tensor, assembled from (rank, shard) pairs, and a remark on differing copies or missing elements."""
+    """Assembles a tensor from (rank, shard) pairs. Returns it and a remark if copies differ or elements are missing."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
     copies: dict[tuple[ParamBox, ...], list[tuple[int, RecordedTensor]]] = {}
@@ -201,7 +201,7 @@ def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
 
 
 def explain_ratio(ratio: float, axes: Mapping[str, int]) -> str:
-    """Explains a ratio of N or 1 / N as a doubled or missing reduction and names axes of size N; empty otherwise."""
+    """Explains a ratio N (doubled reduction) or 1 / N (missing reduction), with the axes of size N; otherwise empty."""
     for value, kind in ((ratio, "doubled"), (1 / ratio if ratio else 0.0, "missing")):
         size = round(value)
         if size > 1 and abs(value - size) < 1e-4 * size:

@@ -20,9 +20,9 @@ Reduction = Literal["mean", "sum", "max"]
 MetricValue = float | list[float]
 """Value of a metric: a number, or a list with one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
-"""Metric name and global layer index; None for metrics that are not per layer."""
+"""(metric name, global layer index). The layer index is None for metrics that are not per layer."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Function that records metrics of rows grouped by layer: (accumulator, layer -> number of rows, rows [n, ...])."""
+"""Function that records the metrics of rows grouped by layer, given (accumulator, rows per layer, rows [n, ...])."""
 
 _ROWS_AT_A_TIME = 128
 

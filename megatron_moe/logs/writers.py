@@ -204,7 +204,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, over iterations and most of them also over consumed samples.
+    """Writes scalars to TensorBoard, plotted over iterations. Most scalars are also plotted over consumed samples.
 
     After a failure, the next attempt opens a new event file, because the writer's thread ends at its first error.
     """
@@ -215,7 +215,7 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """First iteration of this process. TensorBoard hides older points from there on. None: hides no points."""
+        """Iteration from which on TensorBoard hides the points of earlier processes. None: no points are hidden."""
         self._writer: Any = None
 
     def log(self, entry: LogEntry) -> None:
@@ -241,7 +241,7 @@ class TensorBoard:
 
 
 def _hide_tracebacks_of_writers() -> None:
-    """Suppresses tracebacks of TensorBoard's writer thread; the next `add_scalar` raises the same error to `Guard`."""
+    """Hides tracebacks of TensorBoard's writer thread. `Guard` gets its error from the next `add_scalar`."""
     print_traceback = threading.excepthook
     if getattr(print_traceback, "hides_writers", False):
         return

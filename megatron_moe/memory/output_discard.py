@@ -21,13 +21,13 @@ def unpack(packed: PackedTensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Id of the tensor's storage, unique while the storage exists. Unlike data pointers, fake tensors have one too."""
+    """Id of the tensor's storage, unique while that exists. Fake tensors, which lack data pointers, have it too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedView:
-    """Packed form of a saved tensor. Calling it restores the storage and returns a view with its shape and strides."""
+    """Packed form of a saved tensor. A call restores the storage and returns a view with saved shape and strides."""
 
     restore: Callable[[], Tensor]
     shape: tuple[int, ...]

@@ -45,7 +45,7 @@ class TrackedPiece:
 
     @property
     def category(self) -> str:
-        """Memory category: `state` unless empty; "other" if allocated in phase "setup" or not yet released."""
+        """Memory category: `state` if set; else "other" if allocated in setup or still live; else by phase, label."""
         if self.state:
             return self.state
         if self.phase == "setup" or self.died is None:
@@ -98,7 +98,7 @@ class Timeline:
         return list(accumulate(change))
 
     def peak(self) -> MemoryPeak:
-        """Breakdown of the live bytes after the event at which their total is largest, from `begin` on."""
+        """Breakdown of the live bytes after the event with the largest total, searched from event `begin` on."""
         totals = self.totals()
         return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
 

@@ -71,7 +71,7 @@ class Attention(Mixer):
 
     N and G are the numbers of heads and query groups on this tensor-parallel rank. If there are fewer query groups than
     ranks, G is 1: several ranks share a group, and each computes an equal part of the group's heads. In this case
-    each rank holds an equal share of the rows of `linear_qkv`, and its outputs are all-gathered, as in Megatron-Core.
+    each rank holds an equal share of the rows of `linear_qkv`, whose outputs are all-gathered, as in Megatron-Core.
     """
 
     def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:

@@ -104,7 +104,7 @@ class Node:
     parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
     store: UnitStore | None = None
-    """Store from which `run_nodes` acquires `units` before `run` (and then releases them); None: always available."""
+    """Store from which `run_nodes` acquires `units` while `run` runs; None if the parameters are always available."""
     units: tuple[str, ...] = ()
 
 
@@ -160,7 +160,7 @@ class BoundNodes(NamedTuple):
     nodes: Sequence[Node]
     mb: MicrobatchContext
     layer: int | None = None
-    """Index in the model chunk of the layer that contains the nodes, as in `Slot.layer`."""
+    """Index of the layer that contains the nodes, counted within the model chunk (as `Slot.layer`)."""
 
 
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
@@ -198,8 +198,8 @@ def recompute_nodes(
 def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:
     """Merges the nodes of each module in `modules` (keys of `CAPTURED_NODES`) into one captured node.
 
-    If the microbatch has a graph instance, a captured node replays a CUDA graph of the merged nodes, which is captured
-    at first use. Otherwise it runs them. Modules that the layer lacks are skipped. `site`: path of the layer.
+    If the microbatch has a graph instance, a captured node replays one CUDA graph, which is captured at first use.
+    Otherwise it runs the merged nodes eagerly. Modules that the layer lacks are skipped. `site`: path of the layer.
     """
     chain = list(nodes)
     for module in modules:

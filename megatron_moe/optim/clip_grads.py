@@ -44,7 +44,7 @@ def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
 
 
 def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Adds `sums`, which each rank computed from its `counted` buffers, over all ranks in place: sums over the model.
+    """All-reduces `sums` in place to sums over the model. Each rank computed its `sums` from its `counted` buffers.
 
     If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are returned unchanged.
     Otherwise one collective returns the same bits on all ranks, so all ranks clip by the same factor.

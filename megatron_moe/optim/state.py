@@ -17,7 +17,8 @@ from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 
 Home = Literal["device", "host", "streamed"]
-"""device: stored and updated on the device; host: both on the CPU; streamed: in host memory, updated on the device."""
+"""Location of optimizer state. device: the state is stored and updated on the device. host: it is stored in host memory
+and updated on the CPU. streamed: it is stored in host memory and updated on the device."""
 _CHUNK = 1 << 22
 """Number of elements converted at a time when state is read or written outside of steps."""
 
@@ -177,7 +178,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds the master weights to the parameters, or sets them from the parameters if not `saves_master`."""
+        """Rounds the master weights to the parameters; if not `saves_master`, copies the parameters to the masters."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return

@@ -116,7 +116,7 @@ def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> 
 class Ring:
     """Ring over the ranks of a group: each rank sends to the next rank and receives from the previous one.
 
-    Transfers are not differentiable; ring attention calls them in its forward and backward. `group` None: one rank.
+    Transfers are not differentiable; ring attention calls them in its forward and backward. `group`: None for one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:

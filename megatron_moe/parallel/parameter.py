@@ -19,7 +19,7 @@ class GradAccumulator(Protocol):
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        """Runs `compute(out, accumulate)` now or later. It must write the gradient to `out`, or add it if `accumulate`.
+        """Runs `compute(out, accumulate)` now or later. It writes the gradient to `out`, or adds it if `accumulate`.
         `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""
         ...
 
@@ -77,7 +77,7 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
 
 
 def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
-    """Extracts a shard from the global tensor `whole`: concatenates the `boxes`, or returns a view if there is one."""
+    """Extracts a shard from the global tensor `whole`: a view if there is one box, else the concatenated boxes."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 

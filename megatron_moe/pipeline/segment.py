@@ -1,9 +1,9 @@
-"""Runs one microbatch through one model chunk as autograd segments, one per step, and backward in reverse order.
+"""Runs forward and backward of one microbatch through one model chunk as autograd segments, one per step.
 
 Without overlap a chunk is one step. An overlapped schedule interleaves the layer nodes of two microbatches. An exchange
-has two steps. The start runs in the exchange's slot. The finish waits for the received rows and runs as late as
-possible, right before the next step of the same microbatch. Work of the other microbatch that is launched in between
-overlaps with the exchange, in the forward and in the backward.
+(dispatch or combine) has two steps. Its first step, the start, runs in the exchange's slot. Its second step, the
+finish, waits for the received rows and runs as late as possible, right before the next step of the same microbatch.
+Work of the other microbatch that is launched between the two steps overlaps with the exchange, also in the backward.
 
 The autograd graph is cut between steps, and gradients are passed explicitly. The state between two steps is any nest of
 frozen dataclasses and tuples. Each tensor of the state that requires a gradient becomes a `CutTensor`. The graph of the
@@ -56,7 +56,7 @@ class SegmentedMicrobatch:
         if received is not None and torch.is_grad_enabled():
             self._state = CutTensor(received, self._received)
         self._boundaries: list[list[GradBoundary]] = []
-        """Boundaries of the outputs of each step whose forward has run and whose backward has not."""
+        """For each step whose forward has run and whose backward has not: the boundaries of its outputs."""
         self._num_forward = 0
         self._output: GradBoundary | None = None
 
@@ -142,7 +142,8 @@ class _GraphCut:
         return _rebuilt(state, self._enter)
 
     def leave(self, state: Any) -> Any:
-        """Replaces tensors that require a gradient by `CutTensor`s. A tensor made by `enter` gets its original one."""
+        """Replaces each tensor that requires a gradient by a `CutTensor`. A tensor that `enter` made from a `CutTensor`
+        is replaced by that `CutTensor`."""
         state = _rebuilt(state, self._leave)
         self._entered.clear()
         self._cuts.clear()

@@ -129,7 +129,7 @@ def with_remainders(plan: RunPlan) -> RunPlan:
 
 
 def with_bf16_moments(plan: RunPlan) -> RunPlan:
-    """Copy of the plan with bf16 optimizer moments and `with_remainders`, if parameters are bf16 and moments fp32."""
+    """Plan with bf16 moments and `with_remainders` applied; unchanged unless parameters are bf16 and moments fp32."""
     precision = plan.precision
     if precision.params != "bf16" or {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} != {"fp32"}:
         return plan

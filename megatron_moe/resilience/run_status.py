@@ -23,10 +23,10 @@ STATUS = "status.json"
 STARTED = ".started"
 """File that every rank touches once its flags are valid. A start that ends later without status.json was killed."""
 _START_SECONDS = 10.0
-"""Maximum time between the starts of two ranks. A starting rank keeps a failure report that is newer than this."""
+"""Maximum time between the starts of two ranks. A starting rank keeps a failure in status.json younger than this."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
-"""Maximum age, at this rank's start, of another rank's report that counts as a report of the same start."""
+"""Maximum time from another rank's report to this rank's later start. Older reports belong to a previous start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def starting(self, *, say: Callable[[str], None]) -> None:
-        """Overwrites a previous start's failure in status.json after the rendezvous. `say` reports later errors."""
+        """Overwrites a previous start's failure in status.json after the rendezvous. `say`: prints later errors."""
         self._say = say
         self.update(state="starting")
 
@@ -215,5 +215,5 @@ def _read(path: Path) -> Failure | None:
 
 def _blame(failure: Failure) -> tuple[bool, float]:
     """Sort key: causes before consequences. Causes are sorted from early to late, consequences from late to early,
-    because the rank with the latest report has read the others."""
+    because the rank with the latest report has read the earlier reports."""
     return (failure.followed, -failure.time if failure.followed else failure.time)

@@ -48,7 +48,7 @@ class RetainedStep:
     """Samples consumed before the step, over all ranks."""
     batches: Sequence[MicroBatch]
     local: Tensor
-    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros before the last pipeline stage."""
+    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros except on the last pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class RepeatedStep:
     """Results of a repeated step, stored on the device."""
 
     losses: dict[int, Tensor]
-    """Microbatch index on this rank -> sum of the microbatch's token losses; empty before the last pipeline stage."""
+    """Microbatch index on this rank -> sum of its token losses; empty except on the last pipeline stage."""
     local: Tensor
-    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros before the last pipeline stage."""
+    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros except on the last pipeline stage."""
     loss: Tensor
     """Mean loss per token over all ranks."""
     num_tokens: Tensor
@@ -182,7 +182,7 @@ class Trainer:
         """Runs forward and backward, which fill the gradient buffers. Returns the mean loss and number of tokens of the
         global batch, and fp64 [2]: sum of this rank's token losses and number of its tokens.
 
-        `losses`: None in training. A repetition passes a dict to receive microbatch losses; gradients stay unreduced.
+        `losses`: dict for microbatch losses if the step is a repetition without gradient reduction; None in training.
         """
         self.model.train()
         if self.model.expert_comm is not None:

@@ -63,10 +63,10 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """Returns `published` with rms_norm_eps for the q and kv latent norms of the layers in which `config` uses it.
+    """Returns `published`, but with rms_norm_eps for the q and kv latent norms in those layers where `config` uses it.
 
     A config.json has no epsilon for these norms: transformers uses 1e-6; Megatron-LM, vLLM and SGLang use rms_norm_eps.
-    A comparison of `config` with the result accepts both.
+    Callers compare `config` with the returned config, so that `config` may use either epsilon.
     """
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, norm=layer.norm))

@@ -192,7 +192,7 @@ _MTP = (
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
-"""Hugging Face name, within an MTP layer, of its copy of the output head (`MTP_EMBEDDING`: of the embedding)."""
+"""Name of an MTP layer's copy of the output head in Hugging Face folders, relative to the name of the layer."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")

@@ -78,7 +78,7 @@ def _candidate_locations(name: str) -> Iterator[Location]:
 
 @dataclass
 class ImportedModel:
-    """Tensors of a Megatron checkpoint, read only when they are saved, with its iteration and consumed samples."""
+    """Model imported from a Megatron checkpoint. The values of `tensors` are read only when they are saved."""
 
     tensors: dict[str, TensorShard]
     notes: list[str]

@@ -33,8 +33,8 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for row slices of a matrix [R, C]: rows beyond the slice are read as zero and not written.
 
     TMA checks the bounds of tensors, not of slices. The matrix is therefore described as a 4-d tensor with strides
-    (2^34 - row stride, row stride, row stride, 1). Addresses wrap modulo 2^64, so the index (2^30, end, 2^30 - end + r,
-    d) addresses element (r, d). For r >= end, the third index exceeds its bound of 2^30.
+    (2^34 - row stride, row stride, row stride, 1). For a slice that ends before row `end`, element (r, d) has the index
+    (2^30, end, 2^30 - end + r, d), because addresses wrap modulo 2^64. Rows from `end` on exceed the third bound, 2^30.
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]

@@ -10,9 +10,9 @@ Each processes several tiles of tokens of one set and computes:
   order, so every program writes a partial sum, and the last program adds them in program order. Results are bitwise
   reproducible, whichever program is last.
 
-The ticket, an atomic counter stored after the counts, identifies the last program, which must read all partial sums. A
-barrier orders the stores of all threads of a program before its increment of the ticket. The increment releases them at
-GPU scope and acquires the stores before all earlier increments. The loads of partial sums follow it and bypass the L1
+Every program increments an atomic counter (the ticket, stored after the counts), which shows whether it is the last. A
+barrier orders the stores of all threads of a program before its increment. The increment releases these stores at GPU
+scope and acquires the stores of earlier programs. The loads of partial sums follow the increment and bypass the L1
 cache (.cg), which is not coherent between multiprocessors. No program waits for another, so deadlocks are impossible.
 
 The columns of a tile are experts in the order of their ids, in groups (one group without group-limited routing). The
@@ -35,8 +35,8 @@ def route_forward(
     EPSILON: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Router forward. `counts_ptr`: counts [1 + sets, experts] ([1, experts] without BALANCE), then the ticket.
-    `shares_ptr`: partial sums of scores [programs, experts], then of squared log-sum-exps [programs]."""
+    """Router forward. `counts_ptr`: counts [1 + sets, experts] ([1, experts] without BALANCE) and a count of finished
+    programs. `shares_ptr`: partial sums: scores [programs, experts] and squared log-sum-exps [programs]."""
     plain: tl.constexpr = not (BIASED or REPLAYED or GROUP_TOPK > 0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     group_size = num_experts // NUM_GROUPS

@@ -54,8 +54,8 @@ def _log_of_one_plus(x):
 
 @triton.jit
 def ordered(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
-    """Maps floats to integers of the same order. nan maps to HIGHEST, and both zeros map to 0. No float maps to the
-    lowest integer, -HIGHEST - 1, which marks removed entries."""
+    """Maps floats to integers that compare like the floats. nan maps to HIGHEST, and both zeros map to 0. No float maps
+    to the lowest integer, -HIGHEST - 1, which marks removed entries."""
     bits = tl.where(values == 0.0, 0.0, values).to(INT, bitcast=True)
     return tl.where(values != values, HIGHEST, tl.where(bits < 0, bits ^ HIGHEST, bits))
 
