@@ -190,6 +190,7 @@ def _recognised(option: str, given: Given, settings: Settings) -> bool:
     if found is None:
         return False
     known, listed = found
+    settings.refused = [each for each in settings.refused if each[0].option != option]
     if given.words is None:
         settings.without_effect.pop(option, None)
     elif not known.refused:

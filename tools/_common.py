@@ -60,7 +60,7 @@ def requested_cluster(
     options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str], *, default: int | None = 1
 ) -> Cluster:
     """Cluster that the tool's options request. The recipe or config file in `flags` supplies sizes that are not given.
-    `default`: ranks if no size is found; None selects one node. Raises FlagErrors if sizes contradict each other."""
+    `default`: ranks if no size is found; None: all ranks of one node. Raises FlagErrors for contradictory sizes."""
     start = start_settings(flags, Registry.declared())
     kind = getattr(options, "gpu", None) or start.setting("gpu").value
     cluster = ClusterFlags(gpu=kind, gpus=options.gpus, nodes=options.nodes, gpus_per_node=options.gpus_per_node)

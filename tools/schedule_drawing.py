@@ -19,7 +19,7 @@ IDLE = "#f3f3f3"
 
 
 def label(entry: Entry, vpp: int) -> str:
-    """Microbatch index, and a letter for the model chunk if `vpp` > 1. Overlapped actions: both, joined by "|"."""
+    """Microbatch index, and a chunk letter if `vpp` > 1. The labels of overlapped actions are joined by "|"."""
     return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in parts(entry))
 
 

@@ -110,7 +110,7 @@ def name(config: ScheduleConfig) -> str:
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
-    """Text with problems, bubble, time and peak in flight. Sends are blocking in `strict` and buffered in `loose`."""
+    """Text with problems, bubble fraction, time, in-flight peaks. `strict`: blocking sends; `loose`: buffered sends."""
     lines = ["no deadlock with blocking sends; every microbatch once, in order"]
     if found := dict.fromkeys((*strict.problems, *loose.problems)):
         lines = ["WRONG:", *(f"  {problem}" for problem in found)]

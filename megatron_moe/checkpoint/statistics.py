@@ -92,7 +92,8 @@ class OpenCheckpoint:
                 same = (x == y) | (x.isnan() & y.isnan())
                 equal = equal and bool(same.all())
                 error = torch.where(same, 0.0, (x - y).abs())
-                largest = max(largest, float(error.max())) if error.numel() else largest
+                worst = float(error.max()) if error.numel() else 0.0
+                largest = worst if worst > largest or math.isnan(worst) else largest
                 squares, base = squares + float(error.square().sum()), base + float(x.square().sum())
         if equal:
             return None

@@ -1,7 +1,7 @@
 """Search for the fastest plans that fit into device memory, over layouts and memory options.
 
 The search is best-first: it visits sets of parallel sizes, and the layouts with these sizes, in order of a lower bound
-on the step time, which `estimator.py` computes. It selects the cheapest memory options with which a layout fits. The
+on the step time, which `estimator.py` computes. Each layout gets the cheapest memory options with which it fits. The
 search ends when all remaining lower bounds are above the step times of the best plans.
 """
 
@@ -106,7 +106,7 @@ class Planner:
         )
 
     def fits(self, memory: RankBytes) -> bool:
-        """Whether a rank with this peak has `RESERVE_GIB` left for CUDA, NCCL, workspaces and fragmentation."""
+        """Whether a rank with this peak leaves `RESERVE_GIB` of memory for CUDA, NCCL, workspaces and fragmentation."""
         return memory.total <= self.room
 
     def heaviest(self, plan: RunPlan) -> RankBytes:
@@ -114,8 +114,8 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Fits the plan into device memory as `fit` does. If this needs recompute or offload, enables 16-bit master
-        remainders (no cost in time), then bf16 moments if needed, then tries each of these with a host optimizer."""
+        """Fits the plan into device memory as `fit` does. If this needs recompute or offload, tries optimizer options:
+        16-bit master remainders (no cost in time), then also bf16 moments, then both variants with a host optimizer."""
         found = self.fit(plan)
         if found is not None and found.plan == without_options(plan):
             return found

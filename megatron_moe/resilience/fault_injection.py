@@ -74,7 +74,7 @@ class FaultInjector:
         handle = _layer(self._model).register_forward_hook(hook)
 
     def _inject_nan(self, fault: FaultConfig) -> None:
-        """Replaces the first layer's outputs in the fault's iteration by NaN, or their gradients for "nan-grad".
+        """Replaces the first layer's outputs by NaN in the fault's iteration; "nan-grad" replaces their gradients.
         "nan-once" replaces a single output. The other kinds replace the values again when the step is repeated."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:

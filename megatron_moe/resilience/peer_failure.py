@@ -34,7 +34,8 @@ class PeerFailures:
     status: RunStatus
     """Status writer of this rank. Before attribution, it writes this rank's report for other ranks to read."""
     watchdog: Watchdog
-    """Watchdog of this rank. Attribution begins the phase "exit": the interrupted phase may be near its limit."""
+    """Watchdog of this rank. Its phase "exit" begins before attribution, because the interrupted phase may be near its
+    time limit."""
     rank: int
     world_size: int
     seconds: float = 2.0

@@ -53,7 +53,7 @@ class Signals:
 
     @contextmanager
     def exit_at_once(self, status: RunStatus) -> Iterator[None]:
-        """Context manager for imports, in which Ctrl-C exits at once with a status, unless SIGINT is an exit signal.
+        """Context manager for imports. Ctrl-C writes the status and exits at once, unless SIGINT is an exit signal.
 
         The handler does not raise KeyboardInterrupt, because imported modules may replace it by another error.
         """

@@ -63,12 +63,17 @@ def test_no_warm_up_on_a_cpu():
     assert warm_up_kernels(tiny.plan(), Watchdog({}, None)) == "kernels are compiled when they are first needed"
 
 
-def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
+class CompilationError(Exception):
+    """Like Triton's, not a RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, CompilationError])
+def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch, kind):
     def fail(*_: object) -> None:
-        raise RuntimeError("no room\nfor details")
+        raise kind("no room\nfor details")
 
     monkeypatch.setattr("megatron_moe.train.warmup.take_step", fail)
-    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "RuntimeError: no room"
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == f"{kind.__name__}: no room"
     monkeypatch.undo()
     assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "", "the lock is free again"
 
