@@ -56,7 +56,7 @@ def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[V
 
 
 def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields notes on the variables that this run sets and on those that keep a different value set by the user."""
+    """Yields a note on each variable that this run sets, or that `environ` sets to another value, which is kept."""
     for variable in wanted:
         here = environ.get(variable.name)
         if here is None:

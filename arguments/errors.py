@@ -22,7 +22,7 @@ class Problem:
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""
-    """Not empty if only an input or a feature is missing: a dry run then reports the problem and continues."""
+    """What is missing, if the flags are valid: an input or a feature. A dry run reports the problem and continues."""
 
     def lines(self) -> list[str]:
         """Formats the problem as lines of text."""

@@ -39,7 +39,7 @@ _RECOGNISED_HEADS = MappingProxyType(
         True: ("Rejected flags", "Megatron-LM flags of features that are not implemented."),
     }
 )
-"""Maps `Recognised.refused` to the heading and introduction of a section of docs/flags.md."""
+"""Heading and introduction of a section of docs/flags.md. The key is True for the section about rejected flags."""
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",
@@ -168,7 +168,7 @@ def _find(word: str, registry: Registry) -> str:
 
 
 def _searched(flag: Flag, text: str) -> list[str]:
-    """Texts that `--find` searches for a flag: names, help, choices, and a default other than on, off or not set."""
+    """Texts of a flag in which `--find` searches: names, help text, choices and, except for switches, the default."""
     default = () if flag.is_switch or flag.required or flag.default is None else words_of(flag.type, flag.default)
     return [*flag.on_options, *flag.off_options, text, *choices(flag.type), *default]
 

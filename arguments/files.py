@@ -55,7 +55,7 @@ class FlagFile:
 
 
 class _Unusable(Exception):
-    """Raised for a value that cannot be read. The raising code has recorded the problem, except for `_Unset`."""
+    """Raised for a value that cannot be read. The problem has already been recorded, unless this is an `_Unset`."""
 
 
 class _Unset(_Unusable):

@@ -17,7 +17,7 @@ from arguments.values import words_of
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
 """Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "close": its meaning differs; "ours":
-Megatron-LM has no such flag. "not yet" and "refused": only some values are available; "refused" is permanent."""
+Megatron-LM has no such flag. "not yet": some values are not available yet; "refused": some are never available."""
 
 
 class _Required:

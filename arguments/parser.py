@@ -151,7 +151,7 @@ def is_start_flag(option: str, registry: Registry) -> bool:
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
-    """Merges layers of flags. Later layers override earlier layers silently. Two values in one layer cause a note."""
+    """Merges layers of flags. Later layers silently override earlier ones; two values in one layer cause a note."""
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
@@ -184,8 +184,8 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
-    """Returns whether a flag is recognised but not implemented. Adds such a flag to `without_effect` or
-    `refused` of the settings. A flag that is null, or a switch that would be refused but is off, is not added."""
+    """Returns whether a flag is recognised but not implemented. Such a flag is added to `settings.without_effect` or
+    `settings.refused`, unless its value is null, or it is a switch that is off and would be refused if it were on."""
     found = find_recognised(option)
     if found is None:
         return False

@@ -74,7 +74,7 @@ class Row:
 
     @property
     def waits_for_speed(self) -> bool:
-        """Whether the unavailable flags affect only speed, as the dispatcher and flags marked `harmless` do."""
+        """Whether every unavailable flag affects only speed: it is the dispatcher flag or is marked `harmless`."""
         return bool(self.waits_for) and all(
             flag and (flag.declaration.harmless or flag.name == "moe_token_dispatcher_type")
             for flag in self.unavailable

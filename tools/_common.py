@@ -60,7 +60,7 @@ def requested_cluster(
     options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str], *, default: int | None = 1
 ) -> Cluster:
     """Cluster that the tool's options request. The recipe or config file in `flags` supplies sizes that are not given.
-    `default`: ranks if no size is found; None: all ranks of one node. Raises FlagErrors for contradictory sizes."""
+    `default`: number of ranks if neither gives a size; None: one full node. Raises FlagErrors if sizes conflict."""
     start = start_settings(flags, Registry.declared())
     kind = getattr(options, "gpu", None) or start.setting("gpu").value
     cluster = ClusterFlags(gpu=kind, gpus=options.gpus, nodes=options.nodes, gpus_per_node=options.gpus_per_node)
@@ -151,7 +151,7 @@ def map_in_order(
 
 
 class _Workers(ProcessPoolExecutor):
-    """Process pool whose workers block SIGINT. They inherit the signal mask of `submit`, which can start workers."""
+    """Process pool whose workers block SIGINT: `submit` blocks it while workers start, and they inherit this mask."""
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -112,7 +112,7 @@ def _colour(action: Action, vpp: int) -> str:
 
 
 def _legend_entries(report: SimulationReport, vpp: int) -> Iterator[tuple[str, str]]:
-    """(text, colour) per kind of action and model chunk; input gradients share the entry of full backwards."""
+    """Yields (text, colour) per kind of action and chunk. Full and input-gradient backward passes share one entry."""
     seen = {action for spans in report.spans for span in spans for action in parts(span.entry)}
     colours = {_colour(action, vpp): action for action in sorted(seen, key=_place_in_legend, reverse=True)}
     for colour, action in sorted(colours.items(), key=lambda entry: _place_in_legend(entry[1])):

@@ -2,7 +2,7 @@
 
 Shrinks the model as pretrain_moe.py --proxy does, and the layout to at most 8 ranks (more than one per parallel axis if
 possible). Trains a few steps in double precision with this layout (gloo) and on one rank, and compares losses, metrics,
-gradient norms, gradients, weights and token counts. The reduction leaves FLAGS unchanged.
+gradient norms, gradients, weights and token counts. Flags after `--proxy` are not changed.
 
 Exit code 0: equal; 12: different; 2: invalid flags; 11: a rank failed.
 """

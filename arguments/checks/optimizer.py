@@ -135,7 +135,7 @@ def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
 
 
 def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
-    """fp32 accumulation sums each gradient shard on the rank that owns it."""
+    """fp32 accumulation sums gradients in shards, and only the distributed optimizer shards gradients."""
     if flags.ddp_reduce_scatter_with_fp32_accumulation and not flags.use_distributed_optimizer:
         yield (
             "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",

@@ -75,14 +75,14 @@ _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 _LAYER_GROUPS = ("attention", "model")
 _LAYER_FLAGS = ("moe_n_hash_layers",)
 _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
-"""Flags that affect neither parameters nor GEMMs. They do not prevent estimates of memory and time if unsupported."""
+"""Unsupported flags that affect neither parameters nor GEMMs, so memory and time can be estimated without them."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Launch property or value derived from flags, which rules can read like a flag."""
+    """Property of the launch, or value derived from flags. Rules can read it like a flag."""
 
     value: Any
     label: str
@@ -235,6 +235,6 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
-    """Whether a report lists the flag: it was given or, unless `only_given`, its default is a value other than off."""
+    """Whether a report lists the flag. It omits the defaults `off` and `not set`, and all defaults if `only_given`."""
     flag = settings.registry.flags[name]
     return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))

@@ -35,7 +35,7 @@ class OffloadFlags:
     """Offload of activations and optimizer state to host memory. Saves device memory without changing results."""
 
     fine_grained_activation_offloading: bool = flag(False)
-    """Offload tensors saved by `--offload-modules` to host memory after forward and reload them for backward."""
+    """Keep the saved tensors of the modules in `--offload-modules` in host memory between forward and backward."""
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
     ] = close((), "a tensor saved by several modules is copied once")
@@ -80,7 +80,7 @@ class OffloadFlags:
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
     """Bytes by which each pipeline rank offloads less than the previous rank, per microbatch and model chunk."""
     activation_offload_fraction: float = flag(1.0, least=0)
-    """Fraction of the module calls of a forward that offload their saved tensors. The first calls are selected."""
+    """Offload saved tensors only in this fraction of the module calls of a forward, starting with the first call."""
     pin_cpu_grads: bool = flag(True)
     """Use pinned host memory for the gradients of `--optimizer-cpu-offload`."""
     pin_cpu_params: bool = flag(True)

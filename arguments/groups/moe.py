@@ -53,8 +53,8 @@ class MoEFlags:
         "Megatron-LM has no expert_choice; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
     )
-    """Load balancing: one or more auxiliary losses per microbatch (aux_loss), sequence (seq_aux_loss) or global batch
-    (global_aux_loss), or none, or one of the other methods, each of which replaces the top-k selection."""
+    """Load balancing: `none`, one or more auxiliary losses, or one method that replaces the top-k selection. The losses
+    are computed per microbatch (aux_loss), sequence (seq_aux_loss) or global batch (global_aux_loss)."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
     """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)

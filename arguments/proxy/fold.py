@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from megatron_moe.parallel.grid import FoldError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
-"""(axis, points that a fold scores if the axis keeps more than one rank)."""
+"""Pairs (axis, points). A fold scores the points of every axis that keeps more than one rank."""
 _HIERARCHICAL_CP = 4
 """Points that a fold scores if hierarchical context parallelism keeps two ranks on both levels."""
 

@@ -95,7 +95,7 @@ class _PendingSave:
     final: Path
     temporary: Path
     tensors: Mapping[str, TensorShard]
-    """Boxes that this rank writes, by tensor key."""
+    """Shards by tensor key, with only those boxes (n-d slices) that this rank writes."""
     texts: Mapping[str, str]
     plans: Sequence[_RankPlan]
     in_thread: bool
@@ -134,7 +134,7 @@ class SavedCheckpoint:
     num_bytes: int
     """Total size in bytes of the tensors that all ranks wrote."""
     seconds: float
-    """Time from start to commit. A preempted run can save only if this time fits between the signal and SIGKILL."""
+    """Duration of the save, up to its commit. A preempted run can save only if it has this much time before SIGKILL."""
     blocked_seconds: float
     """Part of `seconds` during which training was blocked."""
     write_seconds: float
@@ -144,7 +144,8 @@ class SavedCheckpoint:
 class CheckpointSaver:
     """Writes the checkpoints of one run into one folder, which stays locked until `close`.
 
-    All ranks call the constructor and every method together. The lowest of the ranks that hold a box writes it.
+    All ranks call the constructor and every method together. If several ranks hold the same box (n-d slice of a
+    tensor), the lowest of these ranks writes it.
 
     Args:
         keep_last: number of newest checkpoints to keep; None keeps all, or only the newest if `retain_interval` is set.
@@ -192,11 +193,7 @@ class CheckpointSaver:
 
     def close(self) -> int | None:
         """Unlocks the folder. Cancels a save whose files are still being written (call `wait` first to complete it).
-        Completes a commit that has begun.
-
-        Returns:
-            Iteration of the commit that was completed, on the first rank; else None.
-        """
+        A commit that has begun is completed; if it succeeds, the first rank returns its iteration, else None."""
         save, self._pending = self._pending, None
         committed = None
         if save is not None and save.writing is not None:
@@ -248,7 +245,7 @@ class CheckpointSaver:
             texts: contents of additional text files by file name, e.g. run.yaml.
             in_thread: copy all tensors to host memory and write the files in a thread. False: write before returning.
         Returns:
-            None if the save has started; a result whose `path` is None if it failed at once.
+            None if the save has started. If it failed at once, a result whose `path` is None.
         """
         assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
         begin, first = time.monotonic(), self._context.is_first
@@ -359,7 +356,7 @@ class CheckpointSaver:
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """Selects the boxes of `tensors` that this rank writes. The lowest rank that holds a box writes it."""
+        """Selects the boxes (n-d slices) that this rank writes. The lowest rank that holds a box writes it."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
@@ -424,7 +421,7 @@ class CheckpointSaver:
         return None, messages
 
     def _rename(self, save: _PendingSave, messages: list[str]) -> None:
-        """Renames the temporary folder. Replaces a checkpoint of the final name, but restores it on failure."""
+        """Renames the temporary folder to `save.final`. Replaces an existing checkpoint, and restores it on failure."""
         if not save.final.exists():
             self._storage.rename(save.temporary, save.final)
             return

@@ -93,7 +93,7 @@ class TensorShard:
         Args:
             shape: shape of the global tensor.
             boxes: boxes of the global tensor whose concatenation along `dim` is the local tensor.
-            flat: [n], elements `start` to `start + n` of the local tensor in row-major order; the shard is a view.
+            flat: [n], elements `start` to `start + n` of the local tensor in row-major order. The shard views `flat`.
         """
         size = list(boxes[0].size)
         if size:
@@ -137,7 +137,8 @@ def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tupl
 def _placed(
     boxes: Sequence[param_meta.ParamBox], dim: int, offset: tuple[int, ...], data: Tensor
 ) -> Iterator[TensorBox]:
-    """Splits the local tensor's block (`offset`, `data`) into global boxes. `boxes`, `dim`: see `TensorShard.part`."""
+    """Splits `data`, a block that starts at index `offset` of the local tensor, into boxes of the global tensor.
+    `boxes`, `dim`: see `TensorShard.part`."""
     begin, end = offset[dim], offset[dim] + data.shape[dim]
     before = 0
     for box in boxes:
@@ -363,7 +364,7 @@ def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, T
 
 
 def block_slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices of a box that select `block`. `block` = (begin, end) and the box's start `offset` are global indices."""
+    """Converts `block`, (begin, end) in global indices, to slices of a box that starts at the global index `offset`."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
 
 

@@ -148,7 +148,7 @@ class AttentionConfig:
 
     def shard(self, tp: int) -> "AttentionConfig":
         """Config with the heads and query groups of one of `tp` tensor-parallel ranks. If several ranks share a query
-        group, each has one group in this config but holds only a part of the group's k and v projection."""
+        group, the config has one group, although each rank holds only a part of the group's k and v projection."""
         groups = max(self.num_query_groups // tp, 1)
         return replace(self, num_heads=self.num_heads // tp, num_query_groups=groups)
 

@@ -31,7 +31,8 @@ class CheckpointConfig:
     fresh: bool = False
     """Ignores existing checkpoints in `save` (they are moved to a subfolder) instead of resuming from them."""
     keep_last_checkpoints: int | None = None
-    """Newest checkpoints to keep (`--keep-last-checkpoints`). None: all, or only 1 if `save_retain_interval` is set."""
+    """Number of newest checkpoints to keep (`--keep-last-checkpoints`). None keeps all, or only the newest if
+    `save_retain_interval` is set."""
     save_retain_interval: int | None = None
     """Additionally keeps checkpoints whose iteration is a multiple of this number (`--save-retain-interval`)."""
     keep_best_checkpoint: bool = False

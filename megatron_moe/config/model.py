@@ -37,13 +37,13 @@ class MTPConfig:
     num_layers: int
     loss_scaling_factor: float = 0.1
     repeated_layer: bool = False
-    """All depths share the weights of one layer (`--mtp-use-repeated-layer`)."""
+    """All prediction depths share the weights of one layer (`--mtp-use-repeated-layer`)."""
     detach_heads: bool = False
     """The MTP loss trains the MTP layers only, not the decoder, embedding and head (`--mtp-detach-heads`)."""
 
     @property
     def num_distinct_layers(self) -> int:
-        """Number of MTP layers with separate weights: 1 if all depths share one layer, else `num_layers`."""
+        """Number of MTP layers with separate weights: 1 if `repeated_layer`, else `num_layers`."""
         return 1 if self.repeated_layer else self.num_layers
 
 

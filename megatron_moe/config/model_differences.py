@@ -78,8 +78,8 @@ def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -
 
 
 def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
-    """Messages about config fields that differ and affect the output, such as RoPE base, norm epsilon or top-k: with
-    equal weights, `model` and `published` compute different outputs. A message names the layers and both values."""
+    """Messages about differing config fields that affect a model's output, such as RoPE base, norm epsilon or top-k.
+    A message names the layers, the field and the values in both models."""
     found = model_differences(model, recorded_model(published), "published")
     return [difference.line for difference in found if not difference.training]
 

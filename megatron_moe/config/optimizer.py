@@ -22,7 +22,7 @@ class OptimizerOffloadConfig:
     pin_cpu_params: bool = True
     """With `cpu_step`, allocates the host buffers of weights in page-locked memory."""
     chunk_bytes: int = 0
-    """Bytes of offloaded state per chunk. An update on the device holds two chunks at a time; 0: all state at once."""
+    """Bytes of offloaded state per chunk. An update on the device holds two chunks at a time. 0 disables chunking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class LRConfig:
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Curve of the weight decay between its start value and its end value (`--weight-decay-incr-style`)."""
     weight_decay_samples: int | None = None
-    """Number of samples over which weight decay changes (flags set it to the whole run). None: `decay_samples`."""
+    """Number of samples over which weight decay changes (the whole run if set by flags). None: `decay_samples`."""
     override_opt_param_scheduler: bool = False
     """Uses the command line's schedule if the checkpoint has another one (`--override-opt-param-scheduler`)."""
     use_checkpoint_opt_param_scheduler: bool = False

@@ -41,8 +41,8 @@ class ParallelConfig:
     """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group), with product cp. The ranks
     of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank. The
-    longest document of a microbatch determines over how many ranks sequences are split. None: always over cp ranks."""
+    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank.
+    Sequences are split over as many ranks as the longest document of a microbatch needs. None: over all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     distributed_timeout_minutes: float = 10.0

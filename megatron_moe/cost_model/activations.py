@@ -174,8 +174,8 @@ def _norm(
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of it. With neither a
-    norm of q and k nor RoPE, k is also a view of that output, and so is q if all heads share one query group."""
+    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of it. If q and k are
+    neither normalised nor rotated, k is also a view of it, and so is q if all heads share one query group."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
     # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
@@ -213,8 +213,8 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves tensors with one element per query-key pair. With dropout it does, unless context
-    parallelism uses an exchange other than "a2a", because such an exchange recomputes attention blocks in backward."""
+    """Whether attention saves tensors with one element per query-key pair. Attention with dropout saves them. The only
+    exceptions are context-parallel exchanges other than "a2a", which recompute attention blocks in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 

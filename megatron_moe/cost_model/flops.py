@@ -34,9 +34,9 @@ class FlopCount(Amounts[int]):
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
     """FLOPs of one step over `num_sequences` sequences of `seq_length` tokens.
 
-    The formula is Megatron's for "throughput per GPU", but excludes keys outside a sliding window. It counts the GEMMs
-    except the router's, without recompute, and the norms of MLA latents and of multi-token prediction. Causal attention
-    has S^2 / 2 query-key pairs.
+    The formula is Megatron's for "throughput per GPU", but excludes keys outside a sliding window. All GEMMs except the
+    router's are counted, and also the norms of MLA latents and of multi-token prediction. Recompute is not counted.
+    Causal attention has S^2 / 2 query-key pairs.
     """
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
     count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))

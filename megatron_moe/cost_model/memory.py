@@ -39,7 +39,7 @@ _LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1
 _FEW_GROUPS = 4
 """Number of microbatch groups after which the counts in `Moment` repeat periodically."""
 LATE = "waiting for weight gradients"
-"""Name in `RankBytes.activations` of tensors kept after backward for delayed expert weight gradients."""
+"""Entry in `RankBytes.activations` for tensors that are kept after backward to compute weight gradients later."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
 """Numbers of microbatches at one point of the schedule: (in flight, delayed), each with one number per model chunk.
 In flight: between forward and backward. Delayed: backward has run, except for delayed expert weight gradients."""
@@ -71,8 +71,8 @@ class RankBytes:
     dispatch: float
     """Buffers of the token dispatcher, for one layer."""
     working: float
-    """Activation gradients and recomputed activations of one layer. On the rank with the loss, the field is
-    the workspace of the loss instead if that is larger; `dispatch` is then 0."""
+    """Activation gradients and recomputed activations of one layer. If the loss of this rank needs more memory,
+    `working` is the workspace of the loss instead, and `dispatch` is 0."""
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
@@ -371,7 +371,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most saved bytes. `chunks`, `late`: bytes per in-flight or delayed microbatch, by model chunk."""
+    """Moment with the most saved bytes. `chunks`, `late`: bytes per in-flight and per delayed microbatch of a chunk."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
@@ -391,8 +391,8 @@ def checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
-    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. Pages per in-flight tensor:
-    rows at an even expert load, times the buffer size factor, divided by the page size and rounded up, plus 1."""
+    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. One in-flight tensor needs
+    ceil(rows at an even expert load * buffer size factor / page size) + 1 pages."""
     assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
     chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]

@@ -1,4 +1,4 @@
-"""Number of parameters on one rank: its shards of layers, and embedding, head and norms of its pipeline stages."""
+"""Number of parameters on one rank: its shards of the layers, embedding, norms and head of its pipeline stages."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -80,7 +80,7 @@ class ExpertTraffic:
 
 
 Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""Function (expert choice, total number of ranks) -> how many of the ranks a token is sent to; also for domains."""
+"""Function (random routing, total number of ranks or domains) -> number of them to which a token is sent."""
 
 
 def expert_traffic(
@@ -121,7 +121,7 @@ class Communication:
     destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
-        """Communication in one step of a rank with pipeline rank `rank`: one entry per process group and purpose."""
+        """Communication of one rank in one step, by process group and purpose. `rank`: the pipeline rank."""
         found: dict[tuple[str, str], Traffic] = {}
         for each in (*self._layers(rank), *self._ends(rank), *self._data_parallel(rank), *self._pipeline(rank)):
             at = (each.group, each.what)
@@ -220,7 +220,7 @@ class Communication:
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
         """Yields the traffic of the all-gather dispatcher. Forward all-gathers tokens (in the activation format) and
-        reduce-scatters outputs. Backward does the reverse. Outputs and gradients have the internal format."""
+        reduce-scatters outputs. Backward does the reverse. Outputs and gradients are sent in fp32 or wider."""
         sizes, ranks = self._sizes, self.plan.parallel.ep * self.plan.parallel.etp
         elements = float(ranks * sizes.residual * config.experts.hidden_size)
         placement = self.placements["etp_ep"]

@@ -23,7 +23,7 @@ class TokenMeta:
     """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
-    """Position of every token, int64: in its document if `reset_position_ids` is set, else in its sequence."""
+    """int64 position of every token in its document if `reset_position_ids` is set, otherwise in its sequence."""
     segments_BS: Tensor | None = None
     """Document index of every token, int64. Attention is limited to tokens with equal indices. None: no limit."""
     valid_BS: Tensor | None = None
@@ -70,7 +70,7 @@ class MicrobatchContext:
     """RoPE variant -> (cos_SBD, sin_SBD), for all variants in the model; computed once per microbatch."""
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
-    `--moe-router-force-biased`. None if not drawn in advance: a router that needs random logits then draws them."""
+    `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""
     graph_instance: GraphRunner | None = None
     """CUDA graphs that this microbatch replays. None: eager execution."""
 
@@ -202,8 +202,8 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
 
 
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
-    """Number of ranks over which each sequence is split: all context-parallel ranks. Dynamic context parallelism splits
-    over as many ranks as the longest document needs; groups of this size process different sequences."""
+    """Number of ranks over which each sequence is split: all context-parallel ranks or, with dynamic context
+    parallelism, as many as the longest document needs. Groups of this size then process different sequences."""
     if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape

@@ -59,8 +59,8 @@ class SampleOrder:
         return self.num_samples if self.kind == "single" else None
 
     def fingerprint(self, samples: str) -> str:
-        """Fingerprint of this order over samples with fingerprint `samples`. For "single" it excludes the number of
-        samples, because a longer run continues the same order."""
+        """Fingerprint of this order over samples with fingerprint `samples`. With kind "single", the result does not
+        depend on the number of samples, because a longer run continues the same order."""
         return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
 
     def indices(self, consumed: np.ndarray) -> np.ndarray:
@@ -214,8 +214,8 @@ class TrainLoader(_MicrobatchLoader):
 class EvalLoader(_MicrobatchLoader):
     """Builds this rank's microbatches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches and restarts at the first sample after the last. If
-    `eval_iters` is None, every evaluation uses all full global batches; a set without one raises `DataProblem`.
+    Evaluation k uses the k-th group of `eval_iters` global batches; after the last sample, it continues with the first.
+    If `eval_iters` is None, every evaluation uses all full global batches; less than one batch raises `DataProblem`.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class Tokenizer:
     pad: int = NO_TOKEN
     """Padding id; -1 if there is none or if another special token has the same id."""
     fingerprint: str
-    """Identifier that differs between tokenizers that may encode a text differently."""
+    """Identifier of the encoding. Tokenizers with equal fingerprints encode every text to the same ids."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:

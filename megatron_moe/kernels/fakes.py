@@ -48,7 +48,7 @@ class _Triton:
 
 
 class _BackendLoader:
-    """Imports copies of backend modules. A copy imports other copies, and the fake Triton module in place of Triton."""
+    """Imports copies of backend modules. In a copy, `import` returns other copies, and a fake module for Triton."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -84,7 +84,7 @@ _loader = cache(_BackendLoader)
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Fake of a matrix multiplication that writes its result to `out`: allocates nothing."""
+    """Fake of a matrix multiplication that writes its result to `out`. It allocates nothing."""
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

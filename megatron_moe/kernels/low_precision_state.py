@@ -38,7 +38,7 @@ class PackedState:
     exponents: Tensor | None = None
     """Exponents of the block scales for fp16 and fp8, int8 [ceil(n / 128)]; scale = 2^exponent. Otherwise None."""
     root: bool = False
-    """False: `data` times the block scale is the value. True: it is the value's square root (fp16 and fp8 only)."""
+    """False: `data` * block scale is the value. True: `data` * block scale is its square root (fp16 and fp8 only)."""
 
     @classmethod
     def zeros(cls, size: int, name: Format, dtype: torch.dtype, device: torch.device, *, root: bool) -> "PackedState":
@@ -128,7 +128,7 @@ def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device) -> Tensor:
-    """Random fp32 [size], multiples of 2^-16 in [0, 1): hashes of element index (from `first` on), step and salt."""
+    """Random multiples of 2^-16 in [0, 1), fp32 [size]. Element i is a hash of the index `first` + i, step and salt."""
     number = torch.arange(first, first + size, device=device, dtype=torch.int64)
     mixed = (number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF

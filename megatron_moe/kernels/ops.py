@@ -2,7 +2,7 @@
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Shape letters are those of
 docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated
-otherwise. Ops marked as differentiable include their backward; `autograd.py` adds it to linear and embedding ops.
+otherwise. Ops marked as differentiable include their backward. Linear and embedding ops get theirs in `autograd.py`.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class GroupedPart(NamedTuple, Generic[Matrix]):
     rows: Matrix
     """Input of the grouped GEMM, [R, I], sorted by expert."""
     offsets_e: Tensor
-    """End of each local expert's rows, int32 [e]; rows from the last end on are padding."""
+    """End of each local expert's rows, int32 [e]; rows from `offsets_e[-1]` on are padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class RowIndex:
     choice_R: Tensor
     """Index of each row's probability in flattened probs_TK (t * K + k) or probs_TE (t * E + e), int64; -1: padding."""
     offsets_E: Tensor
-    """End of each expert's rows, int32; rows from the last end on are padding."""
+    """End of each expert's rows, int32; rows from `offsets_E[-1]` on are padding."""
     rows_TK: Tensor | None
     """Row of each choice, int64; -1 if the choice has no row. None if the index was created by `sort_rows_dense`."""
 
@@ -243,7 +243,7 @@ class Kernels(Protocol):
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
-        gradient is the sum of grad^T rows over all parts (at least one), in the dtype of `out`, or 0 without rows."""
+        gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -307,9 +307,9 @@ class Kernels(Protocol):
 
     # elementwise and loss: differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-        """Applies the activation to x [..., F] (gated: [..., 2F], gate first) and multiplies by probs [...] if given ->
-        [..., F]. Padding rows have probability 0 and may contain any values, even nan. Their results and gradients of x
-        are 0. Their gradients of probs are 0 if the incoming gradient is finite."""
+        """Returns the activation [..., F] of x [..., F] (gated: x [..., 2F], gate first), multiplied by probs [...] if
+        given. Padding rows have probability 0 and may contain any values, even nan. In these rows, the result and the
+        gradient of x are 0; the gradient of probs is 0 if the incoming gradient is finite."""
         ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -409,8 +409,8 @@ class Kernels(Protocol):
     def adamw_packed_(
         self, state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
     ) -> None:
-        """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the first element in its
-        buffer. The random numbers of stochastic rounding depend on element indices."""
+        """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the state's first
+        element in the whole buffer. The random numbers of stochastic rounding depend on these indices."""
         ...
 
 

@@ -24,7 +24,7 @@ from megatron_moe.logs.metrics_file import Record, encode, has_samples_variant
 HOUR = 3600.0
 _MAX_PENDING = 10_000
 _RECENT_STEPS = 20
-"""Number of recent steps. Their median time, which ignores slow outliers, gives the displayed speed and time left."""
+"""Number of recent steps whose median time gives the displayed speed and time left. The median ignores outliers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class TensorBoard:
 
 
 def _hide_tracebacks_of_writers() -> None:
-    """Hides tracebacks of TensorBoard's writer thread. `Guard` gets its error from the next `add_scalar`."""
+    """Hides tracebacks of TensorBoard's writer thread. The next `add_scalar` raises the thread's error again."""
     print_traceback = threading.excepthook
     if getattr(print_traceback, "hides_writers", False):
         return

@@ -1,9 +1,9 @@
 """Offload of saved activations of selected modules to host memory.
 
 The tensors that one call of a module saves form a group. The group is copied to the host while the following modules
-run. The copy back to the device overlaps the backward of the offloaded group that is next in forward order. If the
-backward of a microbatch immediately follows its forward, the last group of every module stays on the device, because no
-computation could overlap its copies. The first forward of a model chunk measures its groups and offloads all of them.
+run. It is copied back during the backward of the offloaded group that follows it in forward order. If the backward of a
+microbatch immediately follows its forward, the last group of every module stays on the device, because no computation
+could overlap its copies. The first forward of a model chunk measures its groups and offloads all of them.
 
 A storage is offloaded once, even if several tensors or views of it are saved. Parameters are not offloaded.
 """

@@ -104,8 +104,8 @@ def take_steps(
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches per step that suffices to reach the memory peak: those of the first rank's pipeline
-    warm-up, two more per pipeline rank, and those whose expert weight gradients are delayed."""
+    """Number of microbatches per step that suffices to reach the memory peak. It is the sum of the warm-up microbatches
+    of the first pipeline rank, two per pipeline rank, and microbatches whose expert weight gradients are delayed."""
     whole = plan.num_microbatches
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)

@@ -23,7 +23,7 @@ BLOCK = 512
 
 
 def rounded(num_bytes: int) -> int:
-    """Tensor size in bytes, rounded up as by the CUDA caching allocator."""
+    """Tensor size in bytes, rounded up to the allocation granularity of the CUDA caching allocator."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
@@ -45,7 +45,7 @@ class TrackedPiece:
 
     @property
     def category(self) -> str:
-        """Memory category: `state` if set; else "other" if allocated in setup or still live; else by phase, label."""
+        """Memory category: `state` if set, "other" if allocated in setup or still live, else set by phase and label."""
         if self.state:
             return self.state
         if self.phase == "setup" or self.died is None:

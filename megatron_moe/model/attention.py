@@ -41,7 +41,7 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
 def rotate(
     kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, mb: MicrobatchContext, start: int = 0
 ) -> Tensor:
-    """Applies rotary embedding to `config.dim` channels of every head from `start` on. No-op if `config` is None."""
+    """Applies rotary embedding to channels start .. start + config.dim - 1 of every head. No-op if `config` is None."""
     if config is None:
         return x_SBND
     assert mb.rotary is not None, "the rotary tables are not attached to the context"

@@ -107,7 +107,7 @@ class MTP(nn.Module):
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
         """Yields the nodes of every depth. Every depth appends its input hidden state to `LayerState.earlier`.
 
-        `first`: layer index of the first depth in the chunk: the number of decoder layers before it. `by_node`: True
+        `first`: number of decoder layers in the chunk, which is the layer index of the first depth. `by_node`: True
         yields every node of a layer. False yields one node per layer; full recompute requires False.
         """
         for number, depth in enumerate(self._depths(batch)):

@@ -55,5 +55,5 @@ class _Loads:
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
-    """Records moe/dropped_tokens: the fraction of dropped choices. Expert choice counts unselected tokens instead."""
+    """Records moe/dropped_tokens: the fraction of choices that are dropped (expert choice: of tokens not selected)."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)

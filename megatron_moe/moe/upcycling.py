@@ -32,9 +32,9 @@ class Upcycled:
 def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: MoEConfig) -> Upcycled:
     """Converts the weights of a dense MLP into those of the MoE layer `config`. Dtypes do not change.
 
-    dense: linear_fc1.weight [g * F, H], or [2 * g * F, H] for a gated activation (gate rows first), linear_fc2.weight
-    [H, g * F], and biases if the experts have them; F is the expert ffn size. router: newly initialised weight [E, H]
-    and optional bias [E]. Raises CheckpointProblem if names or sizes do not fit.
+    `dense`: linear_fc1.weight [g * F, H] (gated: [2 * g * F, H], gate rows first), linear_fc2.weight [H, g * F], and
+    biases if the experts have them. F is the expert ffn size, and g the number of slices. `router`: newly initialised
+    weight [E, H] and optional bias [E]. Raises CheckpointProblem if names or sizes do not fit.
     """
     granularity = _granularity(dense, config)
     num_experts = config.experts.num_experts

@@ -38,9 +38,9 @@ class _OffloadedStep:
 class CPUStep(_OffloadedStep):
     """Steps states on the CPU.
 
-    The host blocks until the step's scalars are copied. If the step is not rejected (`StepScalars.proceed`), the host
-    then blocks for the gradients of each chunk. The device's compute stream waits only for the new weights. With
-    `overlap_cpu_optimizer_d2h_h2d`, gradients of the next chunk and weights of the previous one are copied meanwhile.
+    The host waits for the copy of the step's scalars and, unless the step is rejected, for the gradients of each chunk.
+    The device's compute stream waits only for the new weights. With `overlap_cpu_optimizer_d2h_h2d`, gradients of the
+    next chunk and weights of the previous chunk are copied while a chunk is stepped.
     """
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from megatron_moe.parallel.streams import Streams, make_host_copies, make_stream
 
 @dataclass(frozen=True)
 class StateRange:
-    """The part that this rank owns of one parameter's master weights or of one of its moments."""
+    """One parameter's master weights or one of its moments, limited to the elements that this rank owns."""
 
     name: str
     """Global name of the parameter."""
@@ -74,7 +74,7 @@ class Optimizer:
         assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
-        """Fp32 copies that the last `named_state` made of states stored in other formats, as (state, kind, copy)."""
+        """(state, kind, copy): fp32 copies of state in other formats, made by the last call of `named_state`."""
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
@@ -222,7 +222,7 @@ def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
     """Checks that the ranks together own every element of the model exactly once. Collective over the world.
 
     An element without an owner would never be stepped or saved, and an element with two owners would be stepped twice.
-    `elements`: number of elements in the model, of experts ("expert") and of all other parameters ("attention").
+    `elements`: number of elements in the experts (key "expert") and in all other parameters (key "attention").
 
     Raises:
         RunError: the ranks own more or fewer elements than the model has.

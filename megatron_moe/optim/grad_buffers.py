@@ -174,7 +174,7 @@ class FlatBuffer:
         self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
-        """True if this rank is the first owner of its `owned` ranges. Norms and checkpoints use only first owners."""
+        """True on the first of the ranks that own the same elements. Norms and checkpoints use only its values."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
         """Flat tensor in the storage format; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
@@ -329,7 +329,7 @@ class GradBuffers:
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
-    """Completes, reduces and scales all gradients in place, so that they are those of the loss of the global batch.
+    """Completes, reduces and scales all gradients in place. The result is the gradient of the global batch's loss.
 
     With a sharded optimizer, only the ranges that this rank owns are valid afterwards. Without `token_count`, each
     rank's loss is a mean. Gradients are summed over the data-parallel ranks and divided by dp x cp. Experts have only

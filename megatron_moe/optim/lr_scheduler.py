@@ -1,6 +1,6 @@
 """Learning rate and weight decay as functions of the number of training sequences (samples) consumed.
 
-The schedules are Megatron's. A step uses the values at the number of samples consumed before it.
+The schedules are Megatron's. Each step uses the values for the number of samples that earlier steps consumed.
 """
 
 import math
@@ -57,10 +57,10 @@ class LRSchedule:
     ) -> tuple["LRSchedule", list[str]]:
         """Returns the schedule with which a resumed run continues, and a message per setting that differs.
 
-        `saved` contains the checkpoint's settings (`to_json`). If settings differ, `--override-opt_param-scheduler`
-        selects those of the command line, and `--use-checkpoint-opt_param-scheduler` those of the checkpoint.
-        Without a flag, the checkpoint's are used if only lengths (in samples) differ, by the ratio of the global batch
-        sizes. `batch_sizes`: `--global-batch-size` of the run and of the checkpoint (None if unknown).
+        `saved`: settings of the checkpoint (`to_json`). `batch_sizes`: `--global-batch-size` of the run and of the
+        checkpoint (None if unknown). If settings differ, `--override-opt_param-scheduler` selects the command line's
+        and `--use-checkpoint-opt_param-scheduler` the checkpoint's. Neither flag is needed if only lengths in samples
+        differ, and their ratio is the ratio of the batch sizes; the checkpoint's settings are then used.
 
         Raises:
             CheckpointProblem: settings differ in another way and neither flag is set.

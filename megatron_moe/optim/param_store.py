@@ -28,7 +28,7 @@ class _PendingBucket(NamedTuple):
     """Bucket with published new weights. It is pending until a unit with parameters in the bucket is acquired."""
 
     streams: Streams | None
-    """Streams of the update if it ran on the optimizer stream; None if it ran on the stream that reads the weights."""
+    """`Streams` whose optimizer stream ran the update; None if the update ran on the stream that reads the weights."""
     stepped: Event
     """Event that was recorded on the optimizer stream after the update."""
     gather: PendingCollective | None
@@ -82,8 +82,8 @@ class ParamStore:
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
         """Publishes the new weights of a bucket after this rank's update of the ranges that it owns.
 
-        Starts the all-gather of the bucket if the optimizer is sharded. `streams`: streams of the update if it ran on
-        the optimizer stream; None if it ran on the stream that reads the weights.
+        Starts the all-gather of the bucket if the optimizer is sharded. `streams`: `Streams` whose optimizer stream ran
+        the update; None if the update ran on the stream that reads the weights.
         """
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
         weights, group = self._buckets[bucket]

@@ -166,8 +166,8 @@ class OptimizerState:
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
     def write(self, kind: str, numbers: Tensor) -> None:
-        """Stores `numbers`, values of one kind as returned by `read`. Master weights in the format "remainder" are
-        stored in part in the parameters (the high bits), so these are set too."""
+        """Stores `numbers`, values of one kind as returned by `read`. In the format "remainder", the parameters contain
+        the high bits of the master weights, so `write` sets the parameters too."""
         state = self.kinds[kind]
         for start, end in self.chunks():
             part, weights = state.part(start, end), self.weights[start:end]
@@ -178,7 +178,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds the master weights to the parameters; if not `saves_master`, copies the parameters to the masters."""
+        """Stores the rounded master weights in the parameters; if not `saves_master`, copies parameters to masters."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return
@@ -223,9 +223,9 @@ def new_states(
     config: OptimizerOffloadConfig,
     copies: HostCopies,
 ) -> Iterator[OptimizerState]:
-    """Creates the state of all ranges of a buffer that this rank owns. Masters equal the weights; moments are zero.
+    """Creates the state of all ranges that this rank owns in a buffer. Masters equal the weights; moments are zero.
 
-    The state of the first `config.fraction` of these elements, rounded up to whole blocks, is in host memory.
+    The first `config.fraction` of the owned elements, rounded up to whole blocks, have their state in host memory.
     """
     on_host = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:

@@ -62,7 +62,7 @@ class StepEstimate(Work):
 
 
 class Estimator:
-    """Estimates the step time of a plan. `placements`: group name ("ep", ...) -> placement of these groups on nodes."""
+    """Estimates the step time of a plan. `placements`: placement of groups on nodes, by group name ("ep", ...)."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Estimator:
         self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
-        """Factor that converts costs of the layers of `rank` to means over pipeline ranks: ratio of layer counts."""
+        """Mean number of layers per pipeline rank / number on `rank`. Converts times of `rank` to means over ranks."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
         """Estimate of the whole step. `bubble=False` omits the bubble, which gives a lower bound for every schedule."""

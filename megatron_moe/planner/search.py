@@ -114,8 +114,8 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Fits the plan into device memory as `fit` does. If this needs recompute or offload, tries optimizer options:
-        16-bit master remainders (no cost in time), then also bf16 moments, then both variants with a host optimizer."""
+        """Fits the plan into device memory as `fit` does. If recompute or offload is needed, tries in turn: 16-bit
+        master remainders (no cost in time); remainders and bf16 moments; each of these two with a host optimizer."""
         found = self.fit(plan)
         if found is not None and found.plan == without_options(plan):
             return found

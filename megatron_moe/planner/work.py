@@ -172,7 +172,7 @@ class LayerWork:
         )
 
     def recompute(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds to recompute a layer for one microbatch. `early`: True for layers that method "block" recomputes."""
+        """Seconds to recompute a layer for one microbatch. `early`: True if `--recompute-method block` selects it."""
         recompute = self.plan.memory.recompute
         if recompute.recompute_granularity == "none":
             return 0.0
@@ -182,7 +182,7 @@ class LayerWork:
         return self._of_modules(layer, recompute.recompute_modules)
 
     def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
-        """Seconds to recompute modules of a layer: GEMM time, plus time of other kernels from the bytes freed."""
+        """Seconds to recompute modules of a layer, estimated from their FLOPs and the bytes that recompute frees."""
         freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
         flops, share = self._forward_of(layer, set(modules)), self._share
         seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense

@@ -74,8 +74,8 @@ class FaultInjector:
         handle = _layer(self._model).register_forward_hook(hook)
 
     def _inject_nan(self, fault: FaultConfig) -> None:
-        """Replaces the first layer's outputs by NaN in the fault's iteration; "nan-grad" replaces their gradients.
-        "nan-once" replaces a single output. The other kinds replace the values again when the step is repeated."""
+        """Replaces the first layer's outputs by NaN in the fault's iteration, also when the step is repeated.
+        "nan-once" replaces them for one microbatch and never again. "nan-grad" replaces their gradients instead."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
             keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]

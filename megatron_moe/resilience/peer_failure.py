@@ -1,4 +1,4 @@
-"""Attribution of broken connections to the rank that failed first: its report in crash/ is the earliest, or missing."""
+"""Attributes broken connections to the rank that failed first, according to the reports of all ranks in crash/."""
 
 import time
 from dataclasses import dataclass
@@ -71,8 +71,8 @@ class PeerFailures:
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """Returns the reports that other ranks have written since this start of the run, keyed by rank. Waits until all
-        other ranks have reported, or a rank has reported a cause other than a lost connection, or for `seconds`."""
+        """Returns the reports of other ranks in this start of the run, keyed by rank. Waits at most `seconds`, until
+        all of these ranks have reported or one has reported a cause other than a lost connection."""
         until = time.monotonic() + self.seconds
         while True:
             found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}

@@ -62,8 +62,8 @@ class Decision:
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Decides to restart after the exit codes in `RESTARTED` and if the run was killed, except after `patience` starts
-    in a row (including this one) without a new checkpoint.
+    """Decides to restart if the run was killed or its exit code is in `RESTARTED`. Decides against a restart after
+    `patience` starts in a row (including this one) without a new checkpoint.
 
     Args:
         report: status.json of this start; None if it was not written.

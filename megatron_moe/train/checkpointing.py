@@ -397,5 +397,5 @@ def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
 
 
 def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
-    """Checkpoint shard for `data`: elements of this rank's flattened part of a parameter, from element `start` on."""
+    """Checkpoint shard of a parameter or its state. `data`: this rank's values, flattened, from index `start` on."""
     return TensorShard.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

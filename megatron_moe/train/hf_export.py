@@ -35,7 +35,7 @@ class _BoxSource(NamedTuple):
 
     rank: int
     number: int
-    """Index of this box in the list of the tensor's boxes that rank `rank` holds."""
+    """Index of this box in `TensorShard.boxes` on rank `rank`."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 

@@ -182,7 +182,7 @@ class Trainer:
         """Runs forward and backward, which fill the gradient buffers. Returns the mean loss and number of tokens of the
         global batch, and fp64 [2]: sum of this rank's token losses and number of its tokens.
 
-        `losses`: dict for microbatch losses if the step is a repetition without gradient reduction; None in training.
+        `losses`: dict to fill with microbatch losses when a step is repeated without gradient reduction, else None.
         """
         self.model.train()
         if self.model.expert_comm is not None:
@@ -249,7 +249,7 @@ class Trainer:
 
     def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
         """Checks loss and gradient norm for non-finite values and spikes, and the buffers of expert rows for overflow.
-        Returns a device bool: False if this step fails a check, or an earlier step failed one that ends the run."""
+        Returns a device bool: False if this step fails a check, or if an earlier failure ends the run."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
         if overflow is not None:
             self._may_continue = self._may_continue & ~overflow

@@ -244,14 +244,14 @@ def _experts_key(config: HFConfig) -> str:
 def _softmax_moe(
     config: HFConfig, experts_key: str, ffn_key: str, shared: SharedExpertsConfig | None = None
 ) -> MoEConfig:
-    """Builds softmax routing and experts. norm_topk_prob (renormalised top-k) is softmax over the top-k logits."""
+    """Builds softmax routing and experts. With norm_topk_prob, softmax is applied to the top-k logits only."""
     pre_softmax = not config.get("norm_topk_prob", False)
     num_experts, ffn_hidden_size = config.integer(experts_key), config.integer(ffn_key)
     return read_moe(config, num_experts, ffn_hidden_size, shared=shared, pre_softmax=pre_softmax)
 
 
 def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe: MoEConfig) -> tuple[LayerConfig, ...]:
-    """Builds Mixtral, Qwen or OLMoE layers: every `decoder_sparse_step`-th layer not in `mlp_only_layers` is MoE."""
+    """Mixtral, Qwen or OLMoE layers. Every `decoder_sparse_step`-th layer is MoE, except those in `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or i in dense)
 

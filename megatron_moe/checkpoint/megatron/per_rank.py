@@ -101,7 +101,7 @@ class PerRank:
                 self._add(key, shard, tp, ep)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Reads a box of one tensor."""
+        """Reads the n-d range of one tensor that starts at `offset` and has the shape `shape`."""
         tensor = self.tensors[name]
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
         if not tensor.stacked:

@@ -106,7 +106,7 @@ class GraphInstance:
         return torch.empty_like(like, requires_grad=False)
 
     def static_grad(self, like: Tensor, index: int) -> Tensor:
-        """Static buffer for the gradient of output `index`. Modules share it; their backwards run one at a time."""
+        """Static buffer for the gradient of a module's output `index`. Modules share it, as they run one at a time."""
         key = index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)
@@ -377,7 +377,7 @@ class MetricRecorder(MetricAccumulator):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        """Tensors passed to `record` and `collect` (values, counts, rows), in order; outputs of the graph."""
+        """Tensors passed to `record` and `collect` (values, counts, rows), in call order. The graph returns them."""
         self._records: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
 
     def record(

@@ -47,7 +47,7 @@ class DispatchedTokens:
     """Input rows or output rows of this rank's experts."""
 
     data: Tensor
-    """Rows [R, H] sorted by local expert, with padding from offsets_e[-1] on. With `index`: tokens [T, H] instead."""
+    """Rows [R, H] sorted by local expert; padding starts at offsets_e[-1]. If `index` is set, tokens [T, H] instead."""
     probs_R: Tensor
     """Routing probability of each row; 0 for padding rows."""
     offsets_e: Tensor
@@ -108,7 +108,7 @@ class ExpertComm:
     dispatchers cannot overflow. Ranks without MoE layers need it too, because it is reduced over all ranks."""
 
     def __init__(self, ctx: ParallelContext, kernels: Kernels, dispatcher: type[Dispatcher[Any]]) -> None:
-        """`dispatcher`: class of the dispatcher of every layer."""
+        """`dispatcher`: dispatcher class that every layer instantiates."""
         self.ctx = ctx
         self.kernels = kernels
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")

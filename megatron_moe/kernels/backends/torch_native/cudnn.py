@@ -1,9 +1,9 @@
 """cuDNN attention with an explicit log-sum-exp, using the two torch ops that `scaled_dot_product_attention` calls.
 
 cuDNN's backward takes the output and the log-sum-exp as inputs. Both may come from a softmax over more keys than
-backward receives (Dao et al., arXiv 2205.14135 section B.2). If that softmax covers all parts of a sequence, backward
-returns the gradients of one part. If it has a sink, backward returns the gradients of attention with sinks, which cuDNN
-itself does not support.
+backward receives (Dao et al., arXiv 2205.14135 section B.2). Backward can therefore process a long sequence part by
+part. If the softmax has a sink, backward returns the gradients of attention with sinks, although cuDNN itself does not
+support sinks.
 
 torch caches cuDNN plans by the layouts of q, k and v only. The layouts of the output, of its gradient and of the
 log-sum-exp must therefore be the same in every call.

@@ -85,7 +85,7 @@ class _QueryKeyValue(torch.autograd.Function):
 
 
 def _tiles(groups: int, heads_per_group: int, width: int, rotary_dim: int) -> dict[str, Any]:
-    """Tile sizes, as powers of two: rotated dim pairs, dims not rotated (REST), query heads, key heads (GROUPS)."""
+    """Tile sizes, as powers of two: PAIRS (rotated pairs of dims), REST (other dims), HEADS (query), GROUPS (key)."""
     pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
     most = max(TILE // power_of_two(2 * pairs + (rest if rotary_dim < width else 0)), 1)
     heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)

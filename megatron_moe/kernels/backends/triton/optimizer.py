@@ -156,8 +156,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Packs the fp32 values `wide`, as `low_precision_state.pack` does, and stores them. For master weights, the
-    returned values are those that are rounded to parameters: `wide` for PLAIN, the stored values for FP16."""
+    """Packs the fp32 values `wide`, as `low_precision_state.pack` does, and stores them. Returns (for
+    master weights) the values from which parameters are rounded: `wide` for PLAIN, the stored values for FP16."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:

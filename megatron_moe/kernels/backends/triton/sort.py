@@ -49,8 +49,8 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """Counts the choices of each expert, in int32. Returns (counts of the choices that precede a block in its stretch
-    [blocks, E], counts of all choices in a stretch [stretches, E], number of blocks per stretch)."""
+    """Counts the choices of each expert, in int32. Returns three values: counts before each block, from the start of
+    the block's stretch [blocks, E]; counts of each stretch [stretches, E]; number of blocks per stretch."""
     num_blocks = triton.cdiv(ids.numel(), BLOCK)
     blocks_each = triton.cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)

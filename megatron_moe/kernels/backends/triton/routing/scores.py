@@ -47,7 +47,7 @@ def slope(logits, scores, SCORE: tl.constexpr):
 
 @triton.jit
 def _log_of_one_plus(x):
-    """log(1 + x), accurate for small x: the quotient corrects the rounding error of 1 + x."""
+    """log(1 + x), accurate for small x. With w = 1 + x, log(w) * x / (w - 1) corrects the rounding error of w."""
     wide = 1.0 + x
     return tl.where(wide == 1.0, x, tl.log(wide) * (x / tl.where(wide == 1.0, 1.0, wide - 1.0)))
 
