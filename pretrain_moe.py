@@ -136,7 +136,7 @@ def pretrain(plan: "RunPlan", stack: ExitStack) -> None:
 
 
 def tell(text: str, code: int = 0) -> int:
-    """Prints `text` to stdout and returns `code`. A pipe closed by its reader, such as `| head`, is not an error."""
+    """Prints `text` to stdout and returns `code`. Ignores the error if the reader of a pipe (`| head`) has exited."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

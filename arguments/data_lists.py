@@ -12,7 +12,7 @@ _SPLITS = ("train", "valid", "test")
 
 
 def read_data_lists(settings: Settings) -> None:
-    """Sets the dataset flags in `settings` from these files; adds errors to `settings.problems`."""
+    """Sets dataset flags in `settings` from the files that `settings` names; adds errors to `settings.problems`."""
     for name, read in (("data_args_path", _words), ("per_split_data_args_path", _splits)):
         path = settings.setting(name).value
         if path is None:

@@ -53,8 +53,8 @@ def expert_ranks(flags: Flags) -> int:
 
 
 def experts_are_captured(flags: Flags) -> bool:
-    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Token exchange, fp32 GEMMs and
-    GEMMs that are not grouped read token counts on the host, which is not allowed during capture."""
+    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured with
+    token exchange, fp32 GEMMs or GEMMs that are not grouped, because these operations read token counts on the host."""
     return expert_ranks(flags) == 1 and flags.bf16 and flags.moe_grouped_gemm
 
 

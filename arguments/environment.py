@@ -37,8 +37,8 @@ def misnamed(name: str) -> tuple[str, str]:
 
 
 def unprintable(text: str) -> str:
-    """Returns a phrase about the first control character (such as newline or NUL) or surrogate (invalid Unicode) in
-    `text`, which must not enter a script or the environment; an empty string if there is none."""
+    """Finds characters that must not enter a script or the environment: control characters (such as newline) and
+    surrogates (invalid Unicode). Returns a phrase about the first one, or an empty string if `text` contains none."""
     found = next((letter for letter in text if unicodedata.category(letter) in ("Cc", "Cs")), None)
     return f"which contains the character U+{ord(found):04X}" if found else ""
 
@@ -56,7 +56,7 @@ def missing(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> tuple[V
 
 
 def notes(wanted: tuple[Variable, ...], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields a note for each variable that this run sets, or that it keeps because the user set a different value."""
+    """Yields a note on each variable that this run sets, or that `environ` sets to another value, which is kept."""
     for variable in wanted:
         here = environ.get(variable.name)
         if here is None:

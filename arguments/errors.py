@@ -1,4 +1,4 @@
-"""Exceptions for invalid command lines, whose problems are reported together, and for early exit."""
+"""Exceptions for early exit and for invalid command lines. All problems of a command line are reported together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Problem:
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""
-    """Not empty if only an input or a feature is missing: a dry run then reports the problem and continues."""
+    """What is missing, if the flags are valid: an input or a feature. A dry run reports the problem and continues."""
 
     def lines(self) -> list[str]:
         """Formats the problem as lines of text."""

@@ -39,7 +39,7 @@ _RECOGNISED_HEADS = MappingProxyType(
         True: ("Rejected flags", "Megatron-LM flags of features that are not implemented."),
     }
 )
-"""Maps `Recognised.refused` to the (heading, introduction) of the section of docs/flags.md with these flags."""
+"""Heading and introduction of a section of docs/flags.md. The key is True for the section about rejected flags."""
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",
@@ -168,13 +168,13 @@ def _find(word: str, registry: Registry) -> str:
 
 
 def _searched(flag: Flag, text: str) -> list[str]:
-    """Texts that `--find` searches for a flag: names, help, choices, and a default other than on, off or not set."""
+    """Texts of a flag in which `--find` searches: names, help text, choices and, except for switches, the default."""
     default = () if flag.is_switch or flag.required or flag.default is None else words_of(flag.type, flag.default)
     return [*flag.on_options, *flag.off_options, text, *choices(flag.type), *default]
 
 
 def recipes_with(flag: Flag) -> list[str]:
-    """Names of the recipes, and of the files that recipes share, that set a flag."""
+    """Names of the recipe files that set a flag, including files shared by several recipes."""
     spellings = {normal(option).lstrip("-") for option in (*flag.on_options, *flag.off_options)}
     names = []
     for name, path in recipe_files():
@@ -185,7 +185,7 @@ def recipes_with(flag: Flag) -> list[str]:
 
 
 def _documented(registry: Registry, only: str | None = None) -> list[tuple[Flag, str]]:
-    """Returns (flag, help text) pairs ordered by group: of all flags, or only of the flags of group `only`."""
+    """Returns (flag, help text) of each flag, ordered by group. With `only`, returns only the flags of that group."""
     found = []
     for group, group_class in GROUPS.items():
         if only in (None, group):

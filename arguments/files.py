@@ -55,7 +55,7 @@ class FlagFile:
 
 
 class _Unusable(Exception):
-    """Raised for a value that cannot be read. The raising code has recorded the problem, except for `_Unset`."""
+    """Raised for a value that cannot be read. The problem has already been recorded, unless this is an `_Unset`."""
 
 
 class _Unset(_Unusable):
@@ -233,7 +233,7 @@ class _Reader:
         return Given(option, (self._scalar(node),), origin, state="one text")
 
     def _report(self, trouble: _Unusable) -> None:
-        """Records the unset variables of an `_Unset`. Other problems were recorded where they occurred."""
+        """Records the unset variables if `trouble` is `_Unset`. Other problems have already been recorded."""
         if isinstance(trouble, _Unset):
             for variable in trouble.variables:
                 self.unset.setdefault(variable, []).append(trouble.line)

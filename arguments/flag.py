@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, NamedTuple
 from arguments.values import words_of
 
 Status = Literal["same", "close", "ours", "not yet", "refused"]
-"""Status relative to Megatron-LM. same: same meaning; close: the note states the difference; ours: not in Megatron-LM;
-not yet, refused: not available, now or permanently, except some values; the note states the alternative."""
+"""Comparison of a flag with Megatron-LM's flag. "same": it has the same meaning; "close": its meaning differs; "ours":
+Megatron-LM has no such flag. "not yet": some values are not available yet; "refused": some are never available."""
 
 
 class _Required:

@@ -35,7 +35,7 @@ class StartFlags:
     recipe: str | None = ours(None, essential=True)
     """Recipe to use, a file in scripts/recipes that is read before `--config`; docs/recipes.md lists all recipes."""
     print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
-    """Print all values as YAML with their origins or as JSON, or the given flags as a command line, and exit."""
+    """Print all values (yaml or json), or the given flags as a command line (flags), and exit. yaml shows origins."""
     from_hf_config: str | None = ours(None)
     """Folder with a Hugging Face config.json from which model flags are derived. Flags in files and on the command line
     override the derived ones."""
@@ -106,9 +106,8 @@ GROUPS: Mapping[str, type] = MappingProxyType(
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with `values`, and with the values of `flags` for all other parameters that have
-    the name of a flag. Values for parameters of type `Path | None` are converted to paths; an empty text becomes None.
-    """
+    """Calls a config class or function with the keyword arguments `values`. Every other parameter that has the name of
+    a flag receives the value of this flag; if its type is `Path | None`, a path, or None for an empty text."""
     named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
     return function(**named, **values)
 

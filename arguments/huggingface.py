@@ -153,7 +153,7 @@ def _rotation(rope: RopeConfig, mixer: AttentionConfig | MLAConfig) -> dict[str,
 
 
 def _yarn(rope: RopeConfig, latent: bool) -> dict[str, Any]:
-    """YaRN flags; mscale 1 and mscale_all_dim 0 give Hugging Face's default attention factor 0.1 ln(factor) + 1."""
+    """YaRN flags of `rope`. Hugging Face's default attention factor is written as mscale 1 and mscale_all_dim 0."""
     length = "original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings"
     return {
         "rotary_scaling_factor": rope.scaling_factor,
@@ -176,7 +176,7 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
 
 
 def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
-    """Returns the smallest interval n with `layers_of(n) == present`; if there is none, `present` as 0s and 1s."""
+    """Returns the smallest interval n with `layers_of(n) == present`, or `present` as 0s and 1s if no interval fits."""
     periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
     return next(periods, tuple(map(int, present)))
 
@@ -208,7 +208,7 @@ _TRAINING_FLAGS = (
     *("attention_dropout", "hidden_dropout", "init_method_std"),
     *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
-"""Flags that may differ from the published model, because its layer weights can still be used."""
+"""Flags whose values may differ from those of the published model; its layer weights can still be used."""
 _HEADINGS = ("flag", "this run", "published")
 
 

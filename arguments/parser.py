@@ -151,7 +151,7 @@ def is_start_flag(option: str, registry: Registry) -> bool:
 
 
 def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
-    """Merges layers of flags. Later layers override earlier layers silently; two values in one layer add a note."""
+    """Merges layers of flags. Later layers silently override earlier ones; two values in one layer cause a note."""
     settings = Settings(registry)
     for layer in layers:
         in_this_layer: dict[str, Setting] = {}
@@ -184,12 +184,13 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
-    """Returns whether a flag is recognised but not implemented. If so, adds it to `without_effect` or `refused` of the
-    settings, unless it is null or would be refused but is switched off."""
+    """Returns whether a flag is recognised but not implemented. Such a flag is added to `settings.without_effect` or
+    `settings.refused`, unless its value is null, or it is a switch that is off and would be refused if it were on."""
     found = find_recognised(option)
     if found is None:
         return False
     known, listed = found
+    settings.refused = [each for each in settings.refused if each[0].option != option]
     if given.words is None:
         settings.without_effect.pop(option, None)
     elif not known.refused:

@@ -30,7 +30,7 @@ _LAYOUT_FLAGS = (
     *("hierarchical_context_parallel_sizes", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     "ep_overlap_early_attn_memory_release",
 )
-"""Flags that a layout search sets in addition to the microbatch size. By default all parallel sizes are 1."""
+"""Flags of a layout, except the microbatch size. With the defaults of these flags, all parallel sizes are 1."""
 _NEEDED = ("model", "attention", "training")
 """Flag groups whose required flags must be given to plan a layout."""
 _FILES = ("recipe", "config", "from_hf_config")

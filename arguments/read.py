@@ -156,7 +156,7 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
-    """Splits flags into two layers, up to the last `--proxy` (inclusive) and after it; one layer if it is absent."""
+    """Splits flags at the last `--proxy`, which ends the first of two layers. Returns one layer without `--proxy`."""
     end = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
     return [words[:end], words[end:]] if end else [words]
 
@@ -240,7 +240,7 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 
 def _vocab_size(flags: Flags, vocab_size_of: VocabSizeOf | None, settings: Settings) -> int:
-    """Vocabulary size: `--vocab-size`, checked against the tokenizer, or else the size of the tokenizer."""
+    """Returns `--vocab-size` after a check against the tokenizer; if not set, the tokenizer's vocabulary size."""
     given = flags.vocab_size
     if vocab_size_of is None:
         if given is None:

@@ -22,7 +22,7 @@ _FORMATS: Mapping[str | None, str] = MappingProxyType(
     {None: "", "delayed": "FP8", "tensorwise": "FP8", "blockwise": "FP8 blockwise", "mxfp8": "MXFP8"}
 )
 _QUICKSTART_VOCABULARY = 4096
-"""Vocabulary size of the tokenizer that scripts/quickstart.sh trains; all other recipes set `vocab-size`."""
+"""Vocabulary size of the tokenizer that scripts/quickstart.sh trains; used for recipes without `vocab-size`."""
 _HEAD = """\
 # Recipes
 
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def waits_for_speed(self) -> bool:
-        """Whether the unavailable flags affect only speed: the dispatcher, and flags that do not affect results."""
+        """Whether every unavailable flag affects only speed: it is the dispatcher flag or is marked `harmless`."""
         return bool(self.waits_for) and all(
             flag and (flag.declaration.harmless or flag.name == "moe_token_dispatcher_type")
             for flag in self.unavailable
@@ -124,12 +124,12 @@ def document(table: Sequence[Row]) -> str:
 
 
 def waiting(table: Sequence[Row]) -> str:
-    """Recipes that cannot train yet with their unavailable flags, one recipe per line."""
+    """Lists the recipes that cannot train yet, one per line: `NAME: UNAVAILABLE FLAGS`."""
     return "".join(f"{row.name}: {', '.join(row.waits_for)}\n" for row in table if row.waits_for)
 
 
 def without_proxy() -> str:
-    """Recipes that cannot train even with `--proxy`, with their unavailable flags, one recipe per line."""
+    """Lists the recipes that cannot train even with `--proxy`, one per line: `NAME: UNAVAILABLE FLAGS`."""
     found = {name: _refused_as_proxy(name) for name in recipe_names()}
     return "".join(f"{name}: {', '.join(flags)}\n" for name, flags in found.items() if flags)
 

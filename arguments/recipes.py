@@ -50,7 +50,7 @@ def recipe_folders() -> tuple[Path, ...]:
 
 
 def recipe_files() -> list[tuple[str, Path]]:
-    """(name, path) of recipes and shared parts. Names are relative paths, no suffix: `parts/models/mixtral-8x7b`."""
+    """(name, path) of all recipes and parts. Names are relative paths without suffix: `parts/models/mixtral-8x7b`."""
     found: dict[str, Path] = {}
     for folder in recipe_folders():
         for path in sorted(folder.rglob("*.yaml")):

@@ -256,8 +256,8 @@ def _checkpoint(flags: Flags) -> CheckpointConfig:
 
 
 def _watchdog_timeouts(flags: Flags, loop: LoopConfig) -> tuple[tuple[str, float], ...]:
-    """Watchdog timeout in seconds of each phase that has one. Evaluation has (its iterations + 1) times the step
-    timeout, or none with --full-validation, because the number of batches is then unknown."""
+    """Watchdog timeout in seconds of each phase that has one. The timeout of an evaluation is (iterations + 1) x
+    step timeout. With --full-validation, evaluation has no timeout, because its number of batches is unknown."""
     steps = 0 if flags.full_validation else 1 + loop.eval_iters
     phases = {
         "start": flags.start_deadline,

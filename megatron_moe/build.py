@@ -182,7 +182,7 @@ def build_model(
     host_copies: HostCopies | None = None,
 ) -> GPT:
     """Builds this rank's part of the model and initialises its weights unless `initial` is False. The initial weights
-    do not depend on the parallel layout. `host_copies`: for activation offload; None: the device's default."""
+    do not depend on the parallel layout. `host_copies` transfers offloaded activations; None: the device's default."""
     saved_tensors = _saved_tensor_policy(plan, context, kernels, host_copies or make_host_copies(context.device))
     with build_memory_guard(plan, context)():
         model = GPT(

@@ -60,7 +60,7 @@ def requested_cluster(
     options: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str], *, default: int | None = 1
 ) -> Cluster:
     """Cluster that the tool's options request. The recipe or config file in `flags` supplies sizes that are not given.
-    `default`: number of ranks if no size is given; None: one node. Raises FlagErrors if sizes contradict each other."""
+    `default`: number of ranks if neither gives a size; None: one full node. Raises FlagErrors if sizes conflict."""
     start = start_settings(flags, Registry.declared())
     kind = getattr(options, "gpu", None) or start.setting("gpu").value
     cluster = ClusterFlags(gpu=kind, gpus=options.gpus, nodes=options.nodes, gpus_per_node=options.gpus_per_node)
@@ -151,7 +151,7 @@ def map_in_order(
 
 
 class _Workers(ProcessPoolExecutor):
-    """Process pool that blocks SIGINT in `submit`, which may start workers: they inherit the signal mask."""
+    """Process pool whose workers block SIGINT: `submit` blocks it while workers start, and they inherit this mask."""
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -47,7 +47,7 @@ _MAX_SEQ_LENGTH = 4096
 _MAX_PARAMETERS_PER_BYTE = 16
 """Maximum ratio of model parameters to bytes of weight files. A larger ratio means wrong sizes in the flags."""
 _RELATIVE_TOLERANCE = 1e-4
-"""Maximum logit difference / largest logit: larger than fp32 rounding errors, smaller than a wrong weight's effect."""
+"""Tolerance for logits, relative to the largest: above fp32 rounding errors, but below the effect of a wrong weight."""
 
 
 @dataclass(frozen=True)

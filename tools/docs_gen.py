@@ -138,7 +138,7 @@ def _with_status(lines: Sequence[str], registry: Registry) -> Iterator[str]:
 
 
 def lowest_status(fragments: Sequence[str], registry: Registry) -> str:
-    """Lowest support status among the flags in these command-line fragments, given their values."""
+    """Lowest support status among the flags and values in these command-line fragments."""
     found = {_status(words, registry) for fragment in fragments for words in _by_flag(shlex.split(fragment))}
     return next(each for each in _LOWEST_FIRST if each in found)
 
@@ -153,7 +153,7 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 
 
 def _status(words: Sequence[str], registry: Registry) -> str:
-    """Support status of the flag `words[0]` with the values `words[1:]`; without values, of any non-default value."""
+    """Support status of flag `words[0]` with the values `words[1:]`; if values are absent, with any non-default one."""
     found = registry.find(words[0])
     if found is None:
         known = find_recognised(words[0])

@@ -49,8 +49,8 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
-    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout's minimum number of ranks does not divide `num_ranks`
-    (imported checkpoints are written by one rank), the plan is for that minimum. Raises FlagErrors."""
+    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout is not possible on this number of ranks (imported
+    checkpoints specify 1), the smallest possible number is used. Raises FlagErrors."""
     fewest = fewest_ranks(words, {})
     return read_plan(words, rank_0_of(fewest if num_ranks % fewest else num_ranks), vocab_size_of=vocab_size_of)
 
@@ -69,7 +69,7 @@ def load_model(candidate: Candidate, plan: RunPlan) -> GPT:
 def continue_text(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], options: argparse.Namespace) -> list[int]:
     """Prompt's token ids, followed by up to `options.max_new_tokens` new ids; stops at the end-of-document id.
 
-    Never chooses ids outside the tokenizer's vocabulary, which only pad the embedding table.
+    Chooses only ids in the tokenizer's vocabulary. Larger ids are padding of the embedding table.
     """
     device = next(model.parameters()).device
     ids = list(prompt)

@@ -85,7 +85,7 @@ def size_of(options: argparse.Namespace, flags: Sequence[str], environ: Mapping[
 
 
 def job_of(options: argparse.Namespace, flags: list[str], environ: Mapping[str, str]) -> Job:
-    """Checks the flags and returns the job. Without --name, it has the name of the recipe or first file."""
+    """Checks the flags and returns the job. Without --name, the job is named after the recipe or config file."""
     given = {each.option: each.words for each in split(flags)[0]}
     source = given.get("--recipe") or given.get("--config")
     name = options.name or (Path(source[0]).stem if source else "megatron-moe")

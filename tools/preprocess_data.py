@@ -118,7 +118,7 @@ class Progress:
 def write_documents(
     results: Iterable[Encoded], writers: Sequence[IndexedWriter], progress: Progress, on_bad: str
 ) -> None:
-    """Writes each document's text under every key to the key's writer; skips empty texts. `on_bad`: fail or skip."""
+    """Writes token ids to one writer per key; skips empty texts. `on_bad`: "fail" or "skip", for malformed lines."""
     for encoded in results:
         for reason in encoded.bad:
             if on_bad == "fail":

@@ -9,17 +9,17 @@ from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
-"""(kind of action, fill character in a text chart). Idle time is filled with dots, an overlapped pair with #."""
+"""(kind of action, fill character in a text chart). Idle time is shown as dots, overlapped actions as #."""
 
 FORWARD = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd")
 BACKWARD = ("#c7e9c0", "#a1d99b", "#74c476", "#31a354")
 WEIGHT = ("#fee6ce", "#fdd0a2", "#fdae6b", "#e6550d")
-"""Colours of weight gradients, from the first model chunk to the last; FORWARD and BACKWARD are used likewise."""
+"""Colours of weight gradients, from the first model chunk to the last. FORWARD and BACKWARD have the same order."""
 IDLE = "#f3f3f3"
 
 
 def label(entry: Entry, vpp: int) -> str:
-    """Microbatch index, and a letter for the model chunk if `vpp` > 1. An overlapped pair: "forward|backward"."""
+    """Microbatch index, and a chunk letter if `vpp` > 1. The labels of overlapped actions are joined by "|"."""
     return "|".join(str(action.microbatch) + CHUNKS[action.chunk % 26] * (vpp > 1) for action in parts(entry))
 
 
@@ -112,7 +112,7 @@ def _colour(action: Action, vpp: int) -> str:
 
 
 def _legend_entries(report: SimulationReport, vpp: int) -> Iterator[tuple[str, str]]:
-    """(text, colour) per kind of action and model chunk; input gradients share the entry of full backwards."""
+    """Yields (text, colour) per kind of action and chunk. Full and input-gradient backward passes share one entry."""
     seen = {action for spans in report.spans for span in spans for action in parts(span.entry)}
     colours = {_colour(action, vpp): action for action in sorted(seen, key=_place_in_legend, reverse=True)}
     for colour, action in sorted(colours.items(), key=lambda entry: _place_in_legend(entry[1])):

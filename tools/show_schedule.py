@@ -90,7 +90,7 @@ def of_sizes(options: argparse.Namespace) -> ShownSchedule:
 
 
 def of_run(options: argparse.Namespace, words: Sequence[str]) -> ShownSchedule:
-    """Schedule of a training run, which may still lack a feature or data. Raises FlagErrors."""
+    """Schedule of a training run, even if the run needs a feature or data that is still missing. Raises FlagErrors."""
     plan = read_plan(words, rank_0_of(requested_cluster(options, words, {}).world_size), waiting=True)
     config = plan.schedule(plan.num_microbatches)
     if plan.unknown_layers:
@@ -110,7 +110,7 @@ def name(config: ScheduleConfig) -> str:
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
-    """Problems of the schedule (`strict`: with blocking sends), bubble fraction, time and in-flight microbatches."""
+    """Formats problems, bubble fraction, time and in-flight peaks. `strict`: with blocking sends; `loose`: buffered."""
     lines = ["no deadlock with blocking sends; every microbatch once, in order"]
     if found := dict.fromkeys((*strict.problems, *loose.problems)):
         lines = ["WRONG:", *(f"  {problem}" for problem in found)]

@@ -1,8 +1,8 @@
-"""Verifies the layout of a run against one rank: `python tools/verify_layout.py --recipe NAME [--nproc N]`
+"""Checks that a layout trains like one rank: `python tools/verify_layout.py --recipe NAME [--nproc N] [--proxy FLAGS]`
 
-Shrinks the model like `--proxy` and the layout to at most 8 ranks, with more than one rank per parallel axis where
-possible. Trains a few steps in double precision with this layout (gloo) and on one rank, and compares losses, metrics,
-gradient norms, gradients, weights and token counts. Flags after `--proxy` are not rewritten.
+Shrinks the model as pretrain_moe.py --proxy does, and the layout to at most 8 ranks (more than one per parallel axis if
+possible). Trains a few steps in double precision with this layout (gloo) and on one rank, and compares losses, metrics,
+gradient norms, gradients, weights and token counts. Flags after `--proxy` are not changed.
 
 Exit code 0: equal; 12: different; 2: invalid flags; 11: a rank failed.
 """
@@ -33,7 +33,7 @@ PROOF = (
     *("--moe-router-dtype", "fp64", "--no-moe-router-force-load-balancing", "--lr-warmup-iters", "0"),
     *("--adam-eps", str(STEADY_EPS), "--eval-iters", "0"),
 )
-"""Flags of both runs, such as double precision. Unit-gain initial weights make every module contribute."""
+"""Flags added to the run with the layout and to the one-rank run. Unit-gain weights let every module affect results."""
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--moe-input-jitter-eps", "0")
 """Flags added if cp > 1: with context parallelism, random masks and jitter differ from those of a single rank."""
 

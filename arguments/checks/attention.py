@@ -40,7 +40,7 @@ def rotary_dim_is_even(flags: RuleFlags) -> Violations:
 
 
 def mla_rope_dim_is_even(flags: RuleFlags) -> Violations:
-    """RoPE rotates pairs of dimensions, so their number must be even."""
+    """RoPE rotates pairs of dimensions, so --qk-pos-emb-head-dim must be even."""
     if flags.multi_latent_attention and flags.qk_pos_emb_head_dim % 2:
         yield (
             f"--qk-pos-emb-head-dim {flags.qk_pos_emb_head_dim} is odd, but RoPE rotates pairs of dims",

@@ -30,8 +30,8 @@ def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
 
 
 def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
-    """Attention and experts of a layer run on the same pipeline stage. With --use-tp-pp-dp-mapping, a stage is a block
-    of adjacent ranks: tensor x context ranks for attention and expert-tensor x expert ranks for experts."""
+    """A pipeline stage has (tensor x context) adjacent ranks for attention and (expert-tensor x expert) for experts
+    with --use-tp-pp-dp-mapping. They must be the same ranks, so both products must be equal."""
     if not flags.use_tp_pp_dp_mapping or flags.pipeline_model_parallel_size == 1:
         return
     etp, experts = derive.expert_tensor_parallel_size(flags), derive.expert_ranks(flags)
@@ -50,8 +50,8 @@ def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
 
 
 def _nearest(world_size: int, product: int, sizes: dict[str, int]) -> str:
-    """Suggests corrections if `product` of the parallel sizes does not divide `world_size`: for each size, the largest
-    smaller value that would do with the other sizes unchanged; or the next larger number of ranks."""
+    """Suggests corrections if `product`, the product of the parallel sizes, does not divide `world_size`. Each
+    correction either reduces one of the sizes or increases the number of ranks."""
     nearest = []
     for option, size in sizes.items():
         rest = product // size
@@ -179,7 +179,7 @@ def learning_rates_are_ordered(flags: RuleFlags) -> Violations:
 
 
 def decoupled_learning_rates_are_ordered(flags: RuleFlags) -> Violations:
-    """--decoupled-lr is the maximum learning rate of embedding and output layer; their minimum must not exceed it."""
+    """The minimum learning rate of embedding and output layer must not exceed the maximum, --decoupled-lr."""
     smallest = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     if flags.decoupled_lr is None:
         if flags.decoupled_min_lr is not None:

@@ -28,8 +28,8 @@ def cp_comm_type_matches_layers(flags: RuleFlags) -> Violations:
 
 
 def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
-    """Communication type a2a+p2p exchanges heads inside groups of adjacent ranks and key/value blocks between groups.
-    The product of group size and number of groups is the context-parallel size."""
+    """a2a+p2p divides the context-parallel ranks into groups: group size x number of groups is the context-parallel
+    size. Ranks exchange heads within a group and key/value blocks between groups."""
     if flags.context_parallel_size == 1 or "a2a+p2p" not in flags.cp_comm_type:
         return
     sizes = flags.hierarchical_context_parallel_sizes
@@ -44,7 +44,7 @@ def hierarchical_cp_sizes_multiply_to_cp(flags: RuleFlags) -> Violations:
 
 
 def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
-    """With a2a, every rank receives an equal number of query heads, and the key/value heads that they use."""
+    """With a2a, every rank receives an equal number of query heads and the key/value heads of these query heads."""
     sizes = flags.hierarchical_context_parallel_sizes or (1,)
     ranks = max(
         flags.context_parallel_size if "a2a" in flags.cp_comm_type else 1,
@@ -90,7 +90,8 @@ def dynamic_cp_is_not_hierarchical(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_excludes_seq_aux_loss(flags: RuleFlags) -> Violations:
-    """With --hybrid-context-parallel, the ranks over which seq_aux_loss sums may hold different sequences."""
+    """seq_aux_loss sums the token counts of a sequence over all context-parallel ranks, but ranks have different
+    sequences if --hybrid-context-parallel divides them into smaller groups."""
     if flags.hybrid_context_parallel and "seq_aux_loss" in flags.moe_router_load_balancing_type:
         yield (
             "seq_aux_loss counts the tokens of a sequence over all context-parallel ranks",

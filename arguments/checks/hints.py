@@ -63,7 +63,7 @@ def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
 
 
 def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:
-    """If experts are on several ranks, tokens are sorted by the dispatcher, which runs outside the graphs."""
+    """If experts are on several ranks, moe_preprocess captures nothing: tokens are sorted outside the graphs."""
     ranks = derive.expert_ranks(flags)
     if flags.cuda_graph_impl != "none" and "moe_preprocess" in flags.cuda_graph_modules and ranks != 1:
         exchanged = f"with experts on {ranks} ranks, the dispatcher sorts tokens outside the graph"

@@ -64,7 +64,7 @@ def _padding(flags: Flags, plan: RunPlan) -> str:
 
 
 def _sizes(plan: RunPlan) -> Iterator[Size]:
-    """Yields the GEMM dimensions of all layers in execution order, with repetitions for equal layers."""
+    """Yields the GEMM dimensions of all layers in execution order. Equal layers yield the same dimensions again."""
     tp = plan.parallel.tp
     yield Size("--hidden-size", plan.model.hidden_size)
     for layer in plan.model.layers:

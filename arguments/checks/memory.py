@@ -82,7 +82,7 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
 
 
 def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
-    """The output of core_attn is the input of attn_proj, and both save it; both must offload it to free memory."""
+    """core_attn saves its output, which attn_proj also saves as its input; memory is freed only if both offload it."""
     if "attn_proj" in flags.offload_modules and "core_attn" not in flags.offload_modules:
         yield (
             "--offload-modules attn_proj frees no memory: core_attn saves the same tensor",
@@ -133,7 +133,7 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def paged_stash_supports_saved_tensors(flags: RuleFlags) -> Violations:
-    """The paged stash stores only the expert inputs, the first GEMM's output and the activation, unquantized."""
+    """The paged stash stores only unquantized tensors: expert inputs, outputs of the first GEMM, and activations."""
     if not flags.moe_paged_stash:
         return
     others = {

@@ -57,7 +57,7 @@ def one_rope_scaling(flags: RuleFlags) -> Violations:
 
 
 def yarn_ramp_is_valid(flags: RuleFlags) -> Violations:
-    """YaRN fully interpolates dims below --yarn-beta-slow rotations and keeps dims above --yarn-beta-fast unchanged."""
+    """YaRN interpolates dims with fewer rotations than --yarn-beta-slow and keeps those above --yarn-beta-fast."""
     yarn = flags.rope_type != "rope" if flags.multi_latent_attention else flags.position_embedding_type == "yarn"
     fast, slow = derive.yarn_betas(flags)
     if yarn and (flags.rotary_base <= 1 or not 0 < slow <= fast):

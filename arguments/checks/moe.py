@@ -96,7 +96,7 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
 
 
 def upcycled_slices_make_whole_groups(flags: RuleFlags) -> Violations:
-    """The slices of a dense block form one group of experts, so the granularity divides the number of experts."""
+    """Every copy of a dense block is cut into --moe-upcycling-granularity experts, and all copies are complete."""
     if flags.moe_use_upcycling and flags.num_experts and flags.num_experts % flags.moe_upcycling_granularity:
         yield (
             f"--num-experts {flags.num_experts} cannot be divided into groups of "

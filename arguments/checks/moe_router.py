@@ -59,7 +59,7 @@ def group_limit_leaves_enough_experts(flags: RuleFlags) -> Violations:
 
 
 def expert_bias_needs_independent_scores(flags: RuleFlags) -> Violations:
-    """An expert bias needs scores that are independent of the other experts; softmax scores are not."""
+    """An expert bias needs scores that do not depend on other experts; a softmax score depends on all experts."""
     if flags.num_experts and flags.moe_router_enable_expert_bias and flags.moe_router_score_function == "softmax":
         yield (
             "--moe-router-enable-expert-bias does not support softmax scores",

@@ -36,7 +36,7 @@ def fp64_has_no_narrow_moments(flags: RuleFlags) -> Violations:
 
 
 def main_grads_have_one_dtype(flags: RuleFlags) -> Violations:
-    """The optimizer reads main gradients from the accumulation buffer, so both have the same dtype."""
+    """The optimizer reads main gradients from the accumulation buffer, so they have the dtype of the buffer."""
     if flags.main_grads_dtype == "bf16" and flags.accumulate_allreduce_grads_in_fp32:
         yield (
             "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32",
@@ -135,7 +135,7 @@ def per_token_loss_excludes_averaging(flags: RuleFlags) -> Violations:
 
 
 def fp32_accumulation_needs_distributed_optimizer(flags: RuleFlags) -> Violations:
-    """fp32 accumulation sums each gradient shard on the rank that owns it."""
+    """fp32 accumulation sums gradients in shards, and only the distributed optimizer shards gradients."""
     if flags.ddp_reduce_scatter_with_fp32_accumulation and not flags.use_distributed_optimizer:
         yield (
             "--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer",

@@ -1,8 +1,8 @@
 """Runs all rules on the settings and collects the problems.
 
-A rule is a function of the flags and launch properties that yields (problem, remedy) if they violate it. The user is
-also shown the rule's docstring as the reason, and the flags that the rule has read. A rule is skipped if it reads a
-flag without a valid value, because the invalid value is already reported.
+A rule is a function that reads flags and launch properties, and yields (problem, remedy) if their values violate the
+rule. The report to the user also contains the rule's docstring, as the reason, and the flags that the rule has read. A
+rule is skipped if it reads a flag without a valid value, because the invalid value is already reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,14 +75,14 @@ _LEAVE_OUT = "it does not affect numerics: --allow-ignored-flags ignores it"
 _LAYER_GROUPS = ("attention", "model")
 _LAYER_FLAGS = ("moe_n_hash_layers",)
 _SAME_LAYERS = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold")
-"""Flags in `_LAYER_GROUPS` that change neither parameters nor GEMMs, so that memory and time can be estimated."""
+"""Unsupported flags that affect neither parameters nor GEMMs, so memory and time can be estimated without them."""
 
 MODEL_PARALLEL = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Launch property or value derived from flags, which rules can read like a flag."""
+    """Property of the launch, or value derived from flags. Rules can read it like a flag."""
 
     value: Any
     label: str
@@ -188,7 +188,7 @@ def unknown_layers(settings: Settings) -> tuple[str, ...]:
 
 
 def ignored_flags(settings: Settings) -> dict[str, str]:
-    """Maps names of unsupported flags that --allow-ignored-flags can ignore to notes for the user."""
+    """Returns the unsupported flags that --allow-ignored-flags permits, as a map from flag name to a note for users."""
     return {
         flag.name: f"ignored: {option_and_value(settings, flag)} is not available"
         for flag in _unavailable(settings)
@@ -238,6 +238,6 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
-    """Whether a report lists this flag: if given, or (without `only_given`) if its default is neither off nor unset."""
+    """Whether a report lists the flag. It omits the defaults `off` and `not set`, and all defaults if `only_given`."""
     flag = settings.registry.flags[name]
     return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))

@@ -8,10 +8,10 @@ from arguments.values import LayerPattern
 from megatron_moe.config.exit_codes import counted
 
 _LARGEST_TRIED = 10_000
-"""Limit of trial division: finds all divisors of numbers up to 10^8. Larger flag values are assumed to be typos."""
+"""Largest divisor tried, enough to find all divisors of numbers up to 10^8. Larger flag values are likely typos."""
 _MOST_SHOWN = 12
 Violations = Iterator[tuple[str, str]]
-"""Iterator of (problem, remedy), texts for the user. Only the first violation that a rule yields is reported."""
+"""Iterator of pairs of texts for the user: (problem, remedy). Only the first pair that a rule yields is reported."""
 
 
 def divisors(number: int) -> str:
@@ -28,7 +28,7 @@ def enabled(options: Mapping[str, object]) -> str:
 
 
 def unfit_pattern(option: str, pattern: LayerPattern, num_layers: int) -> Violations:
-    """Yields a violation if a pattern of layers (interval, or one 0 or 1 per layer) does not fit `num_layers`."""
+    """Yields a violation if `pattern`, an interval or a list with a 0 or 1 per layer, does not fit `num_layers`."""
     if isinstance(pattern, int):
         if pattern < 1:
             yield f"{option} {pattern} is not an interval of layers", "use 1 or more"
@@ -53,7 +53,7 @@ class RuleFlags(Flags):
 
 
 def lists_given_flags(rule: Callable[..., Violations]) -> Callable[..., Violations]:
-    """Decorates a rule whose report lists only flags set by the user; by default, it also lists flags at defaults."""
+    """Decorates a rule whose report lists only flags set by the user. Reports of other rules also list defaults."""
     rule.lists_given_flags = True  # type: ignore[attr-defined]
     return rule
 

@@ -11,7 +11,7 @@ _HUGGING_FACE = "hf:"
 
 
 def missing_inputs(plan: RunPlan) -> tuple[str, ...]:
-    """Returns a sentence for each flag that names missing input files or folders that the run needs to start."""
+    """Returns one sentence for each flag whose input files or folder do not exist but are needed to start the run."""
     found = [*_data_files(plan.data), *_checkpoints(plan.checkpoint)]
     return tuple(f"{sentence}; correct it, or start the run where it exists" for sentence in found)
 
@@ -32,7 +32,7 @@ def _data_files(data: DataConfig) -> Iterator[str]:
 
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
-    """Returns the file prefixes of a data flag; `checks/data.py` ensures that weights, if any, alternate with them."""
+    """Returns the file prefixes of a data flag. Each prefix may be preceded by a blend weight, which is left out."""
     try:
         float(words[0] if words else "")
     except ValueError:
@@ -41,7 +41,7 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
-    """Yields a sentence for each missing folder. `--load` folders are not needed if the run resumes from `save`."""
+    """Yields a sentence for each missing folder. A run that resumes from `--save` needs no `--load` folder."""
     resumes = config.save is not None and not config.fresh and any(config.save.glob("iter_*"))
     if not resumes:
         has_load = config.load is not None and _folder(config.load).is_dir()

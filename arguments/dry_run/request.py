@@ -144,6 +144,6 @@ def _differences(settings: Settings) -> list[str]:
 
 
 def figures(facts: Facts) -> Facts:
-    """Returns the report without texts and environment, as the documentation shows it: only figures of the plan."""
+    """Returns the figures of a report, which the documentation shows. Texts and environment are left empty."""
     lists: dict[str, list[str]] = {name: [] for name in ("missing_inputs", "cannot_train_yet", "notes", "differences")}
     return {**facts, "would_start": True, "environment": {}, **lists}

@@ -33,7 +33,7 @@ class CheckpointFlags:
     """Folder whose config.json and tokenizer files are copied into exports. Not set: the hf: folder given by `--load`
     or `--pretrained-checkpoint`."""
     keep_last_checkpoints: int | None = ours(None, least=1)
-    """Number of newest checkpoints to keep. Not set: all, or one with `--save-retain-interval`."""
+    """Number of newest checkpoints to keep. Not set: 1 with `--save-retain-interval`, otherwise all."""
     load: str | None = flag(None, essential=True)
     """Checkpoint folder to resume from, or hf:FOLDER for Hugging Face weights. Used only if the checkpoint folder of
     this run (`--save`) has no checkpoint."""

@@ -34,7 +34,7 @@ class KernelsFlags:
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = close(
         "none", "local and transformer_engine are equivalent; no effect on a CPU"
     )
-    """Capture CUDA graphs and replay them: of single modules (local, transformer_engine), or of the full iteration."""
+    """Run single modules (local, transformer_engine) or the full iteration as captured CUDA graphs."""
     cuda_graph_modules: tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"], ...] = close(
         (), "default: all modules that can be captured; moe can also be captured without a capacity factor"
     )

@@ -33,7 +33,7 @@ class LoggingFlags:
     log_memory_to_tensorboard: bool = flag(False)
     """Write memory usage to TensorBoard."""
     log_memory_interval: int | None = flag(None, least=1)
-    """Iterations between log lines about memory. Not set: only one such line, after the first log line."""
+    """Iterations between log lines about memory. Not set: memory is logged once, after the first log line."""
     log_device_memory_used: bool = flag(False)
     """Add the memory used by all processes on the device, as reported by the driver, to the log lines about memory."""
     log_world_size_to_tensorboard: bool = flag(False)

@@ -19,8 +19,8 @@ class RecomputeFlags:
     """For `--recompute-granularity full`: recompute all layers in chunks (uniform), or the first layers of each virtual
     stage (block)."""
     recompute_num_layers: int | None = flag(None, least=1)
-    """For `--recompute-granularity full`: number of layers per recomputed chunk, of which only the input is saved
-    (uniform), or number of recomputed layers per virtual stage (block)."""
+    """For `--recompute-granularity full`: number of layers per recomputed chunk (uniform), or number of recomputed
+    layers per virtual stage (block). Only the input of each chunk is saved."""
     recompute_modules: (
         tuple[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "mhc"], ...]
         | None
@@ -35,7 +35,7 @@ class OffloadFlags:
     """Offload of activations and optimizer state to host memory. Saves device memory without changing results."""
 
     fine_grained_activation_offloading: bool = flag(False)
-    """Offload tensors saved by `--offload-modules` to host memory after forward and reload them for backward."""
+    """Keep the saved tensors of the modules in `--offload-modules` in host memory between forward and backward."""
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
     ] = close((), "a tensor saved by several modules is copied once")
@@ -78,9 +78,9 @@ class OffloadFlags:
     moe_paged_stash_buffer_size_factor_cpu: float = not_yet(0.0, _ON_DEVICE, harmless=True)
     """Size of the `--moe-paged-stash` host buffer, as a multiple of the size needed with evenly balanced experts."""
     delta_offload_bytes_across_pp_ranks: int = flag(0, least=0)
-    """Pipeline rank r offloads r times this number of bytes less per microbatch and model chunk."""
+    """Bytes by which each pipeline rank offloads less than the previous rank, per microbatch and model chunk."""
     activation_offload_fraction: float = flag(1.0, least=0)
-    """Fraction of module calls per forward whose saved tensors are offloaded, starting with the first call."""
+    """Offload saved tensors only in this fraction of the module calls of a forward, starting with the first call."""
     pin_cpu_grads: bool = flag(True)
     """Use pinned host memory for the gradients of `--optimizer-cpu-offload`."""
     pin_cpu_params: bool = flag(True)

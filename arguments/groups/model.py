@@ -103,8 +103,8 @@ class ModelFlags:
     embedding_init_method_std: float | None = flag(None, least=0)
     """Standard deviation of initial embedding weights. Setting it also excludes the embedding from weight decay."""
     init_method: Literal["normal", "unit_gain"] = ours("normal")
-    """Initialization. unit_gain: standard deviation 1/sqrt(fan-in), and random norm weights and biases, so that
-    comparisons of parallel layouts detect an error in any parameter."""
+    """Initialization of weights. unit_gain uses a standard deviation of 1/sqrt(fan-in) and random norm weights and
+    biases, so that comparisons of parallel layouts detect an error in any parameter."""
     init_method_xavier_uniform: bool = flag(False)
     """Initialize weight matrices uniformly within +-sqrt(6 / (fan-in + fan-out)) instead of with `--init-method-std`.
     The embedding uses `--embedding-init-method-std` if that is set."""
@@ -112,7 +112,7 @@ class ModelFlags:
     mtp_num_layers: int | None = flag(None, least=0, below=100_000)
     """Number of multi-token prediction layers, each of which predicts one token further ahead."""
     mtp_loss_scaling_factor: float = flag(0.1, least=0)
-    """Weight of the multi-token prediction loss, which is averaged over its layers."""
+    """Weight of the multi-token prediction loss in the total loss. The losses of the prediction layers are averaged."""
     mtp_use_repeated_layer: bool = flag(False)
     """Share the weights of one layer among all multi-token prediction layers."""
     mtp_detach_heads: bool = close(False, "gradient clipping still uses one norm over all parameters")

@@ -53,8 +53,8 @@ class MoEFlags:
         "Megatron-LM has no expert_choice; global_aux_loss is independent of the number of data-parallel ranks, while "
         "Megatron-LM divides it by that number (docs/moe.md)",
     )
-    """Load balancing: one or more auxiliary losses, computed per microbatch (aux_loss), sequence (seq_aux_loss) or
-    global batch (global_aux_loss); or one of the other methods, which replace the top-k selection; or none."""
+    """Load balancing: `none`, one or more auxiliary losses, or one method that replaces the top-k selection. The losses
+    are computed per microbatch (aux_loss), sequence (seq_aux_loss) or global batch (global_aux_loss)."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), least=0)
     """Coefficient of each balancing loss, in the order of `--moe-router-load-balancing-type`."""
     moe_z_loss_coeff: float | None = flag(None, least=0)
@@ -62,15 +62,15 @@ class MoEFlags:
     moe_router_enable_expert_bias: bool = close(False, "not updated in a skipped step")
     """Add a bias per expert to the selection scores, updated once per global batch to balance the load."""
     moe_router_bias_update_rate: float = flag(1e-3, least=0)
-    """Amount by which the expert bias changes per step: it increases for experts with fewer tokens than the mean and
-    decreases for experts with more."""
+    """Amount by which the expert bias changes per step. The bias increases for experts with fewer tokens than the
+    mean and decreases for experts with more."""
     moe_router_quantile_balancing_ema: float = flag(0.0, least=0, below=1)
     """Weight of the previous thresholds in the exponential moving average that quantile balancing uses."""
 
     moe_expert_capacity_factor: float | None = flag(None)
     """Maximum number of tokens per expert as a multiple of the mean over experts. Not set or negative: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs")
-    """Tokens to drop if an expert exceeds its capacity: the tokens with the lowest probability, or the last tokens."""
+    """Tokens to drop if an expert exceeds its capacity: the least probable (probs) or the last (position) tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
     moe_expert_rank_capacity_factor: float = close(
@@ -91,7 +91,7 @@ class MoEFlags:
     moe_shared_expert_overlap: bool = close(False, "available with every dispatcher")
     """Overlap shared experts with expert-parallel communication."""
     moe_latent_size: int | None = flag(None, least=1)
-    """Input and output size of routed experts; tokens are projected to it before the experts and back afterwards."""
+    """Input and output size of routed experts. Tokens are projected to this size before the experts, and back after."""
     moe_apply_probs_on_input: bool = flag(False)
     """Multiply tokens by their routing probability before the expert; requires top-1 routing."""
     moe_memory_efficient_permutation: bool = ours(True, "always on in Megatron-LM")
@@ -108,8 +108,8 @@ class MoEFlags:
         "allgather",
         "if one rank holds all experts, every type is the same local permutation; flex works within one host",
     )
-    """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), the ranks of the selected
-    experts receive a token per choice (alltoall), or once for all choices (flex)."""
+    """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), each token is sent once
+    per selected expert (alltoall), or once per rank that holds selected experts (flex)."""
     moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
         "symmetric",
         "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; it replaces deepep if "

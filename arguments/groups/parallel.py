@@ -23,8 +23,8 @@ class ParallelFlags:
     use_tp_pp_dp_mapping: bool = flag(False)
     """Rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: the pipeline rank varies faster than the dp rank."""
     cp_comm_type: tuple[Literal["p2p", "allgather", "all_gather", "a2a", "a2a+p2p"], ...] = flag(("p2p",))
-    """Context-parallel communication: ring (p2p) or all-gather of keys and values, all-to-all of heads (a2a), or
-    all-to-all and ring on two levels (a2a+p2p). Give one value for all layers or one per layer."""
+    """Context-parallel communication: a ring (p2p) or an all-gather for keys and values, an all-to-all for heads (a2a),
+    or an all-to-all and a ring on two levels (a2a+p2p). Give one value for all layers or one per layer."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(None, least=1)
     """For `--cp-comm-type a2a+p2p`: all-to-all and ring group sizes, whose product is the context-parallel size."""
     distributed_timeout_minutes: int = flag(10, least=1)
@@ -52,7 +52,7 @@ class ParallelFlags:
     ddp_bucket_size: int | None = close(
         None, "applies to all pipeline stages, with and without --overlap-grad-reduce", least=1
     )
-    """Number of elements per gradient bucket. Not set: 40 million, or 1 million per data-parallel rank if larger."""
+    """Number of elements per gradient bucket. Not set: 1 million per data-parallel rank, but at least 40 million."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False)
     """Pad gradient buckets to multiples of 2^16 elements, for a higher NCCL bus bandwidth."""
     ddp_average_in_collective: bool = flag(False)
@@ -69,7 +69,7 @@ class ParallelFlags:
         "one group size per microbatch; several groups divide the sequences of the microbatch",
         names=("--dynamic-context-parallel",),
     )
-    """Split the sequences of each microbatch over only as many context-parallel ranks as its longest document needs."""
+    """Split each microbatch over only as many context-parallel ranks as the longest document in it needs."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, least=1)
     """For --hybrid-context-parallel: maximum number of tokens of one document on each rank."""
     ep_overlap_early_attn_memory_release: bool = flag(False)

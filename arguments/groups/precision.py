@@ -53,8 +53,8 @@ class PrecisionFlags:
     main_params_dtype: Literal["fp32", "fp16"] = close("fp32", _BLOCKS)
     """Dtype of master weights."""
     store_param_remainders: bool = ours(True)
-    """Store only the 16 bits of each fp32 master weight that its bf16 parameter lacks. Results do not change. Has no
-    effect without `--use-precision-aware-optimizer`."""
+    """Store only those 16 bits of each fp32 master weight that are missing in the bf16 parameter. Results do not
+    change. Has no effect without `--use-precision-aware-optimizer`."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close("fp32", f"{_BLOCKS}; fp8 uses stochastic rounding")
     """Dtype of Adam's first moment."""
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = close(

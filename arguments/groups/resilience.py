@@ -16,7 +16,7 @@ class ResilienceFlags:
     on_nonfinite: Literal["stop", "skip"] = ours("stop")
     """Action on a non-finite loss or gradient: stop with a report of its origin, or skip the step."""
     max_skipped_iterations: int = ours(3, least=1)
-    """Number of consecutive iterations skipped by `--on-nonfinite` or `--on-spike` after which the run ends."""
+    """End the run after this many consecutive iterations were skipped by `--on-nonfinite` or `--on-spike`."""
     check_for_spiky_loss: bool = close(False, "--on-spike selects the action")
     """Report a loss above ten times the maximum of the last 100 iterations."""
     check_for_large_grads: bool = close(False, "uses the global norm; --on-spike selects the action")

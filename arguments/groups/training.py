@@ -26,7 +26,7 @@ class TrainingFlags:
     eval_interval: int | None = flag(None, least=1, essential=True)
     """Iterations between evaluations. Not set: no evaluation during training."""
     eval_iters: int | None = close(None, "in Megatron-LM the default is 100, also on mock data", least=0)
-    """Number of global batches per evaluation. Not set: 100, but on mock data at most the training iterations."""
+    """Number of global batches per evaluation. Not set: 100, but on mock data not more than the training iterations."""
     skip_train: bool = flag(False)
     """Evaluate without training."""
     exit_interval: int | None = flag(None, least=1)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from megatron_moe.parallel.grid import FoldError
 
 _WEIGHTS = (("tp", 8), ("cp", 8), ("pp", 8), ("ep", 8), ("etp", 4), ("dp", 2), ("edp", 2))
-"""(axis, points that a fold scores if the axis keeps more than one rank)."""
+"""Pairs (axis, points). A fold scores the points of every axis that keeps more than one rank."""
 _HIERARCHICAL_CP = 4
 """Points that a fold scores if hierarchical context parallelism keeps two ranks on both levels."""
 
@@ -46,9 +46,9 @@ class FoldRequest:
 
 
 def fold(request: FoldRequest, num_ranks: int) -> Sizes:
-    """Returns the sizes on `num_ranks` ranks with the highest score (`_WEIGHTS`); among equals, the smallest sizes.
+    """Returns the sizes with the highest score (`_WEIGHTS`) on `num_ranks` ranks.
 
-    Raises FoldError if the fixed sizes do not fit.
+    On a tie, the smallest tp + cp + pp + ep + etp wins. Raises FoldError if the fixed sizes do not fit.
     """
     sizes = min(_folds(request, num_ranks), key=lambda sizes: _rank(sizes, request), default=None)
     if sizes is None:
@@ -58,9 +58,9 @@ def fold(request: FoldRequest, num_ranks: int) -> Sizes:
 
 
 def smallest_fold(request: FoldRequest, max_ranks: int) -> tuple[int, Sizes]:
-    """Returns (number of ranks, sizes) of the fold with the highest score; among equals, on the fewest ranks.
+    """Returns the number of ranks and the sizes of the fold with the highest score.
 
-    Raises FoldError if the fixed sizes fit no number of ranks up to `max_ranks`.
+    On a tie, the fewest ranks win. Raises FoldError if the fixed sizes fit no number of ranks up to `max_ranks`.
     """
     possible = [ranks for ranks in range(1, max_ranks + 1) if any(_folds(request, ranks))] or [max_ranks]
     folds = {ranks: fold(request, ranks) for ranks in possible}

@@ -25,7 +25,7 @@ class _ProxyStage:
     """Index of the corresponding stage of the full-size model."""
     layers: list[int] = field(default_factory=list)
     candidates: list[int] = field(default_factory=list)
-    """Full-size layers that may be placed here: those of stage `index` up to the next stage that the proxy keeps."""
+    """Full-size layers that may be placed here: those of stage `index` and of the dropped stages that follow it."""
 
 
 def select_layers(
@@ -33,9 +33,9 @@ def select_layers(
 ) -> SelectedLayers:
     """Selects pp x vpp stages of `layout`, and in each of these stages one layer of every kind that it contains.
 
-    The first and the last stage are selected, and the stage with multi-token prediction if pp > 2. A layer of a kind
-    that no selected stage contains is added to the selected stage before it. A single stage has one layer more than
-    there are kinds, so that two layers of the same kind are adjacent.
+    The first and the last stage are selected, and the stage with multi-token prediction if pp > 2. If a kind of layer
+    occurs only in dropped stages, one such layer is added to the selected stage that precedes it. If the proxy has only
+    one stage, it has one layer more than there are kinds, so that one kind occurs twice.
 
     Args:
         kinds: kind of each layer of the full-size model.
@@ -63,8 +63,8 @@ def select_layers(
 
 
 def _select_stages(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
-    """Returns the indices of the first, last and MTP stage, then of stages that add kinds of layers, then of stages
-    before the MTP stage, most common first, until there are `num_stages`."""
+    """Selects `num_stages` stages and returns their sorted indices. The first, last and MTP stage are selected first.
+    Next are stages with new kinds of layers, then stages before the MTP stage, then those with the commonest kinds."""
     kinds_of = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
     last = len(kinds_of) - 1
     selected = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]

@@ -228,7 +228,7 @@ def _put_pattern(draft: Draft, name: str, entries: tuple[Any, ...]) -> None:
 
 
 def _reduce_heads(draft: Draft, sizes: Sizes) -> None:
-    """Reduces head dims, keeping an even number of rotated dims, and the numbers of heads and query groups.
+    """Reduces head dims and the numbers of heads and query groups. The number of rotated dims remains even.
 
     Each rank has one or two query groups with one or two heads each, or more if an all-to-all of heads needs them.
     Query groups that are shared by several ranks remain shared.

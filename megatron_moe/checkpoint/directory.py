@@ -150,7 +150,7 @@ class Retention:
     interval: int | None = None
     """The policy keeps checkpoints whose iteration is a multiple of `interval`. None: selects no checkpoints."""
     keep_best: bool = False
-    """Keeps the checkpoint with the lowest validation loss in train_state.json, and on a tie the newest of them."""
+    """Keeps the checkpoint with the lowest validation loss in train_state.json; on a tie, keeps the newest one."""
 
     def apply(self, folder: Path, protected: Iterable[Path], storage: Storage, say: Callable[[str], None]) -> None:
         """Deletes all checkpoints in `folder` that are neither in `protected` nor selected by a field. Failures are

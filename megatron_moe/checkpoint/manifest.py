@@ -1,9 +1,9 @@
 """Checkpoint manifest: data classes, encoding, and validation.
 
 A checkpoint is a folder `iter_NNNNNNN` of safetensors files, text files and `manifest.json`, which is written last. The
-manifest lists every file with its size and every tensor as n-d boxes, each with a crc32. Its last entry is its own
-crc32. Tensor keys are the kind and the global parameter name, and experts are stacked along dim 0 by global id, so the
-format is independent of the parallel layout. docs/checkpoint-format.md specifies it.
+manifest lists all files, and the n-d boxes of all tensors, each with a crc32; it ends with its own crc32. The key of a
+tensor consists of its kind, such as "model", and its global name. Experts are stacked along dim 0 by global id. The
+format is therefore independent of the parallel layout. docs/checkpoint-format.md specifies it.
 """
 
 import json

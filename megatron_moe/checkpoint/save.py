@@ -1,11 +1,11 @@
 """Atomic checkpoint saving, synchronous or in background threads.
 
 All files are written to a temporary folder, the manifest last. Renaming this folder commits the checkpoint. A crash
-does not affect earlier checkpoints; a temporary folder that it leaves is removed at the next start.
+does not affect earlier checkpoints, and the next start removes the temporary folder that remains.
 
 A save has two stages: all ranks write their files, then the first rank commits. Each stage may run in a background
 thread. Between the stages, the main threads gather the results or errors of all ranks over a gloo group. The background
-threads run no collectives: these would interleave with those of the training step in a different order on each rank.
+threads run no collectives, because their order relative to those of training would differ between ranks.
 """
 
 import errno
@@ -58,8 +58,8 @@ from megatron_moe.parallel.context import ParallelContext
 WRITER = "megatron_moe 0.1"
 _FREE_SPACE_MARGIN = 1.1
 _CLOSE_TIMEOUT_S = 10.0
-"""Maximum time for which `close` waits for a cancelled writer thread. If the thread still used tensors during
-interpreter shutdown, the process would abort and its exit code would be lost."""
+"""Maximum time for which `close` waits until a cancelled writer thread ends. A thread that used tensors during
+interpreter shutdown would abort the process, and its exit code would be lost."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _PendingSave:
     final: Path
     temporary: Path
     tensors: Mapping[str, TensorShard]
-    """Boxes that this rank writes, by tensor key."""
+    """Shards by tensor key, with only those boxes (n-d slices) that this rank writes."""
     texts: Mapping[str, str]
     plans: Sequence[_RankPlan]
     in_thread: bool
@@ -134,7 +134,7 @@ class SavedCheckpoint:
     num_bytes: int
     """Total size in bytes of the tensors that all ranks wrote."""
     seconds: float
-    """Time from the start of the save to its commit. A preempted run needs at least this long before SIGKILL."""
+    """Duration of the save, up to its commit. A preempted run can save only if it has this much time before SIGKILL."""
     blocked_seconds: float
     """Part of `seconds` during which training was blocked."""
     write_seconds: float
@@ -144,7 +144,8 @@ class SavedCheckpoint:
 class CheckpointSaver:
     """Writes the checkpoints of one run into one folder, which stays locked until `close`.
 
-    All ranks call the constructor and every method together. The lowest of the ranks that hold a box writes it.
+    All ranks call the constructor and every method together. If several ranks hold the same box (n-d slice of a
+    tensor), the lowest of these ranks writes it.
 
     Args:
         keep_last: number of newest checkpoints to keep; None keeps all, or only the newest if `retain_interval` is set.
@@ -192,11 +193,7 @@ class CheckpointSaver:
 
     def close(self) -> int | None:
         """Unlocks the folder. Cancels a save whose files are still being written (call `wait` first to complete it).
-        Completes a commit that has begun.
-
-        Returns:
-            Iteration of the commit that was completed, on the first rank; else None.
-        """
+        A commit that has begun is completed; if it succeeds, the first rank returns its iteration, else None."""
         save, self._pending = self._pending, None
         committed = None
         if save is not None and save.writing is not None:
@@ -220,7 +217,7 @@ class CheckpointSaver:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> Path | None:
-        """Writes one checkpoint and returns after its commit. `start` describes the arguments.
+        """Writes one checkpoint and returns after its commit. The arguments are those of `CheckpointSaver.start`.
 
         Returns:
             Folder of the checkpoint. None if the save failed; then the error was logged and the files were removed.
@@ -240,15 +237,15 @@ class CheckpointSaver:
         in_thread: bool = True,
     ) -> SavedCheckpoint | None:
         """Starts to write one checkpoint, which replaces any checkpoint of the same iteration. Call `poll` or `wait` to
-        complete it. Raises SaveProblem like `poll`.
+        complete it. Raises SaveProblem if `stop_after` consecutive saves failed.
 
         Args:
             tensors: shards by `tensor_key`.
             train_state: content of train_state.json.
             texts: contents of additional text files by file name, e.g. run.yaml.
-            in_thread: copy all tensors to host memory, return, and write in a thread. Else write before returning.
+            in_thread: copy all tensors to host memory and write the files in a thread. False: write before returning.
         Returns:
-            None if the save has started; its result if it failed at once.
+            None if the save has started. If it failed at once, a result whose `path` is None.
         """
         assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
         begin, first = time.monotonic(), self._context.is_first
@@ -272,7 +269,7 @@ class CheckpointSaver:
 
     @property
     def pending(self) -> int | None:
-        """Iteration of the unfinished save; None if there is none."""
+        """Iteration of the unfinished save; None if no save is unfinished."""
         return None if self._pending is None else self._pending.iteration
 
     def poll(self) -> SavedCheckpoint | None:
@@ -359,7 +356,7 @@ class CheckpointSaver:
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-        """Selects the boxes of `tensors` that this rank writes, which are those that no lower rank holds."""
+        """Selects the boxes (n-d slices) that this rank writes. The lowest rank that holds a box writes it."""
         digests = [digest(key, box.offset, tuple(box.data.shape)) for key, t in tensors.items() for box in t.boxes]
         # world: 8 bytes per box of every rank
         lower = set(split_digests(b"".join(self._gather(b"".join(digests))[: self._context.rank])))
@@ -424,7 +421,7 @@ class CheckpointSaver:
         return None, messages
 
     def _rename(self, save: _PendingSave, messages: list[str]) -> None:
-        """Renames the temporary folder to its final name. A checkpoint of this name is replaced, or kept on failure."""
+        """Renames the temporary folder to `save.final`. Replaces an existing checkpoint, and restores it on failure."""
         if not save.final.exists():
             self._storage.rename(save.temporary, save.final)
             return
@@ -480,7 +477,7 @@ def _file_names(prefix: str, plans: Sequence[_RankPlan], rank: int) -> list[str]
 
 
 def _file_parts(tensors: Mapping[str, TensorShard]) -> dict[str, list[dict[str, TensorShard]]]:
-    """Assigns the tensors of one rank to files. Returns, by file name prefix, the tensors of each file."""
+    """Assigns the tensors of one rank to files. Returns: file name prefix -> list with the tensors of each file."""
     weights = {key: tensor for key, tensor in tensors.items() if is_weight(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in weights}
     return {"model": in_parts(weights), "optim": in_parts(others)}

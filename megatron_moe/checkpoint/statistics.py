@@ -36,7 +36,7 @@ class TensorDifference:
 
     key: str
     kind: str
-    """"values" if only values differ, else a text such as "missing in PATH" or the two shapes or dtypes."""
+    """"values" if only values differ; otherwise a text, e.g. "missing in PATH" or "shape [2, 4] and [4, 2]"."""
     largest: float = 0.0
     """Largest absolute difference between two elements."""
     relative: float = 0.0
@@ -77,7 +77,7 @@ class OpenCheckpoint:
         return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
     def difference(self, key: str, other: "OpenCheckpoint") -> TensorDifference | None:
-        """Compares a tensor in two checkpoints, also of different layouts. None if it is equal (NaN equals NaN)."""
+        """Compares tensor `key` of two checkpoints of any sharding. Returns None if it is equal (NaN equals NaN)."""
         a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
         if a is None or b is None:
             return TensorDifference(key, f"missing in {self.path if a is None else other.path}")
@@ -92,7 +92,8 @@ class OpenCheckpoint:
                 same = (x == y) | (x.isnan() & y.isnan())
                 equal = equal and bool(same.all())
                 error = torch.where(same, 0.0, (x - y).abs())
-                largest = max(largest, float(error.max())) if error.numel() else largest
+                worst = float(error.max()) if error.numel() else 0.0
+                largest = worst if worst > largest or math.isnan(worst) else largest
                 squares, base = squares + float(error.square().sum()), base + float(x.square().sum())
         if equal:
             return None

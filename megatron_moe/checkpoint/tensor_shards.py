@@ -93,7 +93,7 @@ class TensorShard:
         Args:
             shape: shape of the global tensor.
             boxes: boxes of the global tensor whose concatenation along `dim` is the local tensor.
-            flat: [n], elements `start` to `start + n` of the local tensor in row-major order; the shard is a view.
+            flat: [n], elements `start` to `start + n` of the local tensor in row-major order. The shard views `flat`.
         """
         size = list(boxes[0].size)
         if size:
@@ -137,7 +137,8 @@ def _blocks(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tupl
 def _placed(
     boxes: Sequence[param_meta.ParamBox], dim: int, offset: tuple[int, ...], data: Tensor
 ) -> Iterator[TensorBox]:
-    """Splits a block of the local tensor (see `TensorShard.part`), which starts at `offset`, into global boxes."""
+    """Splits `data`, a block that starts at index `offset` of the local tensor, into boxes of the global tensor.
+    `boxes`, `dim`: see `TensorShard.part`."""
     begin, end = offset[dim], offset[dim] + data.shape[dim]
     before = 0
     for box in boxes:
@@ -150,8 +151,8 @@ def _placed(
 
 
 def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
-    """Partitions the tensors into parts of similar size, one per I/O thread. Small tensors are one part, and so are
-    tensors with a `PendingBox`, to limit the memory for computed values. Returns an empty list without tensors."""
+    """Partitions the tensors into parts of similar size, one per I/O thread. Returns a single part if the tensors are
+    small in total, or if any has a `PendingBox`, to limit the memory for computed values."""
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):
         return [dict(tensors)] if tensors else []
@@ -228,7 +229,7 @@ def write_tensors(
 
 
 def _label(key: str, tensor: TensorShard, box: TensorBox) -> str:
-    """Name of a box in the safetensors header. A whole weight has its parameter name, which other programs expect."""
+    """Name of a box in the safetensors header. A whole weight is named like its parameter, as other programs expect."""
     name = key.removeprefix("model.")
     if tuple(box.data.shape) == tensor.shape:
         return name
@@ -258,7 +259,7 @@ class CheckpointReader:
     """Reads and verifies byte ranges of one checkpoint folder. Raises CorruptCheckpoint if verification fails.
 
     Args:
-        manifest: manifest of the folder. None: it is read from the folder, which may also raise NewerFormat.
+        manifest: manifest of the folder. None: the constructor reads the manifest and may also raise NewerFormat.
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
@@ -363,7 +364,7 @@ def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, T
 
 
 def block_slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices that select the range `block` = (begin, end) of the global tensor from a box that starts at `offset`."""
+    """Converts `block`, (begin, end) in global indices, to slices of a box that starts at the global index `offset`."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
 
 

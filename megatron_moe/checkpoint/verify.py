@@ -82,7 +82,7 @@ def open_verified(path: Path) -> CheckpointReader:
 
 
 def _verify_files(reader: CheckpointReader, problems: list[str], check_state: CheckState | None) -> int:
-    """Verifies safetensors headers and text files and appends to `problems`. Returns the number of verified bytes."""
+    """Verifies safetensors headers and text files, adds errors to `problems`. Returns the number of verified bytes."""
     manifest, extents = reader.manifest, extents_by_file(reader.manifest)
     for name in manifest.files:
         with _collecting(problems):

@@ -38,11 +38,11 @@ class RopeConfig:
     beta_fast: float = 32.0
     """yarn only: channel pairs with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """yarn only: frequencies with fewer rotations than this are divided by `scaling_factor`; see `beta_fast`."""
+    """yarn only: channel pairs with fewer rotations than this have their frequency divided by `scaling_factor`."""
     mscale: float = 1.0
-    """yarn only: coefficient in the factor on cos and sin; see `concentration`."""
+    """yarn only: determines, with `mscale_all_dim`, the factor on cos and sin; see `concentration`."""
     mscale_all_dim: float = 0.0
-    """yarn only: coefficient in the divisor of the factor on cos and sin, and in the softmax scale of MLA."""
+    """yarn only: determines the softmax scale of MLA and, with `mscale`, the factor on cos and sin."""
     truncate: bool = True
     """yarn only: rounds the bounds of the interpolated range to integers (`--yarn-correction-range-round-to-int`)."""
     concentration: float | None = None
@@ -142,13 +142,13 @@ class AttentionConfig:
         return self.hidden_size * (self.qkv_width + self.q_width)
 
     def groups_divide_over(self, tp: int) -> bool:
-        """True if `tp` ranks can shard the query groups: whole groups per rank, or equally many ranks per group."""
+        """True if `tp` ranks can shard the query groups: `tp` divides the number of groups or is a multiple of it."""
         groups = self.num_query_groups
         return groups % tp == 0 or tp % groups == 0 and 2 * self.kv_width % tp == 0
 
     def shard(self, tp: int) -> "AttentionConfig":
         """Config with the heads and query groups of one of `tp` tensor-parallel ranks. If several ranks share a query
-        group, each has one group in this config but holds only a part of the group's k and v projection."""
+        group, the config has one group, although each rank holds only a part of the group's k and v projection."""
         groups = max(self.num_query_groups // tp, 1)
         return replace(self, num_heads=self.num_heads // tp, num_query_groups=groups)
 

@@ -15,7 +15,7 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint directory, or `hf:DIR` for a local Hugging Face folder."""
     pretrained_checkpoint: str | None = None
-    """Checkpoint to load, as with `finetune`, if `load` holds no checkpoint (`--pretrained-checkpoint`)."""
+    """Checkpoint from which only weights are loaded, if `load` holds no checkpoint (`--pretrained-checkpoint`)."""
     ckpt_step: int | None = None
     """Iteration of the checkpoint to load. None: the newest checkpoint that passes verification."""
     finetune: bool = False
@@ -27,12 +27,12 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = False
     """Exits with an error if `load` holds no checkpoint."""
     override_ckpt_iteration: int | None = None
-    """Iteration at which the run starts instead of that of the loaded checkpoint; has no effect if the run resumes from
-    `save` (`--override-ckpt-iteration`)."""
+    """Replaces the loaded iteration number, unless the run resumes from `save` (`--override-ckpt-iteration`)."""
     fresh: bool = False
     """Ignores existing checkpoints in `save` (they are moved to a subfolder) instead of resuming from them."""
     keep_last_checkpoints: int | None = None
-    """Number of newest checkpoints to keep (`--keep-last-checkpoints`). None: all, or 1 with `save_retain_interval`."""
+    """Number of newest checkpoints to keep (`--keep-last-checkpoints`). None keeps all, or only the newest if
+    `save_retain_interval` is set."""
     save_retain_interval: int | None = None
     """Additionally keeps checkpoints whose iteration is a multiple of this number (`--save-retain-interval`)."""
     keep_best_checkpoint: bool = False

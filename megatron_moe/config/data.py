@@ -54,7 +54,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] = ()
     """Test datasets, in the form of `train_data_path` (`--test-data-path`)."""
     data_path: tuple[str, ...] = ()
-    """Datasets that `split` divides into three parts, in the form of `train_data_path` (`--data-path`)."""
+    """Datasets in the form of `train_data_path` (`--data-path`). `split` divides each of them into three parts."""
     split: str = "969, 30, 1"
     """Relative sizes of the training, validation and test parts of `data_path`."""
     mock_data: bool = False
@@ -62,7 +62,7 @@ class DataConfig:
     mock_documents: int = 100_000
     """Number of synthetic documents. The default equals Megatron's and gives 205 million tokens."""
     data_cache_path: Path | None = None
-    """Directory for cached dataset indices (`--data-cache-path`). None: cache/ below the path prefix."""
+    """Directory for cached dataset indices (`--data-cache-path`). None: PREFIX/cache/GPTDataset_indices per dataset."""
     seq_length: int
     seed: int = 1234
     tokenizer: TokenizerConfig

@@ -108,7 +108,7 @@ class Preempted(RunError):
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Joins lines into an indented list for the end of a message. After the first 20, lines are only counted."""
+    """Joins lines into an indented list for the end of a message. Lines after the first 20 are counted, not listed."""
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "\n  ".join([*lines[:_MAX_LISTED], *more])
 

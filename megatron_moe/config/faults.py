@@ -41,7 +41,7 @@ class FaultConfig:
     rank: int
     iteration: int
     phase: str
-    """Point of injection: "step" (start of the iteration), "forward", "backward", or "evaluation", "save" or "exit"."""
+    """Point of injection: "step" (start of the iteration), "forward", "backward", "evaluation", "save" or "exit"."""
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, iteration {self.iteration}, {self.phase}"

@@ -64,4 +64,5 @@ class ProfileConfig:
     nvtx_ranges: bool = False
     """Adds NVTX ranges around the forwards of attention, MLP, router, experts, ... (`--nvtx-ranges`)."""
     memory_snapshot: str | None = None
-    """File for the history of memory allocations, one per rank (`--memory-snapshot-path`). None: not recorded."""
+    """File name for the history of memory allocations (`--memory-snapshot-path`). Each rank writes a file and appends
+    its rank to the name. None: the history is not recorded."""

@@ -27,7 +27,7 @@ class ActivationOffloadConfig:
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved tensors are offloaded (`--offload-modules`)."""
     activation_offload_fraction: float = 1.0
-    """Fraction of the bytes saved by `offload_modules` that is offloaded (`--activation-offload-fraction`)."""
+    """Fraction of the saved bytes of `offload_modules` that is offloaded (`--activation-offload-fraction`)."""
     min_offloaded_tensor_size: int = 1 << 20
     """Minimum number of elements of an offloaded tensor (`--min-offloaded-tensor-size`)."""
     delta_offload_bytes_across_pp_ranks: int = 0
@@ -41,12 +41,12 @@ class ActivationOffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStashConfig:
-    """Paged stash of expert activations: saves only the used rows of worst-case buffers for backward, in pages."""
+    """Paged stash of expert activations. Buffers have worst-case size; only their used rows are saved, in pages."""
 
     moe_paged_stash_page_size: int = 64
     """Number of activation rows per page."""
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
-    """Capacity of the stash, as a multiple of the number of rows saved at the peak with an even expert load."""
+    """Capacity of the stash, divided by the peak number of rows that are saved if the expert load is even."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,13 +37,13 @@ class MTPConfig:
     num_layers: int
     loss_scaling_factor: float = 0.1
     repeated_layer: bool = False
-    """All depths share the weights of one layer (`--mtp-use-repeated-layer`)."""
+    """All prediction depths share the weights of one layer (`--mtp-use-repeated-layer`)."""
     detach_heads: bool = False
     """The MTP loss trains the MTP layers only, not the decoder, embedding and head (`--mtp-detach-heads`)."""
 
     @property
     def num_distinct_layers(self) -> int:
-        """Number of MTP layers with separate weights: 1 if all depths share one layer, else `num_layers`."""
+        """Number of MTP layers with separate weights: 1 if `repeated_layer`, else `num_layers`."""
         return 1 if self.repeated_layer else self.num_layers
 
 
@@ -58,9 +58,9 @@ class InitConfig:
     embedding_std: float | None = None
     """Standard deviation of the embedding (`--embedding-init-method-std`). None: equal to `std`."""
     method: Literal["normal", "unit_gain", "xavier_uniform"] = "normal"
-    """normal: with `std`, `output_std` and `embedding_std`.
-    xavier_uniform: uniform in +-sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010); `embedding_std` applies if set.
-    unit_gain: std = 1 / sqrt(fan_in); norm weights, biases and expert biases are random too; for numerical tests."""
+    """- "normal": normal distribution with `std`, `output_std` and `embedding_std`.
+    - "xavier_uniform": uniform in +-sqrt(6 / (fan_in + fan_out)); the embedding uses `embedding_std` if that is set.
+    - "unit_gain", for tests: std = 1 / sqrt(fan_in); norm weights, biases and expert biases are random too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ class ModelDifference(NamedTuple):
 
 def recorded(config: Any) -> Any:
     """Converts a config to JSON values, without fields that do not affect a trained model's output. A dataclass becomes
-    a dict with its class name as "type". Checkpoints store the result: field names are part of their format."""
+    a dict with its class name as "type". Checkpoints store the result, so renaming a field changes their format."""
     if is_dataclass(config) and not isinstance(config, type):
         table = {field.name: recorded(getattr(_canonical(config), field.name)) for field in fields(config)}
         if isinstance(config, RouterConfig):
@@ -59,9 +59,9 @@ def recorded_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -> list[ModelDifference]:
-    """Config fields whose values differ between `model` and `other`, a result of `recorded_model`. A difference that
-    several layers have in common is one entry. Fields that only one model has are skipped, because an older version of
-    this program may have written `other`. `name`: name of the other model in the messages."""
+    """Config fields whose values differ between `model` and `other`, a result of `recorded_model`. If several layers
+    differ in the same way, the list has one entry for them. Fields that only one model has are skipped, because an
+    older version of this program may have written `other`. `name`: name of the other model in the messages."""
     record = recorded_model(model)
     if len(record["layers"]) != len(other["layers"]):
         line = f"number of layers: {len(record['layers'])}, {name} {len(other['layers'])}"
@@ -79,8 +79,8 @@ def model_differences(model: ModelConfig, other: Mapping[str, Any], name: str) -
 
 
 def differences(model: ModelConfig, published: ModelConfig) -> list[str]:
-    """Messages about config fields with which `model` computes other outputs than `published` from equal weights, such
-    as RoPE base, norm epsilon, softmax scale, top-k or score function. A message has the layers and both values."""
+    """Messages about differing config fields that affect a model's output, such as RoPE base, norm epsilon or top-k.
+    A message names the layers, the field and the values in both models."""
     found = model_differences(model, recorded_model(published), "published")
     return [difference.line for difference in found if not difference.training]
 

@@ -88,8 +88,8 @@ class RouterConfig:
     force_balancing: bool = False
     """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
-    """Replaces the logits by random ones plus a random bias per expert, to benchmark uneven load. The value is the
-    bias's standard deviation. If negative, the bias is drawn once, else every step (`--moe-router-force-biased`)."""
+    """Replaces logits by random ones plus a random bias per expert, to benchmark uneven load. The absolute value is its
+    standard deviation. The bias is drawn every step, or once for a negative value (`--moe-router-force-biased`)."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     quantile_ema: float = 0.0
@@ -157,7 +157,7 @@ class MoEConfig:
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
     shared_overlap: bool = False
-    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); excludes `latent_size`."""
+    """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
     @property
     def latent_elements(self) -> int:

@@ -22,7 +22,7 @@ class OptimizerOffloadConfig:
     pin_cpu_params: bool = True
     """With `cpu_step`, allocates the host buffers of weights in page-locked memory."""
     chunk_bytes: int = 0
-    """Bytes per chunk for the update on the device, which holds two chunks of offloaded state; 0: all state at once."""
+    """Bytes of offloaded state per chunk. An update on the device holds two chunks at a time. 0 disables chunking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,9 @@ class LRConfig:
     start_weight_decay: float = 0.01
     end_weight_decay: float = 0.01
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the change of weight decay from start to end value (`--weight-decay-incr-style`)."""
+    """Curve of the weight decay between its start value and its end value (`--weight-decay-incr-style`)."""
     weight_decay_samples: int | None = None
-    """Samples over which weight decay changes (with flags: the whole run, as in Megatron); None: `decay_samples`."""
+    """Number of samples over which weight decay changes (the whole run if set by flags). None: `decay_samples`."""
     override_opt_param_scheduler: bool = False
     """Uses the command line's schedule if the checkpoint has another one (`--override-opt-param-scheduler`)."""
     use_checkpoint_opt_param_scheduler: bool = False

@@ -41,8 +41,8 @@ class ParallelConfig:
     """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group), with product cp. The ranks
     of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank. The
-    longest document of a microbatch determines over how many ranks sequences are split. None: always over cp ranks."""
+    """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank.
+    Sequences are split over as many ranks as the longest document of a microbatch needs. None: over all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     distributed_timeout_minutes: float = 10.0
@@ -73,7 +73,7 @@ class DataParallelConfig:
     overlap_param_gather: bool = False
     """Gathers updated weights bucket by bucket, overlapped with the next forward."""
     ddp_bucket_size: int | None = None
-    """Number of elements per bucket; None: from `ddp_num_buckets`, or Megatron's default if that is None too."""
+    """Elements per bucket. None: `ddp_num_buckets` determines it; if both are None, Megatron's default is used."""
     ddp_num_buckets: int | None = None
     """Approximate number of buckets per rank, as an alternative to `ddp_bucket_size`."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = False

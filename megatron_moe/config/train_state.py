@@ -18,6 +18,6 @@ class TrainStateConfig:
     seq_length: int
     data_seed: int
     training: Mapping[str, Any]
-    """Flag -> value of other training settings. A resumed run reports values that differ from the checkpoint's."""
+    """Further training settings: name -> value. A resumed run reports values that differ from the checkpoint's."""
     run_yaml: str
     """Text of run.yaml, which lists every flag value and its origin."""

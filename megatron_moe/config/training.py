@@ -26,7 +26,7 @@ class BatchConfig:
         return start + increment * int(consumed_samples / (over / num_increments)) if over else start
 
     def steps_for(self, samples: int, consumed: int = 0) -> int:
-        """Number of steps with full global batches between sample `consumed` and sample `samples`."""
+        """Number of complete steps from sample `consumed` to sample `samples`. Batch sizes follow the ramp-up."""
         steps, ramp_samples = 0, self.rampup_batch_size[2] if self.rampup_batch_size else -1
         while consumed <= ramp_samples and consumed + self.size_at(consumed) <= samples:
             equal = self._steps_of_equal_size(consumed, min(ramp_samples, samples))
@@ -47,7 +47,7 @@ class BatchConfig:
         return steps + max(samples - consumed, 0) // self.global_batch_size
 
     def _steps_of_equal_size(self, consumed: int, end: int) -> int:
-        """Number of steps of equal batch size from sample `consumed` to at most sample `end`; at least 1."""
+        """Number of steps from sample `consumed` to the next change of batch size, or to sample `end`; at least 1."""
         assert self.rampup_batch_size is not None, "only called during a ramp-up"
         size, (start, increment, over) = self.size_at(consumed), self.rampup_batch_size
         num_increments = (self.global_batch_size - start) // increment
@@ -63,8 +63,8 @@ class LoopConfig:
     """Length of training, evaluation, exit conditions and garbage collection."""
 
     train_iters: int
-    """Number of training iterations. If `train_samples` is set, the number that a run from sample 0 needs; a resumed
-    run uses `TrainState.last_iteration` instead."""
+    """Number of training iterations. If `train_samples` is set, this number is valid only for runs that start at
+    sample 0; a resumed run uses `TrainState.last_iteration` instead."""
     train_samples: int | None = None
     """Number of training samples (sequences); None: `train_iters` determines the length."""
     eval_interval: int | None = None

@@ -24,7 +24,7 @@ from megatron_moe.pipeline.layout import StageLayout
 
 _BYTES = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1})
 WHOLE_LAYER = "whole layer"
-"""Entry in `SavedActivation.recomputed_by`: uniform full recompute of an MTP layer frees the tensor."""
+"""Entry in `SavedActivation.recomputed_by`: the tensor is in an MTP layer and is freed by uniform full recompute."""
 _INDEX = 8
 """Bytes per index (int64)."""
 
@@ -51,7 +51,7 @@ class SavedActivation:
     offloaded_by: str = ""
     """Value of `--offload-modules` that moves this tensor to host memory; empty: the tensor is never offloaded."""
     even_bytes: int = 0
-    """Bytes of a tensor of expert rows at an even load, for the paged stash; 0: the tensor is never stashed."""
+    """Bytes of the tensor if the expert load is even, for sizing the paged stash. 0: the tensor is never stashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +178,8 @@ def _norm(
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of it. Without norm
-    and RoPE, k is a view of it too, and so is q if there is only one query group."""
+    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of it. If q and k are
+    neither normalised nor rotated, k is also a view of it, and so is q if all heads share one query group."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
     # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
@@ -217,8 +217,8 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves tensors with one element per query-key pair. True with dropout, except under context
-    parallelism with an exchange other than a2a, which computes attention by blocks and recomputes them in backward."""
+    """Whether attention saves tensors with one element per query-key pair. Attention with dropout saves them. The only
+    exceptions are context-parallel exchanges other than "a2a", which recompute attention blocks in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
@@ -312,7 +312,7 @@ def _shared(config: SharedExpertsConfig | None, sizes: ActivationSizes) -> Itera
 
 
 def _head(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that output layer and loss save, without the final norm's output. A chunked loss saves no logits."""
+    """Tensors that output layer and loss save, except the final norm's output. A chunked loss saves no logits."""
     if model.loss_chunk is None:
         yield _tensor("head", "logits", "U V", sizes.inner * (model.vocab_size // parallel.tp), sizes.activation)
     yield _tensor("head", "labels and normaliser", "U", sizes.inner, _INDEX + sizes.internal)

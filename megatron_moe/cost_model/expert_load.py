@@ -61,7 +61,7 @@ class LoadChoice:
         return LoadSpread(mean=num_tokens * mean, std=sqrt(num_tokens * variance))
 
     def _parts_are_equal(self, num_parts: int) -> bool:
-        """Whether a part consists of whole groups or a group of whole parts; all parts then have equal loads."""
+        """True if parts are unions of groups or groups are unions of parts. All parts then have equal loads."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         return max(per_group, per_part) % min(per_group, per_part) == 0
 
@@ -84,7 +84,7 @@ class LoadChoice:
         return self.num_experts // self.num_groups * self.group_topk
 
     def _held(self, parts: Sequence[int], num_parts: int) -> list[tuple[int, float]]:
-        """Distribution of the number of experts on `parts` that are in selected groups: (number, probability)."""
+        """Pairs (n, probability that n of the experts on `parts` are in the groups that a token selects)."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         experts = (expert for part in parts for expert in range(part * per_part, (part + 1) * per_part))
         by_group = Counter(expert // per_group for expert in experts)

@@ -26,7 +26,7 @@ class FlopCount(Amounts[int]):
     """Routed experts (`topk` per token) and the projections into and out of their latent space."""
     shared: int = 0
     mtp: int = 0
-    """Layers and input projections of multi-token prediction; `head` includes its logits."""
+    """Layers and input projections of multi-token prediction. The logits of multi-token prediction are in `head`."""
     head: int = 0
     """Projection to logits, for the next token and for every depth of multi-token prediction."""
 
@@ -34,9 +34,9 @@ class FlopCount(Amounts[int]):
 def count_flops(model: ModelConfig, num_sequences: int, seq_length: int) -> FlopCount:
     """FLOPs of one step over `num_sequences` sequences of `seq_length` tokens.
 
-    Only GEMMs are counted, without router and recompute, and with S^2 / 2 query-key pairs for causal attention. This is
-    Megatron's formula for "throughput per GPU", including its terms for the norms of MLA latents and of multi-token
-    prediction. Unlike Megatron's formula, it excludes keys outside a sliding window.
+    The formula is Megatron's for "throughput per GPU", but excludes keys outside a sliding window. All GEMMs except the
+    router's are counted, and also the norms of MLA latents and of multi-token prediction. Recompute is not counted.
+    Causal attention has S^2 / 2 query-key pairs.
     """
     head = seq_length * model.hidden_size * model.vocab_size * (1 + model.num_mtp) * _PER_MULTIPLY_ADD
     count = FlopCount(head=head, mtp=model.num_mtp * _mtp_depth(model, seq_length))

@@ -46,10 +46,10 @@ _LOW_WEIGHT = MappingProxyType({"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 2 * (0.5 + 1
 _FEW_GROUPS = 4
 """Number of microbatch groups after which the counts in `Moment` repeat periodically."""
 LATE = "waiting for weight gradients"
-"""Name in `RankBytes.activations` of tensors kept after backward for delayed expert weight gradients."""
+"""Entry in `RankBytes.activations` for tensors that are kept after backward to compute weight gradients later."""
 Moment = tuple[tuple[int, ...], tuple[int, ...]]
-"""Number of microbatches of each model chunk at one point of the schedule: (in flight between forward and backward,
-after backward with expert weight gradients that `--moe-expert-wgrad-interval` delays)."""
+"""Numbers of microbatches at one point of the schedule: (in flight, delayed), each with one number per model chunk.
+In flight: between forward and backward. Delayed: backward has run, except for delayed expert weight gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class RankBytes:
     dispatch: float
     """Buffers of the token dispatcher, for one layer."""
     working: float
-    """Activation gradients and recomputed activations of one layer. On the rank with the loss, the gradient of the
-    logits instead, if that is larger; `dispatch` is then 0."""
+    """Activation gradients and recomputed activations of one layer. If the loss of this rank needs more memory,
+    `working` is the workspace of the loss instead, and `dispatch` is 0."""
     receive_slots: float
     """Symmetric memory of the flex dispatcher, allocated for the whole run."""
     transfers: float
@@ -140,7 +140,7 @@ class _ChunkActivations(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """Bytes of a saved tensor that stay on the device, are offloaded to the host, and are recomputed in backward."""
+    """Division of a saved tensor's bytes: kept on the device, offloaded to the host, or recomputed in backward."""
 
     device: float
     host: float = 0.0
@@ -303,7 +303,7 @@ class RankMemory:
         return _Placed(size - host, host=host)
 
     def _saved_by(self, layer: LayerConfig) -> float:
-        """Bytes that a layer saves for one microbatch: includes offloaded tensors, excludes recomputed ones."""
+        """Bytes that a layer saves for one microbatch, including offloaded tensors and excluding recomputed tensors."""
         return sum(each.device + each.host for each in map(self._place, self.tensors(layer)))
 
     def _late(self, layer: LayerConfig) -> float:
@@ -336,7 +336,8 @@ class RankMemory:
         return max(feed_forward, attention, key=lambda each: each.total)
 
     def _visiting(self, rank: int) -> float:
-        """Peak bytes of offloaded state on the device during the update: all, or two chunks. 0 if the CPU updates."""
+        """Peak bytes of offloaded optimizer state on the device during the update: all of it, or two chunks if it is
+        copied in chunks. Returns 0 if the update runs on the CPU."""
         offload = self.plan.optimizer.offload
         if offload.cpu_step or not offload.fraction:
             return 0.0
@@ -381,7 +382,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Counts with the most bytes. `chunks`, `late`: bytes per in-flight and per delayed microbatch, by chunk."""
+    """Moment with the most saved bytes. `chunks`, `late`: bytes per in-flight and per delayed microbatch of a chunk."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 
@@ -401,8 +402,8 @@ def checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def pages_of_rank(plan: RunPlan, rank: int) -> dict[int, int]:
-    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. Every in-flight tensor of expert
-    rows gets pages for its rows at an even load times the buffer size factor, plus one partly filled page."""
+    """Row width in elements -> number of paged-stash pages that a pipeline rank needs. One in-flight tensor needs
+    ceil(rows at an even expert load * buffer size factor / page size) + 1 pages."""
     assert plan.memory.paged_stash is not None, "the plan has no paged stash"
     memory = RankMemory(plan)
     chunks = [_pages_of(layers, memory, plan.memory.paged_stash) for layers in memory.layers_of_chunks(rank)]

@@ -38,8 +38,8 @@ class ParamCount(Amounts[int]):
 
 
 def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
-    """Parameter counts of the model. `active`: of the routed experts, counts only the `topk` per layer that process a
-    given token; all other parameters are always counted."""
+    """Parameter counts of the model. `active`: of the routed experts in each layer, counts only the `topk`
+    that process a given token."""
     layers = sum((count_layer(layer, active=active) for layer in model.layers), ParamCount())
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
     ends = ParamCount(

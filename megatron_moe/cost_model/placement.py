@@ -25,7 +25,7 @@ class Placement:
     domains: tuple[int, int]
     """(minimum, maximum) number of NVLink domains that a group spans."""
     near: float
-    """Fraction of the other ranks of a rank's group that are in its NVLink domain, averaged over ranks."""
+    """Fraction of all pairs of ranks in a group whose two ranks are in the same NVLink domain."""
 
     def __str__(self) -> str:
         if self.size == 1:
@@ -75,9 +75,9 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
 
 
 def _spread(axes: Collection[Axis], domain_ranks: int) -> tuple[tuple[int, int], float]:
-    """((minimum, maximum) number of domains per group, fraction of a rank's peers that are in its domain).
+    """Returns ((minimum, maximum) number of domains per group, fraction of rank pairs in a group that share a domain).
 
-    Examines only one period of each axis. The next period starts at a domain boundary again, like the first.
+    Along each axis, the placement relative to domain boundaries is periodic. Only one period per axis is examined.
     """
     members, starts, copies, stride = [0], [0], 1, 1
     for inside, size in axes:

@@ -40,7 +40,7 @@ def too_long_to_simulate(plan: RunPlan) -> str | None:
 
 
 def facts_of(plan: RunPlan, gpu: GPU) -> Facts:
-    """Dry-run report of a plan. If the plan has unsupported layers: only the device, the ranks and the schedule."""
+    """Dry-run report of a plan. If layers are unsupported, it contains only the device, the ranks and the schedule."""
     placements = Placements(gpu).of_all(plan.parallel)
     sizes: Facts = {
         "unknown_layers": list(plan.unknown_layers),
@@ -163,8 +163,8 @@ def _tensors(memory: RankMemory, plan: RunPlan) -> Iterator[Facts]:
 def _switches(
     plan: RunPlan, memory: RankMemory, most: RankBytes, gpu: GPU, placements: dict[str, Placement]
 ) -> Iterator[Facts]:
-    """Yields the memory that each enabled memory option saves and its slowdown, both estimated by disabling only this
-    option. Savings do not add up: recomputing a module inside another recomputed module saves no more memory."""
+    """Yields the memory saving and the slowdown of each enabled memory option, estimated by disabling only this option.
+    Options overlap, so their savings cannot be added: a module may be recomputed as part of a larger one."""
     seconds = Estimator(plan, gpu, placements).step().total
     for option in enabled_options(plan):
         without = option.apply(plan)

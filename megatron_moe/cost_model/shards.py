@@ -1,4 +1,4 @@
-"""Number of parameters on one rank: its shards of layers, and embedding, head and norms of its pipeline stages."""
+"""Number of parameters on one rank: its shards of the layers, embedding, norms and head of its pipeline stages."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def held_by_layer(layer: LayerConfig, parallel: ParallelConfig) -> HeldElements:
 
 
 def _kv_rows_elsewhere(layer: LayerConfig, tp: int) -> int:
-    """Number of rows of k and v projections that a rank uses but that other ranks with the same query group store."""
+    """Number of k and v weight rows that a rank uses but does not store, because several ranks share a query group."""
     mixer = layer.mixer
     return mixer.shard(tp).qkv_width - mixer.qkv_width // tp if isinstance(mixer, AttentionConfig) else 0
 

@@ -12,7 +12,7 @@ from megatron_moe.pipeline.auto_layout import StageCosts, flop_costs
 from megatron_moe.pipeline.schedule import ScheduleConfig, Task, computations, gives, needs, num_warmup
 
 MANY_GROUPS = 6
-"""Number of microbatch groups to simulate; each further group of the steady phase takes the same time."""
+"""Number of microbatch groups to simulate. Every further group prolongs the steady phase by the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ def stage_costs(plan: RunPlan) -> tuple[float, ...]:
 
 
 def pipeline_bubble(config: ScheduleConfig, costs: Sequence[float]) -> float:
-    """Fraction of a step in which ranks are idle, if transfers take no time and a backward takes twice its forward.
+    """Fraction of a step in which ranks are idle if transfers take no time and backward takes twice as long as forward.
 
     `costs`: relative cost of each stage, in model order. Simulates the first groups of microbatches and extrapolates,
-    because each further group of the steady phase takes the same time.
+    because every further group prolongs the steady phase by the same time.
     """
     if config.pp == 1:
         return 0.0

@@ -52,7 +52,7 @@ def ring(size: int, num_bytes: float, placement: Placement, **names: str) -> Tra
 
 
 def _crossing_share(placement: Placement) -> float:
-    """Fraction of a rank's ring traffic that leaves its NVLink domain: 1 / (ranks per domain); 0 for a single one."""
+    """Fraction of ring traffic that leaves the NVLink domain: 1 / (ranks per domain), or 0 inside a single domain."""
     domains = placement.domains[1]
     return domains / placement.size if domains > 1 else 0.0
 
@@ -80,7 +80,7 @@ class ExpertTraffic:
 
 
 Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""Function (expert choice, number of ranks or domains) -> number of ranks or domains to which a token is sent."""
+"""Function (random routing, total number of ranks or domains) -> number of them to which a token is sent."""
 
 
 def expert_traffic(
@@ -121,7 +121,7 @@ class Communication:
     destinations: Destinations = LoadChoice.destinations
 
     def of_rank(self, rank: int) -> list[Traffic]:
-        """Communication in one step of a rank with pipeline rank `rank`: one entry per process group and purpose."""
+        """Communication of one rank in one step, by process group and purpose. `rank`: the pipeline rank."""
         found: dict[tuple[str, str], Traffic] = {}
         for each in (*self._layers(rank), *self._ends(rank), *self._data_parallel(rank), *self._pipeline(rank)):
             at = (each.group, each.what)
@@ -153,9 +153,9 @@ class Communication:
                 yield each.repeated(times)
 
     def _tensor_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
-        """Yields the traffic of tensor-parallel linears. With sequence parallelism, a column-parallel linear has an
-        all-gather in forward, and an all-gather and a reduce-scatter in backward. A row-parallel linear has a
-        reduce-scatter in forward and an all-gather in backward. Otherwise, each linear has one all-reduce."""
+        """Yields the traffic of tensor-parallel linears. Without sequence parallelism, each linear has one all-reduce.
+        With it, a column-parallel linear has an all-gather in forward, and an all-gather and a reduce-scatter in
+        backward; a row-parallel linear has a reduce-scatter in forward and an all-gather in backward."""
         mixer, feed_forward, hidden = layer.mixer, layer.feed_forward, layer.mixer.hidden_size
         if isinstance(mixer, MLAConfig):
             columns = mixer.kv_lora_rank + (hidden if mixer.q_lora_rank is None else mixer.q_lora_rank)
@@ -169,9 +169,9 @@ class Communication:
             yield self._sharded_linears("shared experts", hidden, hidden)
 
     def _sharded_linears(self, what: str, columns: int, rows: int, *, other: int = 0) -> Traffic:
-        """Traffic of column-parallel linears with `columns` input channels and row-parallel linears with `rows` output
-        channels, both in total. `other`: channels that are gathered for core attention in forward only (MLA's shared
-        rotated k; q, k and v if ranks share query groups)."""
+        """Traffic of a module's tensor-parallel linears. `columns`: input channels of all column-parallel linears.
+        `rows`: output channels of all row-parallel linears. `other`: channels that are gathered for core attention in
+        forward only (MLA's shared rotated k, or q, k and v if ranks share query groups)."""
         if self.plan.parallel.sequence_parallel:
             passes = 3 * columns + 2 * (rows + other)
         else:
@@ -180,7 +180,7 @@ class Communication:
         return ring(self.plan.parallel.tp, size, self.placements["tp"], group="tp", what=what)
 
     def _context_parallel(self, layer: LayerConfig) -> Iterator[Traffic]:
-        """Yields the context-parallel traffic: keys and values, or (all-to-all) q, k, v and output, and gradients."""
+        """Yields the context-parallel traffic of k and v (for all-to-all: q, k, v and output) and their gradients."""
         cp, sizes = self.plan.parallel.cp, self._sizes
         mixer = layer.mixer.shard(self.plan.parallel.tp)
         keys, heads = mixer.keys_values_width, mixer.q_width + mixer.keys_values_width + mixer.out_width
@@ -219,8 +219,8 @@ class Communication:
         yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
-        """Yields the traffic of the all-gather dispatcher. Forward: all-gather of tokens in the activation format and
-        reduce-scatter of outputs. Backward: the reverse. All but the tokens have the internal format."""
+        """Yields the traffic of the all-gather dispatcher. Forward all-gathers tokens (in the activation format) and
+        reduce-scatters outputs. Backward does the reverse. Outputs and gradients are sent in fp32 or wider."""
         sizes, ranks = self._sizes, self.plan.parallel.ep * self.plan.parallel.etp
         elements = float(ranks * sizes.residual * config.experts.hidden_size)
         placement = self.placements["etp_ep"]

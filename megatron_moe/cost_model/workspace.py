@@ -17,9 +17,9 @@ from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, sa
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
 _PAIR_GRADS = 2
-"""Number of values per query-key pair that the backward of attention with dropout adds to the saved values."""
+"""Values per query-key pair that the backward of attention with dropout needs in addition to the saved values."""
 _PAIRS_OF_A_BLOCK = 5
-"""Values per query-key pair in the backward of a block of attention with dropout: probability, mask, 3 gradients."""
+"""Values per query-key pair if attention with dropout runs backward in blocks: probability, mask, 3 gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Workspace:
         return self.dispatch + self.other
 
     def and_more(self, size: float) -> "Workspace":
-        """Returns a copy with `size` bytes added to `other`."""
+        """Returns a copy in which the field `other` is larger by `size` bytes."""
         return Workspace(dispatch=self.dispatch, other=self.other + size)
 
 
@@ -54,8 +54,8 @@ def in_attention(layer: LayerConfig, parallel: ParallelConfig, sizes: Activation
 
 
 def _in_core(mixer: AttentionConfig | MLAConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> float:
-    """Peak bytes of gradients and kernel workspace in the backward of softmax attention. If context parallelism splits
-    it into blocks of keys, the gradients of q, k and v are summed over blocks in the internal format."""
+    """Peak bytes of gradients and kernel workspace in the backward of softmax attention. With context
+    parallelism, attention may be split into blocks of keys; gradients are then summed over blocks in fp32 or wider."""
     q_width, kv_copies, wide = mixer.q_width, 0, 0
     if mixer.core.window is None:
         # cuDNN's workspace: the gradient of q in the internal format, and the gradients of k and v expanded to all
@@ -95,9 +95,9 @@ def in_feed_forward(layer: LayerConfig, parallel: ParallelConfig, sizes: Activat
 
 
 def in_loss(model: ModelConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
-    """Peak workspace of the loss: the gradient of the logits, or, if tp shards the vocabulary, three internal-format
-    tensors of the forward (logits, logits minus maximum, exponential). A chunked loss needs these for one chunk only,
-    and in addition the logits of that chunk."""
+    """Peak workspace of the loss. Without tp, it is the gradient of the logits. With tp, it is three tensors of
+    the forward in fp32 or wider: logits, logits minus maximum, and exponentials. A chunked loss needs these tensors for
+    one chunk only, but also stores the original logits of this chunk."""
     vocab, chunk = model.vocab_size // parallel.tp, model.loss_chunk
     size = sizes.activation if parallel.tp == 1 else 3 * sizes.internal
     if chunk is None:

@@ -23,13 +23,13 @@ class TokenMeta:
     """Positions, documents and padding of the tokens of one microbatch."""
 
     positions_BS: Tensor
-    """Position of every token, int64: in its document if `reset_position_ids` is set, else in its sequence."""
+    """int64 position of every token in its document if `reset_position_ids` is set, otherwise in its sequence."""
     segments_BS: Tensor | None = None
     """Document index of every token, int64. Attention is limited to tokens with equal indices. None: no limit."""
     valid_BS: Tensor | None = None
     """False for padding tokens, which routers and balancing losses ignore; bool. None: all tokens are valid."""
     part: SequencePart | None = None
-    """Part of the microbatch on this context-parallel rank; the tensors above cover only this part. None: not split."""
+    """Part of the microbatch that this context-parallel rank processes. None if the microbatch is not split."""
     whole_segments_BS: Tensor | None = None
     """`segments_BS` for all positions of this rank's sequences. None if the sequences are not split."""
     cu_seqlens: Tensor | None = None
@@ -62,15 +62,15 @@ class MicrobatchContext:
     """Base key for the random numbers of dropout and router jitter. None in evaluation."""
     training: bool = True
     aux_loss_scale: Tensor | float = 1.0
-    """Factor of the gradients of this microbatch's balancing losses: number of context-parallel ranks / number of
-    microbatches. With `--calculate-per-token-loss`: number of non-padding tokens in the unsplit microbatch."""
+    """Factor that multiplies the gradients of balancing losses: number of context-parallel ranks / number of
+    microbatches, or, with `--calculate-per-token-loss`, the number of non-padding tokens in the unsplit microbatch."""
     metrics: MetricAccumulator | None = None
     """Accumulates metrics of the forward. None in evaluation and in recomputed forwards."""
     rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]] | None = None
     """RoPE variant -> (cos_SBD, sin_SBD), for all variants in the model; computed once per microbatch."""
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
-    `--moe-router-force-biased`. None: if these flags are set, each router draws its logits."""
+    `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""
     graph_instance: GraphRunner | None = None
     """CUDA graphs that this microbatch replays. None: eager execution."""
 
@@ -88,7 +88,7 @@ class MicroBatch:
     labels_BS: Tensor
     """Label of every position, int64: the id of the next token."""
     loss_mask_BS: Tensor
-    """Loss weight of every position: 0 or 1, in fp32 or, if it is wider, the parameter dtype."""
+    """Loss weight of every position, 0 or 1. The dtype is fp32, or the parameter dtype if that is wider."""
     context: MicrobatchContext
     whole: "MicroBatch | None" = None
     """The unsplit microbatch, if context parallelism splits it and this is one rank's part; else None."""
@@ -202,8 +202,8 @@ def num_routed(batch: MicroBatch) -> int | Tensor:
 
 
 def context_degree(batch: MicroBatch, config: ParallelConfig) -> int:
-    """Number of ranks over which each sequence is split: all context-parallel ranks, or, with dynamic context
-    parallelism, the number that the longest document needs; then groups of this size process different sequences."""
+    """Number of ranks over which each sequence is split: all context-parallel ranks or, with dynamic context
+    parallelism, as many as the longest document needs. Groups of this size then process different sequences."""
     if config.max_seqlen_per_dp_cp_rank is None:
         return config.cp
     num_sequences, seq = batch.tokens_BS.shape

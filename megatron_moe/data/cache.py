@@ -1,6 +1,6 @@
 """Disk cache of index arrays, keyed by a hash of their inputs.
 
-An entry consists of one `<md5>-<kind>-<name>.npy` per array and of `<md5>-<kind>-description.txt`, JSON with inputs,
+An entry has one file `<md5>-<kind>-<name>.npy` per array, and a JSON file `<md5>-<kind>-description.txt` with inputs,
 shapes and checksums. The description is written last, so incomplete entries are detected and rebuilt. Every file is
 written to a temporary name and renamed, so several jobs may build the same entry concurrently.
 """
@@ -26,7 +26,7 @@ _DAMAGE = (
     *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile),
 )
-"""Exceptions that numpy and json raise for damaged files. numpy parses .npy headers as Python and opens zip files."""
+"""Exceptions that numpy and json raise for damaged files. numpy may parse them as Python source or as zip archives."""
 
 
 def crc32_of(array: np.ndarray) -> int:

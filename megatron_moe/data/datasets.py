@@ -27,12 +27,12 @@ _MOCK_LENGTH_END = 4096
 _MOST_SAMPLES = 2**48
 """Maximum number of samples per split, so that array sizes in bytes fit into 64 bits."""
 _ROUND_SECONDS = 30.0
-"""Seconds between collectives while other ranks wait for rank 0; well below the timeout of a collective."""
+"""Interval of the collectives that run while ranks wait for rank 0; well below the timeout of a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """File prefixes and weights of data sets. `weights` None: in proportion to their numbers of samples."""
+    """File prefixes and weights of data sets. If `weights` is None, each data set's number of samples is its weight."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -70,7 +70,7 @@ def _number(word: str) -> float | None:
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """Parses `--split`, such as "969, 30, 1", to (begin, end) fractions of documents for each split; None if empty."""
+    """Parses `--split` ("969, 30, 1"). Returns each split's (begin, end) fractions of documents, None if empty."""
     numbers = [_number(number) or 0.0 for number in re.findall(r"[.0-9]+", text)]
     if len(numbers) > len(SPLITS) or not sum(numbers) > 0:
         raise DataProblem(
@@ -91,14 +91,14 @@ def split_range(share: tuple[float, float], num_documents: int) -> range:
 
 
 def samples_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """Number of samples to build from each data set for a blend of `size` samples. `surplus`: extra fraction."""
+    """Number of samples to build from each data set for a blend of `size` samples. `surplus`: fraction to add."""
     return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 class MockTokens:
     """Synthetic documents (`--mock-data`): token ids 1, 2, 3, … modulo the vocabulary size, then end-of-document.
 
-    Lengths are drawn uniformly from [1, 4096). They equal those of Megatron's first `num_documents` mock documents.
+    The lengths are drawn uniformly from [1, 4096) and equal those of Megatron's first `num_documents` mock documents.
     """
 
     def __init__(self, *, vocab_size: int, eod: int, num_documents: int) -> None:
@@ -126,7 +126,7 @@ class MockTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """Samples of all splits of a run, and what is needed to build microbatches and checkpoints from them."""
+    """Samples of all splits of a run, with mask settings for microbatches and data fingerprints for checkpoints."""
 
     train: Samples | None
     """Training samples; None with `--skip-train`."""
@@ -268,7 +268,7 @@ class _Builder:
         )
 
     def _validation(self, blend: Blend | None, share: Share | None) -> dict[str, Samples]:
-        """Name -> validation set: a single one, or with `--multiple-validation-sets` one for each prefix."""
+        """Validation sets by name: one set, or one per prefix with `--multiple-validation-sets`."""
         if blend is None:
             return {}
         if not self.config.multiple_validation_sets:

@@ -43,15 +43,15 @@ class BatchSchedule:
 class SampleOrder:
     """Mapping from a position in the training order to a sample index.
 
-    "single": both are equal. "cyclic": each pass over the data set has a permutation drawn from (seed, pass number).
-    The order does not depend on the parallel layout, the batch size or resumption.
+    Kind "single": the index equals the position. Kind "cyclic": each pass over the data set has a permutation drawn
+    from (seed, pass number). The order does not depend on the parallel layout, the batch size or resumption.
     """
 
     kind: Literal["single", "cyclic"]
     num_samples: int
     seed: int
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Pass number -> permutation of the most recent pass. Drawing a large permutation takes longer than a step."""
+    """Pass number -> permutation. The last one is cached, because drawing a large one takes longer than a step."""
 
     @property
     def end(self) -> int | None:
@@ -59,8 +59,8 @@ class SampleOrder:
         return self.num_samples if self.kind == "single" else None
 
     def fingerprint(self, samples: str) -> str:
-        """Fingerprint of this order over samples with fingerprint `samples`. For "single" it excludes the number of
-        samples, because a longer run continues the same order."""
+        """Fingerprint of this order over samples with fingerprint `samples`. With kind "single", the result does not
+        depend on the number of samples, because a longer run continues the same order."""
         return samples if self.kind == "single" else f"{self.kind}-{self.num_samples}-{self.seed}-{samples}"
 
     def indices(self, consumed: np.ndarray) -> np.ndarray:
@@ -214,8 +214,8 @@ class TrainLoader(_MicrobatchLoader):
 class EvalLoader(_MicrobatchLoader):
     """Builds this rank's microbatches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches; after the last sample, the first follows. If
-    `eval_iters` is None, every evaluation uses all full global batches; raises `DataProblem` if there are none.
+    Evaluation k uses the k-th group of `eval_iters` global batches; after the last sample, it continues with the first.
+    If `eval_iters` is None, every evaluation uses all full global batches; less than one batch raises `DataProblem`.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class SampleRequest:
     split: str
     seq_length: int
     num_samples: int | None
-    """Minimum number of samples, for which documents are repeated in several epochs if needed. None: one epoch."""
+    """Minimum number of samples. If one epoch has fewer, documents are repeated in further epochs. None: one epoch."""
     seed: int
     drop_last_partial: bool = True
     """Drops the tokens after the last full sample; otherwise they form a padded sample."""
@@ -230,10 +230,10 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def blend_order(
     weights: Sequence[float] | np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Index of the data set (int16 [size]) and index in this data set (int64 [size]) of every sample of a blend.
+    """Order of a blend: each sample's data set index, int16 [size], and its index within that data set, int64 [size].
 
     Each sample is taken from the data set whose number of samples so far is furthest below its weighted share; the
-    first one wins ties. `limits`: maximum number of samples from each data set.
+    first such data set wins ties. `limits`: maximum number of samples from each data set.
     """
     shares = np.asarray(weights, dtype=np.float64)
     used = np.zeros(len(shares), dtype=np.float64)
@@ -262,8 +262,8 @@ def _running_counts(dataset: np.ndarray, num_datasets: int) -> np.ndarray:
 class BlendedSamples:
     """Interleaved samples of several `DocumentSamples`.
 
-    With `weights`, the blend has `size` samples, which must be given. `weights` None: the numbers of samples of the
-    data sets are the weights, and the blend has all samples, or the first `size` of them.
+    If `weights` are given, `size` is required, and the blend has `size` samples. If `weights` is None, data sets are
+    weighted by their numbers of samples, and the blend has all samples, or the first `size` if given.
     """
 
     def __init__(

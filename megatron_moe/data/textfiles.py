@@ -24,7 +24,7 @@ TEXT_SEPARATOR = "<|endoftext|>"
 Format = Literal["jsonl", "text"]
 _CHUNK_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 14
-"""Number of compressed bytes per read. It is small because they may decompress to many times more text."""
+"""Number of compressed bytes per read. The number is small because text may decompress to many times its size."""
 
 
 def format_of(path: Path) -> Format:
@@ -57,7 +57,7 @@ class BadLine(ValueError):
 
 
 def parse_record(record: TextRecord, keys: Sequence[str]) -> list[str]:
-    """Texts in a record: of a JSONL line, one per key; of plain text, only one. Raises `BadLine` if it is invalid."""
+    """Texts of a record: one per key for JSONL, a single one for plain text. Raises `BadLine` for an invalid record."""
     if format_of(record.path) == "text":
         return [_decoded(record.content)]
     line = _decoded(record.content)

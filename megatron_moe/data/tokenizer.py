@@ -50,7 +50,7 @@ class Tokenizer:
     pad: int = NO_TOKEN
     """Padding id; -1 if there is none or if another special token has the same id."""
     fingerprint: str
-    """Identifier that differs between tokenizers that may encode a text differently."""
+    """Identifier of the encoding. Tokenizers with equal fingerprints encode every text to the same ids."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -157,7 +157,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _sentence_piece_tokenizer(path: Path) -> Tokenizer:
-    """Loads a SentencePiece model. Its end-of-sentence piece, else a piece in `_END_NAMES`, is end-of-document."""
+    """Loads a SentencePiece model. End-of-document is its end-of-sentence piece or, if missing, one of `_END_NAMES`."""
     content = _read(path)
     processor = optional_package("sentencepiece", "this tokenizer").SentencePieceProcessor()
     try:

@@ -35,10 +35,10 @@ def linear(
 def grouped_linear(
     kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None = None
 ) -> Tensor:
-    """Grouped GEMM: multiplies the rows [R, I] of each expert by that expert's weight in [e, O, I] -> [R, O].
+    """Grouped GEMM of rows [R, I] and expert weights [e, O, I] -> [R, O]; multiplies each row by its expert's weight.
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
-    `index`, `rows` are unpermuted tokens [T, I]. Forward and backward both permute them, so only the tokens are saved.
+    `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again.
     """
     out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
     return out
@@ -131,8 +131,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:
-    """Passes `compute`, which writes the gradient to a buffer or adds it, to the accumulator `weight.sink`. If there is
-    none, computes and returns the gradient."""
+    """Accumulates or returns a weight gradient. The accumulator `weight.sink` calls `compute`(buffer, whether to add)
+    with its gradient buffer. If the weight has no accumulator, computes and returns the gradient."""
     sink: GradAccumulator | None = getattr(weight, "sink", None)
     if sink is not None:
         sink.add(compute)

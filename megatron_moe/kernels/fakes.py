@@ -1,9 +1,9 @@
 """Fake kernels for memory emulation: a backend's Python wrappers run, but launch no kernels.
 
-A second copy of each backend module is imported. In this copy, Triton is a fake module, so that Triton need not be
-installed, and `_REPLACED` lists fakes of functions that call libraries. A fake allocates and saves for backward the
-same tensors as the real op on an H100 or H200, but computes nothing. Tensors are on torch's `meta` device, which the
-backends treat as a GPU.
+A second copy of each backend module is imported. In the copy, a fake module replaces Triton, which need not be
+installed, and the fakes in `_REPLACED` replace functions that call libraries. A fake allocates and saves for backward
+the same tensors as the real op on an H100 or H200, but computes nothing. Tensors are on torch's `meta` device, which
+the backends treat as a GPU.
 """
 
 import builtins
@@ -48,7 +48,7 @@ class _Triton:
 
 
 class _BackendLoader:
-    """Imports copies of backend modules. A copy imports other copies, and the fake Triton module in place of Triton."""
+    """Imports copies of backend modules. In a copy, `import` returns other copies, and a fake module for Triton."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -84,7 +84,7 @@ _loader = cache(_BackendLoader)
 
 
 def _product_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Fake of a matrix multiplication that writes its result to `out`: allocates nothing."""
+    """Fake of a matrix multiplication that writes its result to `out`. It allocates nothing."""
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

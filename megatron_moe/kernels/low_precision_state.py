@@ -5,8 +5,8 @@
   whole range of the format. The second moment is stored as its square root, which halves the range of exponents.
   Nonzero square roots never round to zero, because AdamW divides by them.
 - remainder: difference of the fp32 bit patterns of a master weight and its bf16 rounding (the parameter), as int16. The
-  fp32 value can be restored exactly from both. The difference always fits, because all implementations of the optimizer
-  round weights to nearest with ties away from zero.
+  fp32 value is restored exactly from the parameter and the difference. The difference always fits in int16, because all
+  implementations of the optimizer round weights to nearest with ties away from zero.
 
 fp8 values are rounded stochastically. Otherwise, a moving average whose change per step is less than half the spacing
 of fp8 values would never change. The random number is a hash of element index, step and salt (see `dither`).
@@ -36,9 +36,9 @@ class PackedState:
     data: Tensor
     """Stored values [n]: uint8 for fp8, int16 for remainder, fp16 for fp16, any floating dtype for plain."""
     exponents: Tensor | None = None
-    """For fp16 and fp8, int8 [ceil(n / 128)]: `data` times 2^exponent of the block is the value. Otherwise None."""
+    """Exponents of the block scales for fp16 and fp8, int8 [ceil(n / 128)]; scale = 2^exponent. Otherwise None."""
     root: bool = False
-    """True if `data` times the scale is the square root of the value (fp16 and fp8 only)."""
+    """False: `data` * block scale is the value. True: `data` * block scale is its square root (fp16 and fp8 only)."""
 
     @classmethod
     def zeros(cls, size: int, name: Format, dtype: torch.dtype, device: torch.device, *, root: bool) -> "PackedState":
@@ -99,7 +99,8 @@ def pack(
     Args:
         numbers: [n] in fp32; any dtype for the plain format.
         weights: bf16 [n], `numbers` after `round_weights`; for remainders only.
-        dither: fp32 [n] in [0, 1), for fp8 only: last-place units added before rounding down. None: round to nearest.
+        dither: fp32 [n] in [0, 1), for fp8 only. It is added to each value, in units of the last place, and the sum is
+            rounded down. If it is None, values are rounded to nearest.
     """
     match like.format:
         case "plain":
@@ -127,7 +128,7 @@ def round_weights(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device) -> Tensor:
-    """Random fp32 [size], multiples of 2^-16 in [0, 1): hashes of element index (from `first` on), step and salt."""
+    """Random multiples of 2^-16 in [0, 1), fp32 [size]. Element i is a hash of the index `first` + i, step and salt."""
     number = torch.arange(first, first + size, device=device, dtype=torch.int64)
     mixed = (number * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
@@ -136,8 +137,8 @@ def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device)
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
-    """Exponents of the block scales, int32 [ceil(n / 128)]: the smallest that scale a block's largest absolute value to
-    at most 2^top * (1 + mantissa / 2^23), the largest value of the format. Repacking an unpacked state is exact."""
+    """Exponents of the block scales, int32 [ceil(n / 128)]. Each exponent is the smallest for which |value| / scale is
+    at most 2^top * (1 + mantissa / 2^23), the format's largest value. Repacking an unpacked state is exact."""
     size = wide.numel()
     blocks = -(-size // BLOCK)
     padded = torch.nn.functional.pad(wide.abs(), (0, blocks * BLOCK - size))

@@ -2,7 +2,7 @@
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Shape letters are those of
 docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated
-otherwise. Ops marked as differentiable include their backward; `autograd.py` adds it to linear and embedding ops.
+otherwise. Ops marked as differentiable include their backward. Linear and embedding ops get theirs in `autograd.py`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class GroupedPart(NamedTuple, Generic[Matrix]):
     rows: Matrix
     """Input of the grouped GEMM, [R, I], sorted by expert."""
     offsets_e: Tensor
-    """End of each local expert's rows, int32 [e]; rows from the last end on are padding."""
+    """End of each local expert's rows, int32 [e]; rows from `offsets_e[-1]` on are padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class RowIndex:
     choice_R: Tensor
     """Index of each row's probability in flattened probs_TK (t * K + k) or probs_TE (t * E + e), int64; -1: padding."""
     offsets_E: Tensor
-    """End of each expert's rows, int32; rows from the last end on are padding."""
+    """End of each expert's rows, int32; rows from `offsets_E[-1]` on are padding."""
     rows_TK: Tensor | None
     """Row of each choice, int64; -1 if the choice has no row. None if the index was created by `sort_rows_dense`."""
 
@@ -149,7 +149,7 @@ class AttentionResult(NamedTuple):
     lse_SBN: Tensor
     """Log-sum-exp of each query's logits, in the internal dtype."""
     delta_SBN: Tensor
-    """Sum of `grad_SBNE` * `out_SBNE` over E, in the internal dtype. A backend reads this tensor or `out_SBNE`."""
+    """Sum of `grad_SBNE` * `out_SBNE` over E, in the internal dtype. A backend uses either this or `out_SBNE`."""
 
 
 class QueryKeyTransform(NamedTuple):
@@ -194,7 +194,7 @@ class AdamWStep:
 
 
 class BalanceSums(NamedTuple):
-    """Sums for load-balancing losses over G sets of tokens. Groups, expert bias and token dropping have no effect."""
+    """Sums for load-balancing losses over G sets of tokens. They ignore expert groups, expert bias and token drops."""
 
     scores_GE: Tensor
     """For each set and expert, sum of scores that are normalised to 1 per token: internal dtype, differentiable."""
@@ -213,7 +213,7 @@ class RoutedTokens(NamedTuple):
     """Number of choices per expert, int64."""
     balance: BalanceSums | None
     z_sum: Tensor | None
-    """Sum of logsumexp(logits)^2 over valid tokens: scalar in the internal dtype, differentiable; None without `z`."""
+    """Sum of logsumexp(logits)^2 over valid tokens: scalar, internal dtype, differentiable. None if not requested."""
 
 
 class Kernels(Protocol):
@@ -230,8 +230,8 @@ class Kernels(Protocol):
         ...
 
     def linear_weight_grad(self, grad: MatrixOperand, x: MatrixOperand, out: Tensor, accumulate: bool) -> None:
-        """Writes the weight gradient of a linear layer to `out` [O, I], or adds it if `accumulate`: grad^T x for grad
-        [..., O] and x [..., I], computed in the dtype of `out`, which may be wider than that of the inputs."""
+        """Writes the weight gradient of a linear layer, grad^T x, to `out` [O, I], or adds it if `accumulate`. grad is
+        [..., O] and x is [..., I]. Computed in the dtype of `out`, which may be wider than that of the inputs."""
         ...
 
     def grouped_forward(self, rows: MatrixOperand, weight: MatrixOperand, offsets_e: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class Kernels(Protocol):
 
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
-        gradient is the sum of grad^T rows over all parts (at least one), in the dtype of `out`; 0 without rows."""
+        gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -308,9 +308,9 @@ class Kernels(Protocol):
 
     # elementwise and loss: differentiable
     def activation(self, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig) -> Tensor:
-        """Applies the activation to x [..., F] (gated: [..., 2F], gate first) and multiplies by probs [...] if given ->
-        [..., F]. Padding rows have probability 0 and may contain any values, even nan. Their results and gradients of x
-        are 0. Their gradients of probs are 0 if the incoming gradient is finite."""
+        """Returns the activation [..., F] of x [..., F] (gated: x [..., 2F], gate first), multiplied by probs [...] if
+        given. Padding rows have probability 0 and may contain any values, even nan. In these rows, the result and the
+        gradient of x are 0; the gradient of probs is 0 if the incoming gradient is finite."""
         ...
 
     def cross_entropy(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -442,13 +442,13 @@ class Kernels(Protocol):
     def adamw_packed_(
         self, state: AdamWState, grad: Tensor, move: AdamWStep, weights: Tensor | None = None, first: int = 0
     ) -> None:
-        """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the first element in its
-        buffer. The random numbers of stochastic rounding depend on element indices."""
+        """Variant of `adamw_` for low-precision state, computed in fp32. `first`: index of the state's first
+        element in the whole buffer. The random numbers of stochastic rounding depend on these indices."""
         ...
 
 
 def most_rows(num_choices: int, num_experts: int, align: int) -> int:
-    """Maximum number of rows over all routings: each expert with a choice has at most `align - 1` padding rows."""
+    """Largest number of rows that any routing needs. Each used expert adds at most `align - 1` padding rows."""
     return (num_choices + min(num_choices, num_experts) * (align - 1)) // align * align
 
 

@@ -1,8 +1,8 @@
 """Reference implementation of attention between two parts of a sequence, in plain torch.
 
-Each call computes attention over the keys of one part, with its log-sum-exp. The outputs of several parts are merged
-with weights from their log-sum-exps, which gives softmax attention over all keys (Milakov and Gimelshein, arXiv
-1805.02867; Liu et al., arXiv 2310.01889). Backward of a part uses the log-sum-exp over all keys.
+Each call computes attention over the keys of one part, with its log-sum-exp. The mean of the parts' outputs, weighted
+according to the log-sum-exps, is the softmax attention over all keys (Milakov and Gimelshein, arXiv 1805.02867; Liu et
+al., arXiv 2310.01889). Backward of a part uses the log-sum-exp over all keys.
 """
 
 import math

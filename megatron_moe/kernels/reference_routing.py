@@ -121,7 +121,7 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def selects_on_logits(config: RouterConfig) -> bool:
-    """Whether experts are selected by their logits, and the softmax is computed over the selected experts only."""
+    """True if experts are selected by their logits and the softmax is then computed over the selected experts only."""
     return config.score_function == "softmax" and not config.pre_softmax
 
 
@@ -140,7 +140,7 @@ def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def limit_to_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Sets all but the best `group_topk` groups to -inf. A group's score sums its topk // group_topk best values."""
+    """Sets all but the best `group_topk` groups to -inf. A group's score: sum of its topk // group_topk best values."""
     if config.group_topk is None:
         return ranking_TE
     assert config.num_groups is not None and config.group_topk <= config.topk, (
@@ -159,7 +159,7 @@ def top_ids(ranking_TE: Tensor, k: int) -> Tensor:
 
 
 def topk_probs(scores_TE: Tensor, ids_TK: Tensor, config: RouterConfig) -> Tensor:
-    """Probability of every choice before `scaling_factor`; 0 where the id is -1."""
+    """Probability of every choice, not yet multiplied by `scaling_factor`; 0 where the id is -1."""
     none = ids_TK < 0
     chosen_TK = scores_TE.gather(-1, ids_TK.clamp(min=0))
     if selects_on_logits(config):
@@ -192,8 +192,8 @@ def sort_rows_dense(map_TE: Tensor, rows: int, capacity: int | None) -> RowIndex
 def place(
     experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None, align: int = 1
 ) -> tuple[RowIndex, Tensor]:
-    """Assigns rows to choices. `experts` [choices]: expert of each choice, or `num_experts` if it is dropped; choice c
-    belongs to token c // per_token. Returns the index without `rows_TK`, and the row of each choice (-1: none)."""
+    """Assigns rows to choices. `experts` [choices] contains each choice's expert, or `num_experts` if the choice is
+    dropped. Choice c belongs to token c // per_token. Returns (index with `rows_TK` None, row of each choice or -1)."""
     device = experts.device
     order = experts.sort(stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))

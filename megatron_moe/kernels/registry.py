@@ -94,7 +94,7 @@ def read(path: Path) -> Backend:
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
-    """Selects the best backend or, if none is better, plain torch with a reason that includes the backends' reasons."""
+    """Selects the best backend, or plain torch if none is better. The reason then lists each backend's reason."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}
     supports = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
     winner = max(supports, key=lambda name: supports[name].fit, default=None)

@@ -17,16 +17,16 @@ class UnknownFaultSeed(RunError):
 
 @dataclass(frozen=True)
 class FaultSeed:
-    """Fault injected into a trainer before the first step, by calling the fault seed with the trainer."""
+    """Fault to inject into a trainer. Calling the object with the trainer, before the first step, injects the fault."""
 
     kind: str
     factor: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> "FaultSeed":
-        """Parses `scale-expert-grads:2` or `scale-attention-grads:0.5`, which multiply the reduced gradients of expert
-        or non-expert parameters by a factor, or `skip-partial-sums`, which omits the tensor-parallel reduction of
-        partial gradients (for example of norms and routers). Raises UnknownFaultSeed."""
+        """Parses a fault seed, or raises UnknownFaultSeed. `scale-expert-grads:2` multiplies the reduced gradients of
+        expert parameters by 2. `scale-attention-grads:0.5` multiplies those of all other parameters by 0.5.
+        `skip-partial-sums` omits the tensor-parallel reduction of partial gradients (e.g. of norms and routers)."""
         kind, _, factor = text.partition(":")
         if kind == SKIPPED_SUMS and not factor:
             return cls(kind)

@@ -64,7 +64,7 @@ class RankRecord:
     biases: dict[int, Tensor] = field(default_factory=dict)
     """Expert biases after the last step, by layer index."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """Layer index -> number of choices of each expert by this rank's tokens, summed over all steps; int64 [E]."""
+    """Layer index -> how often this rank's tokens chose each expert, summed over all steps; int64 [E]."""
 
 
 def record_run(

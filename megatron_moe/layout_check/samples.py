@@ -42,8 +42,8 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Cuts `tokens` into documents, in place, at the positions where `ends` is True. Neighbouring sequences get
-        different first tokens: of two identical tokens, rounding would decide which one an expert at capacity drops."""
+        """Cuts `tokens` into documents, in place, where `ends` is True. Documents of neighbouring sequences start
+        with different tokens, because rounding would decide which of two equal tokens an expert at capacity drops."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1
@@ -54,7 +54,7 @@ class RandomSamples:
 
 
 def random_datasets(plan: RunPlan, *, num_steps: int) -> Datasets:
-    """Random training data for `num_steps` steps, with the plan's settings of document masks. The loss excludes
+    """Random training data for `num_steps` steps. Document masks are set as in the plan. The loss excludes
     end-of-document tokens, so that microbatches have unequal numbers of loss tokens. If attention masks or position ids
     are reset at document ends, half of the sequences consist of short documents."""
     data = plan.data

@@ -1,7 +1,7 @@
-"""Compares the records of all ranks of a layout with that of a single-rank run (oracle) and explains differences.
+"""Compares the records of all ranks of a layout with a single-rank run's record (oracle) and explains differences.
 
-The relative error of a tensor is max|difference| / max|reference|. A constant ratio of actual to expected values
-indicates a missing or duplicated reduction; differing copies of a tensor indicate a reduction that was never done.
+The relative error of a tensor is max|difference| / max|reference|. If actual and expected values have a constant
+ratio, a reduction is missing or was done twice. If the ranks' copies of a tensor differ, their reduction is missing.
 """
 
 import re
@@ -108,7 +108,7 @@ def _figures(record: RankRecord) -> dict[str, dict[MetricKey, MetricValue]]:
 def _figure_rows(
     what: str, oracle: Mapping[MetricKey, MetricValue], ranks: Sequence[Mapping[MetricKey, MetricValue]], rtol: float
 ) -> Iterator[ComparisonRow]:
-    """Compares scalars. At least one rank must have each of the oracle's scalars, and all values must agree."""
+    """Compares the ranks' scalars with the oracle's. Missing scalars and differences between ranks are errors."""
     for key, figure in oracle.items():
         name = key[0] if key[1] is None else f"{key[0]}, layer {key[1]}"
         wanted = torch.tensor(figure, dtype=torch.float64)
@@ -143,7 +143,7 @@ def _tensor_rows(
 
 
 def assemble(parts: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> tuple[Tensor, str]:
-    """Global tensor, assembled from (rank, shard) pairs, and a remark on differing copies or missing elements."""
+    """Assembles a tensor from (rank, shard) pairs. Returns (tensor, remark on unequal copies or missing elements)."""
     first = parts[0][1]
     whole = torch.full(first.global_shape, float("nan"), dtype=first.value.dtype)
     copies: dict[tuple[ParamBox, ...], list[tuple[int, RecordedTensor]]] = {}
@@ -167,7 +167,7 @@ def _merged(copies: Sequence[Tensor]) -> Tensor:
 
 
 def _about_copies(group: Sequence[tuple[int, RecordedTensor]], expected: Tensor) -> str:
-    """Remark if the ranks' copies of one shard, which should be equal, differ; empty if they agree."""
+    """Remark about differences between the ranks' copies of one shard; empty if the copies are equal."""
     (first, reference), others = group[0], group[1:]
     apart = [rank for rank, held in others if _apart(held.value, reference.value)]
     if not apart:
@@ -201,7 +201,7 @@ def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:
 
 
 def explain_ratio(ratio: float, axes: Mapping[str, int]) -> str:
-    """Explains a ratio of N or 1 / N as a doubled or missing reduction and names axes of size N; empty otherwise."""
+    """Explains a ratio N as a doubled reduction over N ranks, and 1 / N as a missing one. Empty for other ratios."""
     for value, kind in ((ratio, "doubled"), (1 / ratio if ratio else 0.0, "missing")):
         size = round(value)
         if size > 1 and abs(value - size) < 1e-4 * size:

@@ -115,7 +115,7 @@ class ValidationReport:
     consumed_samples: int
     loss: float
     where: str = ""
-    """Text after "validation loss at iteration N": "on validation set" or "on test set" at the end of a run."""
+    """Set at the end of the run: "on validation set" or "on test set", added to "validation loss at iteration N"."""
     data_set: str = ""
     """Name of the data set; empty if the run has only one validation set."""
     split: str = "validation"

@@ -20,9 +20,9 @@ Reduction = Literal["mean", "sum", "max"]
 MetricValue = float | list[float]
 """Value of a metric: a number, or a list with one number per element of a recorded vector (e.g. per expert)."""
 Key = tuple[str, int | None]
-"""Metric name and global layer index; None for metrics that are not per layer."""
+"""(metric name, global layer index). The layer index is None for metrics that are not per layer."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Function that records metrics of rows grouped by layer: (accumulator, layer -> number of rows, rows [n, ...])."""
+"""Records metrics of rows. Arguments: accumulator, layer -> number of rows, rows [n, ...] (grouped by layer)."""
 
 _ROWS_AT_A_TIME = 128
 
@@ -86,7 +86,7 @@ class MetricAccumulator:
 
         The metric is reduced over microbatches and the ranks of a pipeline stage: "mean" is sum of values / sum of
         counts (`count`: 1 by default), "sum" the sum and "max" the maximum. Values that are replicated over tensor- or
-        context-parallel ranks therefore need "mean" or "max"; partial values may use "sum".
+        context-parallel ranks need "mean" or "max", because "sum" would add every copy.
         """
         value = value.detach()
         entry = self.entries.get((name, layer))

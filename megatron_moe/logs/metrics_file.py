@@ -53,7 +53,7 @@ def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
 
 
 def validation_tags(report: ValidationReport) -> dict[str, float]:
-    """Loss and perplexity by tag: `lm loss SPLIT` and `lm loss SPLIT ppl`; SPLIT-NAME if the data set has a name."""
+    """Loss and perplexity by tag: `lm loss SPLIT` and `lm loss SPLIT ppl`, with SPLIT-NAME for a named data set."""
     name = f"lm loss {report.split}" + (f"-{report.data_set}" if report.data_set else "")
     return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
 
@@ -122,7 +122,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def truncate_metrics(path: Path, iteration: int) -> None:
-    """Atomically drops the records after `iteration`, which a resumed run writes again, and an incomplete last line."""
+    """Atomically drops an incomplete last line and the records after `iteration`, which a resumed run writes again."""
     if not path.exists():
         return
     kept = [encode(record) for record in read_metrics(path) if record["iteration"] <= iteration]

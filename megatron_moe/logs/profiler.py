@@ -13,7 +13,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 FOLDER = "profile"
 MARKED = ("embedding", "self_attention", "mlp", "router", "experts", "shared_experts", "output_layer")
-"""Last parts of module names, such as "mlp" in "layers.0.mlp"; these modules get a profiler range."""
+"""Modules that get a profiler range, given by the last part of the name, such as "mlp" for "layers.0.mlp"."""
 _MOST_ALLOCATIONS = 1_000_000
 """Maximum number of allocations recorded for a memory snapshot; each takes a few hundred bytes of host memory."""
 
@@ -48,8 +48,8 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Starts or stops profiling at the beginning of a phase. `iteration`: for "step" the iteration about to run,
-        else the last completed one."""
+        """Starts or stops profiling at the beginning of a phase. `iteration` is the iteration about to run
+        if the phase is "step", and the last completed iteration otherwise."""
         done = iteration - 1 if phase == "step" else iteration
         if self._running and (phase != "step" or done >= self._config.profile_step_end):
             self._stop()
@@ -99,7 +99,7 @@ class StepProfile:
 
 
 def snapshot_path(folder: Path, name: str, rank: int) -> Path:
-    """Path of a rank's memory snapshot: `name` with `_RANK` before the suffix, as in Megatron, relative to `folder`."""
+    """Path of a rank's memory snapshot in `folder`: `name` with `_RANK` before the suffix, as in Megatron."""
     path = folder / name
     return path.with_name(f"{path.stem}_{rank}{path.suffix}")
 

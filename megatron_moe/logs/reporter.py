@@ -138,7 +138,7 @@ class Reporter:
             self.note(self._lock.warning)
 
     def due(self, iteration: int) -> bool:
-        """True if a report follows this iteration: every `--log-interval` iterations, and the first and last one."""
+        """True if a report follows this iteration: a multiple of `--log-interval`, or the first or last iteration."""
         return iteration % self.config.log_interval == 0 or iteration in (1, self._last_iteration)
 
     def observe(self, result: StepResult) -> None:
@@ -207,7 +207,7 @@ class Reporter:
         self._append(text)
 
     def _detail(self, line: str) -> None:
-        """Writes a line to log.txt and the console; only to log.txt if there is one and the console has a live line."""
+        """Writes a line to log.txt and the console. A console with a live line is skipped if the run has a log.txt."""
         if self._live and self._log_file is not None:
             self._append(line)
         else:
@@ -290,7 +290,7 @@ def _flat_values(resolved_yaml: str) -> dict[str, Any]:
 
 
 def memory_line(rank: int, iteration: int, device: torch.device, *, whole_device: bool = False) -> str:
-    """Formats Megatron's memory line, for torch's allocator on a GPU or the process on a CPU; 1 MB is 2^20 bytes.
+    """Formats Megatron's memory line, in MB of 2^20 bytes: memory of torch's allocator, or of the process on a CPU.
 
     `whole_device`: adds the memory that all processes use on the device (on a CPU: on the host).
     """

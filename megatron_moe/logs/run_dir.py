@@ -1,10 +1,8 @@
 """The run folder and its provenance files.
 
-run.yaml          every value with its origin       metrics.jsonl   one object per report
-command.txt       the command line of every start   tensorboard/    scalars
-environment.txt   versions, machine, source         plots/          loss.png, expert_load.png
-log.txt           the log                           checkpoints/    weights and optimizer state
-status.json       state of the run
+The provenance files are run.yaml (every value with its origin), command.txt (command line of every start) and
+environment.txt (versions, machine and source commit). The folder also contains log.txt, metrics.jsonl (one object per
+report), status.json (state of the run), tensorboard/ (scalars), plots/ (loss.png and expert_load.png) and checkpoints/.
 """
 
 import os

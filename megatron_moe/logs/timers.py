@@ -61,7 +61,7 @@ class Timers:
             self._spans.append((name, begin, Moment(self._device)))
 
     def take(self, context: ParallelContext, num_steps: int) -> dict[str, list[float]]:
-        """Returns span name -> seconds per step of each rank, measured since the last call, and resets the timers.
+        """Returns the seconds per step of each rank, by span name, measured since the last call. Resets the timers.
 
         Blocks until the measured spans have ended. Collective over all ranks, unless timers are off (level 0).
         """

@@ -24,7 +24,7 @@ from megatron_moe.logs.metrics_file import Record, encode, has_samples_variant
 HOUR = 3600.0
 _MAX_PENDING = 10_000
 _RECENT_STEPS = 20
-"""Number of recent steps. Their median time, which ignores slow outliers, gives the displayed speed and time left."""
+"""Number of recent steps whose median time gives the displayed speed and time left. The median ignores outliers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, over iterations and most of them also over consumed samples.
+    """Writes scalars to TensorBoard, plotted over iterations. Most scalars are also plotted over consumed samples.
 
     After a failure, the next attempt opens a new event file, because the writer's thread ends at its first error.
     """
@@ -215,7 +215,7 @@ class TensorBoard:
     def __init__(self, directory: Path, resumed_iteration: int) -> None:
         self._directory = directory
         self._purge_step: int | None = resumed_iteration + 1
-        """First iteration of this process. TensorBoard hides older points from there on. None: hides no points."""
+        """Iteration from which on TensorBoard hides the points of earlier processes. None: no points are hidden."""
         self._writer: Any = None
 
     def log(self, entry: LogEntry) -> None:
@@ -241,7 +241,7 @@ class TensorBoard:
 
 
 def _hide_tracebacks_of_writers() -> None:
-    """Suppresses tracebacks of TensorBoard's writer thread; the next `add_scalar` raises the same error to `Guard`."""
+    """Hides tracebacks of TensorBoard's writer thread. The next `add_scalar` raises the thread's error again."""
     print_traceback = threading.excepthook
     if getattr(print_traceback, "hides_writers", False):
         return

@@ -1,8 +1,8 @@
 """Offload of saved activations of selected modules to host memory.
 
 The tensors that one call of a module saves form a group. The group is copied to the host while the following modules
-run. In backward, it is copied back during the backward of the next offloaded group in forward order. If the backward of
-a microbatch immediately follows its forward, the last group of every module stays on the device, because no computation
+run. It is copied back during the backward of the offloaded group that follows it in forward order. If the backward of a
+microbatch immediately follows its forward, the last group of every module stays on the device, because no computation
 could overlap its copies. The first forward of a model chunk measures its groups and offloads all of them.
 
 A storage is offloaded once, even if several tensors or views of it are saved. Parameters are not offloaded.
@@ -63,7 +63,7 @@ class BufferPool:
 
 
 class OffloadedTensor:
-    """Storage of saved tensors, on the device, the host or both. Freed with the last saved tensor that uses it."""
+    """Storage of saved tensors, on the device, the host or both. It is freed with the last tensor that uses it."""
 
     def __init__(self, tensor: Tensor, pool: BufferPool) -> None:
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -189,7 +189,7 @@ class ActivationOffload:
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
-        """Sets this rank's schedule for a step: all computations in order, as ("forward" or "backward", at)."""
+        """Sets this rank's schedule for a step: all computations in order, as pairs ("forward" or "backward", at)."""
         backwards = [at for kind, at in computations if kind == "backward"]
         self._next_backward = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)
@@ -199,7 +199,7 @@ class ActivationOffload:
         self._microbatches.clear()
 
     def begin_forward(self, at: At) -> None:
-        """Starts a forward: groups opened from now on belong to this microbatch and chunk. Selects those to offload."""
+        """Starts a forward and selects its groups to offload. Groups opened from now on belong to this forward."""
         done = self._current
         if done.groups:
             self._learned[done.at[1]] = tuple((group.module, group.nbytes) for group in done.groups)
@@ -235,7 +235,7 @@ class ActivationOffload:
             self.pool.copies.wait(in_flight.popleft())
 
     def begin_backward(self, group: OffloadGroup) -> None:
-        """Starts to reload a group whose backward has begun, and the offloaded group whose backward comes next."""
+        """Starts to reload `group`, whose backward has begun, and the offloaded group whose backward comes next."""
         group.reload()
         microbatch = group.microbatch
         if not microbatch.reload_before(group.index) and microbatch.at in self._next_backward:

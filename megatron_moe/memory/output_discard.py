@@ -1,8 +1,8 @@
 """Output-discarding recompute: drops an op's output after its consumers' forward and recomputes it in backward.
 
-Instead of the output, its consumers save a function that recomputes it from the op's inputs, which the op saves for its
-own backward anyway. The autograd graph and the gradients do not change, and the output's memory is freed once its last
-reference is gone. (Megatron-Core instead frees the output's storage and refills it in a backward hook.)
+Instead of the output, the consumers save a function that recomputes it from the op's inputs. The op saves these inputs
+for its own backward anyway. The autograd graph and the gradients do not change. The output's memory is freed once its
+last reference is gone. (Megatron-Core instead frees the output's storage and refills it in a backward hook.)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ def unpack(packed: PackedTensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Id of the tensor's storage, unique while the storage exists. Unlike data pointers, fake tensors have one too."""
+    """Id of the tensor's storage, unique while the storage exists. Fake tensors have an id too, but no data pointer."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedView:
-    """Packed form of a saved tensor. Calling it restores the storage and returns a view with its shape and strides."""
+    """Packed form of a saved tensor. A call restores the storage and returns a view with saved shape and strides."""
 
     restore: Callable[[], Tensor]
     shape: tuple[int, ...]
@@ -51,14 +51,14 @@ class DiscardedOutput:
         inputs: Sequence[PackedTensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """`make` maps the unpacked `inputs` to the outputs, in the same memory layout. The outputs must be alive when
-        `pack` is called, because they are identified by their storage."""
+        """`make` recomputes the outputs in their original memory layout from the unpacked `inputs`. The outputs must be
+        alive when `pack` is called, because they are identified by their storage."""
         self._make = make
         self._inputs = inputs
         self._indices = {(storage_of(output), output.dtype): index for index, output in enumerate(outputs)}
         self._num_packed = 0
         self._recomputed: tuple[Tensor, ...] | None = None
-        """Recomputed outputs; None before the first and after the last unpack, so that they are computed once."""
+        """Recomputed outputs, kept from the first to the last unpack so that they are computed once; otherwise None."""
 
     def pack(self, tensor: Tensor) -> PackedTensor | None:
         """Packed form of an output or of a view of an output; None for any other tensor."""

@@ -32,7 +32,7 @@ class PagedStash:
         return _RowsPolicy(self, rows_RW, valid)
 
     def pages_for(self, rows_RW: Tensor) -> Pages | None:
-        """Page pool for the row width of `rows_RW`; None if this width has no pool: the tensor is saved whole."""
+        """Page pool for the row width of `rows_RW`. None if this width has no pool; the tensor is then saved whole."""
         width = rows_RW.shape[1]
         if width not in self._num_pages:
             return None
@@ -61,7 +61,7 @@ class PagedStash:
 
 
 class _RowsPolicy:
-    """Policy that packs one tensor of rows. All its consumers share the packed copy."""
+    """Policy that packs one tensor of rows. All consumers of that tensor share the packed copy."""
 
     def __init__(self, stash: PagedStash, rows_RW: Tensor, valid: Tensor) -> None:
         self._stash = stash

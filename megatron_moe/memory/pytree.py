@@ -13,9 +13,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 _COMPARED_BY_VALUE = (str, int, float, range, type(None), torch.dtype)
-"""Types of non-tensor leaves whose value is part of the `Form`. For leaves of other types, only the type is part."""
+"""Types of non-tensor leaves whose value is part of the `Form`. Other leaves are represented only by their type."""
 Form = tuple[Any, ...]
-"""Hashable structure of a pytree: containers, other leaves, and position, shape, dtype and requires_grad of tensors."""
+"""Hashable pytree structure: containers, non-tensor leaves, and each tensor's position, shape, dtype, requires_grad."""
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Form]:

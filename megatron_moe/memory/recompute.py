@@ -24,7 +24,7 @@ def checkpoint(
     """Returns `forward(*tensors)`. The backward pass runs `recompute(*tensors)` and differentiates it.
 
     Both functions compute the same values but may record different metrics. In no-grad mode, only `forward` runs.
-    `shard_over`: ranks with equal `tensors`, each of which saves one shard; None: `tensors` are saved whole."""
+    `shard_over`: group of ranks that have equal `tensors`. Each rank saves a shard of each tensor. None: no shards."""
     if not torch.is_grad_enabled():
         return forward(*tensors)
     # Parameters need gradients even if no input does.

@@ -67,7 +67,7 @@ class SavedTensorPolicy:
         return checkpoint(lambda *x: run(*x, mb), lambda *x: run(*x, unrecorded), *tensors, shard_over=group)
 
     def layers(self, number: int, *, ahead: bool = False) -> list[tuple[int, bool]]:
-        """Groups of consecutive layers of a stage with `number` layers: (number of layers, whether it is recomputed).
+        """Divides the `number` layers of a stage into groups. Returns (number of layers, is recomputed) for each group.
 
         `ahead`: True for the layers of multi-token prediction. They form groups of one layer and are recomputed only
         with full recompute by the method "uniform"."""

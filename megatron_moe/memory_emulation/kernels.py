@@ -19,7 +19,7 @@ from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
-    """Kernel set with the fakes of the requested backends; for `auto`, of the backends that it selects on Hopper GPUs.
+    """Kernel set with the fakes of the requested backends. `auto` selects the same backends as on a Hopper GPU.
 
     Raises EnvironmentProblem if a requested backend has no fakes.
     """
@@ -54,4 +54,4 @@ _FAKED = ("triton", torch_native.NAME)
 _HOST_READS: Mapping[str, str] = MappingProxyType(
     {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Op whose reference implementation reads row offsets on the host -> backend whose fake is used instead."""
+"""Op -> backend whose fake replaces the reference implementation, because the latter reads row offsets on the host."""

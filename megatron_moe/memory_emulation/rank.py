@@ -104,8 +104,8 @@ def take_steps(
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches per step that suffices to reach the memory peak: those of the first rank's pipeline
-    warm-up, two more per pipeline rank, and those whose expert weight gradients are delayed."""
+    """Number of microbatches per step that suffices to reach the memory peak. It is the sum of the warm-up microbatches
+    of the first pipeline rank, two per pipeline rank, and microbatches whose expert weight gradients are delayed."""
     whole = plan.num_microbatches
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
@@ -213,7 +213,7 @@ def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
 
 
 def assumed_ids(load: RoutedLoad, config: RouterConfig, num_tokens: int, device: torch.device) -> Tensor:
-    """Expert ids, int64 [T, K], with the number of rows per expert of `load`. The experts of a token are distinct."""
+    """Expert ids, int64 [T, K]. Each expert occurs as often as `load` assumes. The experts of a token are distinct."""
     num_choices = num_tokens * config.topk
     counts_E = torch.tensor(load.counts(config.num_experts, num_choices), device=device)
     experts = torch.arange(config.num_experts, device=device)

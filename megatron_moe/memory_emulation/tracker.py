@@ -23,7 +23,7 @@ BLOCK = 512
 
 
 def rounded(num_bytes: int) -> int:
-    """Tensor size in bytes, rounded up as by the CUDA caching allocator."""
+    """Tensor size in bytes, rounded up to the allocation granularity of the CUDA caching allocator."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
@@ -45,7 +45,7 @@ class TrackedPiece:
 
     @property
     def category(self) -> str:
-        """Memory category: `state` unless empty; "other" if allocated in phase "setup" or not yet released."""
+        """Memory category: `state` if set, "other" if allocated in setup or still live, else set by phase and label."""
         if self.state:
             return self.state
         if self.phase == "setup" or self.died is None:
@@ -98,7 +98,7 @@ class Timeline:
         return list(accumulate(change))
 
     def peak(self) -> MemoryPeak:
-        """Breakdown of the live bytes after the event at which their total is largest, from `begin` on."""
+        """Breakdown of the live bytes after the event with the largest total, searched from event `begin` on."""
         totals = self.totals()
         return self.at(max(range(self.begin, self.num_events), key=totals.__getitem__))
 

@@ -41,7 +41,7 @@ def new_sinks(num_heads: int, ctx: ParallelContext) -> Parameter:
 def rotate(
     kernels: Kernels, x_SBND: Tensor, config: RopeConfig | None, mb: MicrobatchContext, start: int = 0
 ) -> Tensor:
-    """Applies rotary embedding to `config.dim` channels of every head from `start` on. No-op if `config` is None."""
+    """Applies rotary embedding to channels start .. start + config.dim - 1 of every head. No-op if `config` is None."""
     if config is None:
         return x_SBND
     assert mb.rotary is not None, "the rotary tables are not attached to the context"
@@ -71,7 +71,7 @@ class Attention(Mixer):
 
     N and G are the numbers of heads and query groups on this tensor-parallel rank. If there are fewer query groups than
     ranks, G is 1: several ranks share a group, and each computes an equal part of the group's heads. In this case
-    each rank holds an equal share of the rows of `linear_qkv`, and its outputs are all-gathered, as in Megatron-Core.
+    each rank holds an equal share of the rows of `linear_qkv`, whose outputs are all-gathered, as in Megatron-Core.
     """
 
     def __init__(self, config: AttentionConfig, site: str, resources: ModelResources) -> None:

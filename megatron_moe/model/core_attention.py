@@ -176,7 +176,7 @@ Mask = tuple[CoreAttentionConfig, PositionSpan, PositionSpan, Key | None]
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Positions of this rank's queries and of the keys of every rank of a ring, from which masks are computed."""
+    """Computes masks from the positions of this rank's queries and of the keys of every rank of a ring."""
 
     kernels: Kernels
     config: CoreAttentionConfig
@@ -186,8 +186,8 @@ class _Blocks:
     dropout_key: Key | None
 
     def visible(self, source: int) -> tuple[slice, slice, Mask] | None:
-        """Returns the smallest range of this rank's query rows and the smallest range of rank `source`'s key rows that
-        contain all unmasked (query, key) pairs, and the mask arguments for the kernels. None if all are masked."""
+        """Returns (rows of this rank's queries, rows of rank `source`'s keys, mask arguments for the kernels). The rows
+        are the smallest ranges that contain all unmasked (query, key) pairs. None if all pairs are masked."""
         key = self.keys[source]
         seen = visible_rows(self.query.chunks, key.chunks, self.config)
         if seen is None:
@@ -277,8 +277,8 @@ def visible_rows(query: Chunks, key: Chunks, config: CoreAttentionConfig) -> tup
 
 
 def _near(chunk: range, other: range, *, before: int, after: int) -> range:
-    """Positions p of `chunk` with other.start - before <= p < other.stop + after. `before` or `after` -1: no limit on
-    this side."""
+    """Positions p of `chunk` with other.start - before <= p < other.stop + after. If `before` or `after` is -1, the
+    limit on that side does not apply."""
     first = chunk.start if before < 0 else max(chunk.start, other.start - before)
     end = chunk.stop if after < 0 else min(chunk.stop, other.stop + after)
     return range(first, max(first, end))

@@ -16,7 +16,7 @@ from megatron_moe.parallel.tensor_parallel import leave_tensor_parallel, my_posi
 
 
 class Table(nn.Module):
-    """Embedding table with one learned row per id; vocabulary-parallel if `meta` shards the rows."""
+    """Embedding table with one learned row per id. If `meta.tp_dim` is 0, rows are sharded (vocabulary-parallel)."""
 
     def __init__(self, rows: int, width: int, meta: ParamMeta, ctx: ParallelContext, kernels: Kernels) -> None:
         super().__init__()

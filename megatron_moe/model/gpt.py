@@ -74,8 +74,8 @@ class Decoder(nn.Module):
             self._final_nodes = (norm_node(self.final_layernorm),)
 
     def chain(self, chunk: int, mb: MicrobatchContext, *, by_node: bool) -> list[BoundNodes]:
-        """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: whether to return the
-        individual nodes of a layer; full recompute requires False, which returns a node per layer or layer group."""
+        """Nodes of one chunk's layers and, in the last stage, of the final norm. `by_node`: True returns every node
+        of a layer. False returns one node per layer or recomputed layer group; full recompute requires False."""
         stage, final = self.chunks[chunk], self._final_nodes
         if not by_node:
             return [BoundNodes([*self._layer_nodes[chunk], *(final if stage.final_norm else ())], mb)]
@@ -154,7 +154,7 @@ class GPT(nn.Module):
 
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
         """Divides `forward` of one stage into steps that a schedule can interleave with another microbatch's backward.
-        The first step takes `received`, and the last one returns the result of `forward`."""
+        The first step takes the argument `received` of `forward`. The last step returns the result of `forward`."""
         return schedule_steps(self._chain(batch, chunk, by_node=True))
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
@@ -243,7 +243,7 @@ class GPT(nn.Module):
         return LossOutput(loss_BS, tuple(mtp_losses))
 
     def _count_uses(self) -> None:
-        """Sets `Parameter.uses` of embedding and head, which is above 1 if multi-token prediction uses them too."""
+        """Sets `Parameter.uses` of embedding and head. Tied weights and multi-token prediction can raise it above 1."""
         mtp = self.config.mtp
         depths = mtp.num_layers if mtp is not None and not mtp.detach_heads else 0
         num_products = 1 + depths if self.output_layer is not None else 0
@@ -281,8 +281,8 @@ def objective(
     the D depths of multi-token prediction adds its mean loss times `loss_scaling_factor` / D. With `per_token` this
     term is multiplied by the microbatch's number of tokens. Records the mean loss of depth d as metric "mtp_{d} loss".
 
-    A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence. The
-    means are multiplied by the number of ranks, because gradients and metrics are averaged over ranks.
+    A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence. This
+    partial mean is multiplied by the number of context-parallel ranks, over which gradients and metrics are averaged.
     """
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()

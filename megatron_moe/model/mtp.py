@@ -107,8 +107,8 @@ class MTP(nn.Module):
     def chain(self, batch: MicroBatch, embedding: Embedding, first: int, *, by_node: bool) -> Iterator[BoundNodes]:
         """Yields the nodes of every depth. Every depth appends its input hidden state to `LayerState.earlier`.
 
-        `first`: index of the first depth in the chunk, where MTP layers follow the decoder layers. `by_node`: whether
-        to yield the individual nodes of a layer; full recompute requires False, which yields one node per layer.
+        `first`: number of decoder layers in the chunk, which is the layer index of the first depth. `by_node`: True
+        yields every node of a layer. False yields one node per layer; full recompute requires False.
         """
         for number, depth in enumerate(self._depths(batch)):
             embed = Node("embedding", "attention", partial(self._embed, depth, embedding), parameters_of(embedding))

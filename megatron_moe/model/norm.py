@@ -31,8 +31,8 @@ class Norm(nn.Module):
             self.bias = new_parameter((width,), replace(meta, role="bias", init="zeros"), ctx)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns norm(x) [..., width], or with a residual both total = residual + x and norm(total). Computes in
-        promote(fp32, dtype)."""
+        """Returns norm(x) [..., width]. With `residual`, returns (total, norm(total)), where total = residual + x.
+        Computes in promote(fp32, dtype)."""
         eps, zero_centered = self.config.eps, self.config.zero_centered
         if self.bias is None and residual is not None:
             return self.kernels.add_rms_norm(residual, x, self.weight, eps, zero_centered)

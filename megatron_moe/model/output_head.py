@@ -46,7 +46,7 @@ class Head(nn.Module):
         labels_BS: Tensor | None = None,
         detach: bool = False,
     ) -> Tensor:
-        """Returns logits [S, B, V / tp], or given labels the loss [B, S]. `detach`: no gradient for weight and bias."""
+        """Returns logits [S, B, V / tp]; with labels, the loss [B, S]. `detach`: weight and bias get no gradient."""
         weight_VH: Tensor | None = self.weight if tied_VH is None else tied_VH
         bias_V: Tensor | None = self.bias
         assert weight_VH is not None, "a tied head needs the word embedding weight"
@@ -114,7 +114,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Output projection and `cross_entropy` in chunks of `chunk` tokens -> [T]. The backward recomputes the logits."""
+    """Computes output projection and `cross_entropy` [T] in chunks of tokens. The backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _Gradients:
         self.grad_bias_V: Tensor | None = None
 
     def run(self, out: Tensor | None, accumulate: bool) -> None:
-        """Writes the weight gradient to `out`, or adds it if `accumulate`; `out` None: skips the weight gradient.
+        """Writes the weight gradient to `out`, or adds it if `accumulate`. If `out` is None, skips this gradient.
 
         The first call also computes the gradients of hidden state and bias."""
         # chunks are accumulated in promote(fp32, dtype)

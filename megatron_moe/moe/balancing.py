@@ -109,7 +109,7 @@ class BalancingLosses:
         return self._mean_loss(self._whole_counts(), self._topk)
 
     def with_shares_of(self, counts_E: Tensor) -> Tensor:
-        """Loss of `global_aux_loss`: P is computed over this microbatch, and f from `counts_E`, choices per expert."""
+        """Loss of `global_aux_loss`: P is computed over this microbatch, and f from `counts_E` (choices per expert)."""
         return self._mean_loss(counts_E[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:

@@ -28,7 +28,7 @@ class Experts(nn.Module):
     A rank stores the weights of its e experts in two stacked tensors: `linear_fc1` [e, F, H], or [e, 2F, H] with gate
     rows first for a gated activation, and `linear_fc2` [e, H, F]. Each is multiplied in one grouped GEMM or in one GEMM
     per expert. An expert without rows gets a zero weight gradient. Experts are sharded over ep, and the F channels of
-    each expert over etp. The outputs of an etp rank are therefore partial sums, which combine adds.
+    each expert over etp. The outputs of an etp rank are therefore partial sums. Combine adds them up.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class Node:
     parameters: tuple[nn.Parameter, ...] = ()
     """All parameters that `run` reads."""
     store: UnitStore | None = None
-    """Store from which `run_nodes` acquires `units` before `run` (and then releases them); None: always available."""
+    """Store from which `run_nodes` acquires `units` before it calls `run`; None if parameters are always available."""
     units: tuple[str, ...] = ()
 
 
@@ -129,7 +129,7 @@ def run_nodes(nodes: Iterable[Node], state: State, mb: MicrobatchContext) -> Sta
 
 
 def acquire_nodes(nodes: Iterable[Node], store: UnitStore | None) -> tuple[Node, ...]:
-    """Returns copies of the nodes that acquire their parameters from `store`, or the nodes if `store` is None."""
+    """Returns the nodes, changed to acquire their parameters from `store`, or unchanged if `store` is None."""
     if store is None:
         return tuple(nodes)
     return tuple(replace(node, store=store, units=store.units_of(node.parameters)) for node in nodes)
@@ -160,7 +160,7 @@ class BoundNodes(NamedTuple):
     nodes: Sequence[Node]
     mb: MicrobatchContext
     layer: int | None = None
-    """Index in the model chunk of the layer that contains the nodes, as in `Slot.layer`."""
+    """Index of the layer that contains the nodes, counted within the model chunk (as `Slot.layer`)."""
 
 
 def run_chain(chain: Iterable[BoundNodes], state: Any) -> Any:
@@ -198,8 +198,8 @@ def recompute_nodes(
 def capture_nodes(nodes: Sequence[Node], modules: Iterable[str], site: str) -> tuple[Node, ...]:
     """Merges the nodes of each module in `modules` (keys of `CAPTURED_NODES`) into one captured node.
 
-    If the microbatch has a graph instance, a captured node replays a CUDA graph of the merged nodes, which is captured
-    at first use. Otherwise it runs them. Modules that the layer lacks are skipped. `site`: path of the layer.
+    If the microbatch has a graph instance, a captured node replays one CUDA graph, which is captured at first use.
+    Otherwise it runs the merged nodes eagerly. Modules that the layer lacks are skipped. `site`: path of the layer.
     """
     chain = list(nodes)
     for module in modules:
@@ -227,7 +227,7 @@ def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext
 
 def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
     """Converts the chain to the steps of a schedule that interleaves two microbatches. Consecutive compute nodes of one
-    slot form one step. Start and finish of dispatch, and of combine, are separate steps."""
+    slot form one step. The start and the finish of a dispatch or combine are separate steps."""
     steps: list[Step] = []
     for nodes, mb, layer in chain:
         groups: list[tuple[SlotName, list[Node]]] = []

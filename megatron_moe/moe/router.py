@@ -51,8 +51,8 @@ class ExpertSelection:
 
         Args:
             given_ids_TK: expert ids to use instead of selecting.
-            thresholds_E: quantile balancing: values subtracted from the logits before top-k, not in the probabilities.
-            balance: for Sinkhorn routing: True (in training) selects by the balanced matrix, False by probability.
+            thresholds_E: subtracted from the logits for top-k (quantile balancing), but not for the probabilities.
+            balance: whether Sinkhorn routing selects by the balanced matrix (in training) or by probability.
             balance_sets: number of token sets that get separate sums for balancing losses; 0: no sums.
             z: True to compute the sum for the z loss.
         """
@@ -129,7 +129,7 @@ class Router(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.selection = ExpertSelection(config, capacity, kernels)
-        """Selects the experts. The layout check replaces it by a subclass that selects per rank of another layout."""
+        """Selects the experts. The layout check replaces it to imitate the selection of another parallel layout."""
         num_experts = config.num_experts
         # Under sequence parallelism every rank routes its own tokens, so gradients are partial.
         partial = ctx.config.sequence_parallel
@@ -151,7 +151,7 @@ class Router(nn.Module):
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
-        """Choices per expert for global_aux_loss, by microbatch, that a forward stores for its recomputation."""
+        """Choices per expert for global_aux_loss, by microbatch RNG key. A forward stores them for its recompute."""
 
     def _state(self, name: str, dtype: torch.dtype, size: int, present: bool, *, saved: bool = False) -> None:
         value = torch.zeros(size, dtype=dtype, device=self.ctx.device) if present else None
@@ -161,9 +161,9 @@ class Router(nn.Module):
         """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
         `given_ids_TK` (an earlier `Routing.chosen_TK`) replaces the selection; probabilities follow from the current
-        logits. In training, loss gradients are attached and choices are counted if gradients are enabled, and metrics
-        are recorded if `mb.metrics` is set. With recompute, the first forward records metrics and the second one counts
-        choices, so nothing is counted twice.
+        logits. In training, the gradients of the losses are attached to the probabilities. Choices are counted only if
+        gradients are enabled, and metrics are recorded only if `mb.metrics` is set. With recompute, the first forward
+        records metrics and the second one counts choices, so nothing is counted twice.
         """
         recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
@@ -249,7 +249,7 @@ class Router(nn.Module):
     def _losses(
         self, logits_TE: Tensor, routed: RoutedTokens | None, tokens: BatchTokens, mb: MicrobatchContext
     ) -> list[tuple[str, Tensor, float]]:
-        """Returns (name in the log, loss, coefficient) for the z loss and each balancing loss that are enabled.
+        """Returns (name in the log, loss, coefficient) of every enabled loss: the z loss and the balancing losses.
         `routed`: None for expert choice, which has no balancing losses."""
         made: list[tuple[str, Tensor, float]] = []
         if self.config.z_loss_coeff:
@@ -320,7 +320,7 @@ class Router(nn.Module):
             metrics.record("moe/expert_bias_range", spread, layer=self.layer)
 
     def batch_sums(self) -> Tensor:
-        """Returns the statistics since the last update, fp64 [n], for a sum over ranks; n is 0 without statistics."""
+        """Returns the statistics since the last update, fp64 [n], to be summed over ranks. n may be 0."""
         parts: list[Tensor] = []
         if self.expert_bias is not None:
             parts.append(self.tokens_since_update.double())

@@ -16,7 +16,7 @@ def record_load(
     """Records load metrics of one microbatch, whose tokens are split over the ranks of `group`.
 
     `counts_E`: choices per expert on this rank, dropped ones included. `dropless`: True if choices are never dropped.
-    moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664); load: choices of an expert
+    moe/max_violation      largest load / mean load - 1 (arXiv 2408.15664), with load = number of choices of an expert
     moe/load_entropy       entropy of the experts' load shares, divided by log E: 1 if equal, 0 if one expert has all
     moe/dead_experts       number of experts without tokens
     moe/tokens_per_expert  number of tokens of each expert [E], summed over microbatches and ranks
@@ -55,5 +55,5 @@ class _Loads:
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
-    """Records moe/dropped_tokens: the fraction of dropped choices, or, for expert choice, of tokens without expert."""
+    """Records moe/dropped_tokens: the fraction of choices that are dropped (expert choice: of tokens not selected)."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)

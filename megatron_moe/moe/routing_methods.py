@@ -70,11 +70,11 @@ def sinkhorn(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 def quantile_thresholds(
     logits_TE: Tensor, thresholds_E: Tensor, topk: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (thresholds_E, has_tokens): fp64 thresholds that would have balanced the expert load of these tokens.
+    """Returns (new thresholds, has_tokens): fp64 thresholds that would have balanced the load of these tokens.
 
-    The margin of a token is the (K + 1)-th largest of its logits minus the current `thresholds_E`. With n = floor(valid
-    tokens * K / E), the new threshold of an expert is the (n + 1)-th largest of its logits minus the tokens' margins.
-    Without valid tokens, the thresholds are 0 and `has_tokens` is False.
+    The margin of token t is the (K + 1)-th largest value of logits[t, e] - thresholds_E[e] over the experts e. With n =
+    floor(valid tokens * K / E), the new threshold of expert e is the (n + 1)-th largest value of logits[t, e] -
+    margin[t] over the tokens t. Without valid tokens, the new thresholds are 0 and `has_tokens` is False.
     """
     wide_TE = logits_TE.detach().to(internal_dtype(logits_TE.dtype))
     excess_TE = wide_TE - thresholds_E.to(wide_TE.dtype)

@@ -1,8 +1,8 @@
 """Upcycling: initialises an MoE layer from a dense MLP (`--moe-use-upcycling`).
 
 Plain upcycling (arXiv 2212.05055): every expert is a copy of the MLP. Granular upcycling (arXiv 2410.07524): the MLP is
-split along its ffn dim into g = dense ffn / expert ffn slices. Experts i * g to i * g + g - 1 hold the g slices of one
-copy of the MLP, virtual group i. The router gives them equal logits, so top-k selects whole groups if g divides K.
+split along its ffn dim into g = dense ffn / expert ffn slices. Experts i * g to i * g + g - 1 form virtual group i and
+hold one slice each. Experts of a group get equal logits, so top-k selects whole groups if g divides K.
 
 If each expert of a selected group i has weight p_i, the layer computes MLP(x) * scale * (sum of p_i over these
 groups). This is MLP(x) for scale = g / (sum of the token's K weights). The scale is applied to the second matrix,
@@ -26,15 +26,15 @@ class Upcycled:
     weights: dict[str, Tensor]
     """Weights by their name in the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
-    """Reason, for a warning, why the layer's output differs from the dense MLP's; None: equal up to rounding."""
+    """Text for a warning: why the layer's output differs from the dense MLP's. None if equal up to rounding."""
 
 
 def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: MoEConfig) -> Upcycled:
     """Converts the weights of a dense MLP into those of the MoE layer `config`. Dtypes do not change.
 
-    dense: linear_fc1.weight [g * F, H], or [2 * g * F, H] for a gated activation (gate rows first), linear_fc2.weight
-    [H, g * F], and biases if the experts have them; F is the expert ffn size. router: newly initialised weight [E, H]
-    and optional bias [E]. Raises CheckpointProblem if names or sizes do not fit.
+    `dense`: linear_fc1.weight [g * F, H] (gated: [2 * g * F, H], gate rows first), linear_fc2.weight [H, g * F], and
+    biases if the experts have them. F is the expert ffn size, and g the number of slices. `router`: newly initialised
+    weight [E, H] and optional bias [E]. Raises CheckpointProblem if names or sizes do not fit.
     """
     granularity = _granularity(dense, config)
     num_experts = config.experts.num_experts
@@ -58,7 +58,7 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
 
 
 def expected_weight_sum(router: RouterConfig) -> float:
-    """Sum of a token's K probabilities: exact if they are normalised, otherwise the sum for logits that are all 0."""
+    """Sum of a token's K probabilities. If they are not normalised, it is estimated: all logits are taken as 0."""
     even = router.topk / router.num_experts
     if "sinkhorn" in router.balancing:
         return even if router.topk > 1 else 0.5

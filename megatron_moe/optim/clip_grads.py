@@ -44,9 +44,9 @@ def counted(buffers: GradBuffers) -> Iterator[FlatBuffer]:
 
 
 def over_the_world(sums: Tensor, buffers: GradBuffers, context: ParallelContext) -> Tensor:
-    """Adds `sums`, which each rank computed from its `counted` buffers, over all ranks in place: sums over the model.
+    """Converts `sums` over this rank's `counted` buffers into sums over the model, by an all-reduce in place.
 
-    If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are returned unchanged.
+    If every rank owns the whole model, `sums` are already bitwise equal on all ranks and are not reduced.
     Otherwise one collective returns the same bits on all ranks, so all ranks clip by the same factor.
     """
     return sums if buffers.whole else all_reduce_(sums, context.group("world"))

@@ -2,7 +2,7 @@
 
 Results are identical to steps with state in device memory. State that is stepped on the CPU stays in host memory:
 gradients are copied to the host and new weights to the device. Streamed state is copied to the device chunk by chunk,
-updated there, and copied back. This needs no host synchronisation, because the update reads `proceed` on the device.
+updated there, and copied back. Streaming needs no host synchronisation: rejected steps are skipped on the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class _OffloadedStep:
     rule: UpdateRule
     config: OptimizerOffloadConfig
     kernels: Kernels
-    """Kernels of the training device; if it is a CPU, they also step host states by default."""
+    """Kernels of the training device. If it is a CPU, `CPUStep` uses them too unless torch's optimizer is requested."""
     copies: HostCopies
 
 
@@ -38,9 +38,9 @@ class _OffloadedStep:
 class CPUStep(_OffloadedStep):
     """Steps states on the CPU.
 
-    The host blocks until the step's scalars are copied. If `proceed` is False, it returns; otherwise it blocks for the
-    gradients of each chunk. The device's compute stream waits only for the new weights. While a chunk is stepped, with
-    `overlap_cpu_optimizer_d2h_h2d`, the next chunk's gradients and the previous chunk's weights are copied.
+    The host waits for the copy of the step's scalars and, unless the step is rejected, for the gradients of each chunk.
+    The device's compute stream waits only for the new weights. With `overlap_cpu_optimizer_d2h_h2d`, gradients of the
+    next chunk and weights of the previous chunk are copied while a chunk is stepped.
     """
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from megatron_moe.parallel.streams import Streams, make_host_copies, make_stream
 
 @dataclass(frozen=True)
 class StateRange:
-    """The part that this rank owns of one parameter's master weights or of one of its moments."""
+    """One parameter's master weights or one of its moments, limited to the elements that this rank owns."""
 
     name: str
     """Global name of the parameter."""
@@ -38,8 +38,8 @@ class StateRange:
     start: int
     """Index of the first owned element in the flattened parameter (this rank's model-parallel shard)."""
     data: Tensor
-    """[n] in fp32 (fp64 in fp64 runs): a view of the state, or a host copy if the state has another format. Values
-    written to it take effect when `weights_from_masters` is called."""
+    """Owned elements [n] in fp32 (fp64 in fp64 runs): a view of the stored state, or a host copy if the state is stored
+    in another format. Values written to `data` take effect when `weights_from_masters` is called."""
 
     @property
     def whole(self) -> Tensor:
@@ -74,7 +74,7 @@ class Optimizer:
         assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
-        """(state, kind, fp32 copy) for each state of another format that the last `named_state` had to copy."""
+        """(state, kind, copy): fp32 copies of state in other formats, made by the last call of `named_state`."""
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
         self._streamed_step = StreamedStep([state for state in self.states if state.home == "streamed"], *shared)
         self._cpu_step = CPUStep([state for state in self.states if state.home == "host"], *shared)
@@ -149,7 +149,7 @@ class Optimizer:
             self.finish_gather()
 
     def _start_overlapped(self, scalars: StepScalars, streams: Streams) -> None:
-        """Launches the updates of all buckets on the optimizer stream. Earlier updates must not be pending."""
+        """Launches the updates of all buckets on the optimizer stream. Requires that no earlier update is pending."""
         self._scalars = scalars
         with streams.fork("optimizer"):
             for number, bucket in enumerate(self._buckets):
@@ -171,7 +171,7 @@ class Optimizer:
         self.finish_gather()
 
     def masters_from_weights(self) -> None:
-        """Copies the parameters to the master weights; for parameters initialised or loaded without optimizer state."""
+        """Copies the parameters to the master weights. Needed if parameters are set without optimizer state."""
         self.finish_gather()
         self._host_copies.synchronize_all()
         self._copies = []
@@ -221,11 +221,11 @@ class Optimizer:
 def check_coverage(buffers: GradBuffers, elements: Mapping[Grid, int]) -> None:
     """Checks that the ranks together own every element of the model exactly once. Collective over the world.
 
-    Otherwise elements would be missing from norms and checkpoints, or be stepped twice or never. `elements`: number of
-    elements of the model, for experts ("expert") and all other parameters ("attention").
+    An element without an owner would never be stepped or saved, and an element with two owners would be stepped twice.
+    `elements`: number of elements in the experts (key "expert") and in all other parameters (key "attention").
 
     Raises:
-        RunError: the numbers of owned elements and of elements of the model differ.
+        RunError: the ranks own more or fewer elements than the model has.
     """
     owned = dict.fromkeys(elements, 0)
     for buffer in counted(buffers):

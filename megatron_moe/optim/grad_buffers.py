@@ -62,8 +62,8 @@ class WeightGradQueue:
 class MainGrad:
     """Accumulates the gradient of one parameter in the flat buffer; it is the parameter's `sink`.
 
-    `BatchedWeightGrad`s are collected until `interval` of them, or all of the step, have been added. They are then
-    computed together, so that the buffer is read and written once for all of them.
+    A `BatchedWeightGrad` is not computed at once. When `interval` of them have been added, or when the step ends, they
+    are computed together, so that the buffer is read and written once for all of them.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MainGrad:
         self._num_arrived = 0
         self._num_expected: int | None = None
         self._in_autograd = False
-        """True if gradients from autograd were added in this backward that `_num_arrived` does not include yet."""
+        """True if gradients that autograd added in this backward are not yet counted in `_num_arrived`."""
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """Begins a step, as in `GradBuffers.begin_step`: the next gradient overwrites that of the last step."""
@@ -125,7 +125,7 @@ class MainGrad:
     def accept(self) -> None:
         """Moves the gradient that autograd left in `.grad` to the buffer.
 
-        Neither tensor has a graph, so this needs no `no_grad` scope, which would slow down a frequent call.
+        A `no_grad` scope would slow down this frequent call. It is not needed, because neither tensor has a graph.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -142,7 +142,7 @@ class MainGrad:
             self._in_autograd = True
 
     def end_backward(self) -> None:
-        """Counts the gradients of a parameter with several uses. `accept` cannot, as autograd may sum some of them."""
+        """Counts gradients of a parameter with several uses. `accept` cannot count them, as autograd may sum them."""
         if self._in_autograd:
             self._in_autograd = False
             self._count(self.parameter.uses)
@@ -174,7 +174,7 @@ class FlatBuffer:
         self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
-        """True if this rank, of all ranks that own these ranges, includes them in norms and checkpoints."""
+        """True on the first of the ranks that own the same elements. Norms and checkpoints use only its values."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
         """Flat tensor in the storage format; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
@@ -305,8 +305,7 @@ class GradBuffers:
     def begin_step(self, num_microbatches: int | None = None, *, early: bool = True) -> None:
         """Begins a step: the next gradient of every parameter overwrites that of the last step.
 
-        `num_microbatches`: None if unknown. `early`: allows reductions to start before `finish_grads`, which also needs
-        a known number of microbatches.
+        Reductions can start before `finish_grads` only if `num_microbatches` is not None and `early` is True.
         """
         assert not len(self.queue), f"{len(self.queue)} weight gradients of the last step were never computed"
         for slot in self.slots:
@@ -330,13 +329,13 @@ class GradBuffers:
 
 
 def finish_grads(buffers: GradBuffers, context: ParallelContext, *, token_count: Tensor | None = None) -> None:
-    """Completes, reduces and scales all gradients in place, so that they are those of the loss of the global batch.
+    """Completes, reduces and scales all gradients in place. The result is the gradient of the global batch's loss.
 
-    With a sharded optimizer, only the ranges that this rank owns are valid afterwards. Without `token_count`, the
-    losses of ranks are means. Gradients are then sums over data-parallel ranks, divided by dp x cp. Experts have only
-    edp such ranks, but the same divisor, because dispatch brings them the tokens of all dp x cp ranks.
+    With a sharded optimizer, only the ranges that this rank owns are valid afterwards. Without `token_count`, each
+    rank's loss is a mean. Gradients are summed over the data-parallel ranks and divided by dp x cp. Experts have only
+    edp data-parallel ranks, but receive the tokens of all dp x cp ranks, so their divisor is also dp x cp.
 
-    With `token_count` (per-token loss), the ranks' losses are sums over tokens, and summed gradients are divided by
+    With `token_count` (per-token loss), each rank's loss is a sum over tokens. Summed gradients are divided by
     `token_count`, the number of tokens in the global batch (a scalar on the device). If it is 0, gradients are zero.
     """
     in_collective = buffers.data_parallel.ddp_average_in_collective

@@ -1,8 +1,8 @@
 """Reduction of gradients over data-parallel ranks, one collective per bucket.
 
-With overlap, a bucket's reduction starts during the backward pass, as soon as all gradients that the step adds to the
-bucket are complete: `ParamShape.uses` gradients per parameter and microbatch. All ranks start the reductions in the
-same order, even if gradients are added in another order, so that collectives match.
+With overlap, a bucket's reduction starts during the backward pass, once the step has added all gradients of the bucket.
+A step adds `ParamShape.uses` gradients per parameter and microbatch. All ranks start the reductions in the same order,
+even if gradients are added in another order, so that collectives match.
 """
 
 from collections.abc import Callable, Sequence

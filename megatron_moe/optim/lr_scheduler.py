@@ -1,6 +1,6 @@
 """Learning rate and weight decay as functions of the number of training sequences (samples) consumed.
 
-The schedules are Megatron's. A step uses the values at the number of samples consumed before it.
+The schedules are Megatron's. Each step uses the values for the number of samples that earlier steps consumed.
 """
 
 import math
@@ -20,7 +20,7 @@ class LRSchedule:
 
     config: LRConfig
     decoupled: tuple[float, float] | None = None
-    """(largest, smallest) learning rate of embedding and head (`--decoupled-lr`); None: that of other parameters."""
+    """(largest, smallest) learning rates of embedding and head (`--decoupled-lr`); None: they use those of `config`."""
 
     @classmethod
     def of(cls, config: LRConfig, optimizer: OptimizerConfig) -> "LRSchedule":
@@ -34,7 +34,7 @@ class LRSchedule:
         return _learning_rate(self.config, samples, self.config.max_lr, self.config.min_lr)
 
     def decoupled_lr(self, samples: int) -> float | None:
-        """Learning rate of embedding and head: as `lr`, but between the values `decoupled`. None: not decoupled."""
+        """Learning rate of embedding and head, between the values of `decoupled`; None if `decoupled` is None."""
         return None if self.decoupled is None else _learning_rate(self.config, samples, *self.decoupled)
 
     def weight_decay(self, samples: int) -> float:
@@ -57,10 +57,10 @@ class LRSchedule:
     ) -> tuple["LRSchedule", list[str]]:
         """Returns the schedule with which a resumed run continues, and a message per setting that differs.
 
-        `saved` contains the checkpoint's settings (`to_json`). If settings differ, `--override-opt_param-scheduler`
-        selects the command line's and `--use-checkpoint-opt_param-scheduler` the checkpoint's. Neither flag is needed
-        if only lengths (in samples) differ, in proportion to the global batch sizes; the checkpoint's are then used.
-        `batch_sizes`: `--global-batch-size` of the run and of the checkpoint; None: unknown.
+        `saved`: settings of the checkpoint (`to_json`). `batch_sizes`: `--global-batch-size` of the run and of the
+        checkpoint (None if unknown). If settings differ, `--override-opt_param-scheduler` selects the command line's
+        and `--use-checkpoint-opt_param-scheduler` the checkpoint's. Neither flag is needed if only lengths in samples
+        differ, and their ratio is the ratio of the batch sizes; the checkpoint's settings are then used.
 
         Raises:
             CheckpointProblem: settings differ in another way and neither flag is set.

@@ -179,7 +179,7 @@ class ParamLayout:
     buffers: tuple[BufferLayout, ...]
 
     def buckets_of_units(self) -> dict[str, tuple[int, ...]]:
-        """For each unit, ascending indices in `forward_order` of the buckets that contain parameters of the unit."""
+        """Maps each unit to the buckets that contain its parameters, given as ascending indices in `forward_order`."""
         index = {at: number for number, at in enumerate(forward_order(self))}
         found: dict[str, set[int]] = {}
         for number, buffer in enumerate(self.buffers):
@@ -217,8 +217,8 @@ def place_parameters(
 
 
 def reduction_order(layout: ParamLayout) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) indices in the order in which a backward pass completes the buckets: by descending registration
-    index of the bucket's earliest registered parameter. The order is the same on all ranks of a reduction."""
+    """(buffer, bucket) indices in the order in which a backward pass completes the buckets. Buckets are sorted by
+    the registration index of their first registered parameter, descending. All ranks of a reduction use this order."""
     first: dict[tuple[int, int], int] = {}
     for index, buffer in enumerate(layout.buffers):
         for place in buffer.places:
@@ -252,7 +252,7 @@ def buffer_key(parameter: ParamShape, optimizer: OptimizerConfig) -> BufferKey:
 
 
 def decays(parameter: ParamShape, *, decay_qk_norm: bool) -> bool:
-    """True if weight decay applies: to matrices with `ParamMeta.decay`; with `decay_qk_norm`, also to q and k norms."""
+    """True if weight decay applies: for matrices with `ParamMeta.decay`, and for q and k norms if `decay_qk_norm`."""
     if decay_qk_norm and ("q_layernorm." in parameter.name or "k_layernorm." in parameter.name):
         return True
     return parameter.meta.decay and len(parameter.shape) > 1 and not parameter.name.endswith(".bias")

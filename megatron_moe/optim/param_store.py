@@ -1,8 +1,8 @@
 """Parameters of one rank, divided into units (e.g. a layer without its experts) that are acquired before use.
 
-The optimizer publishes new weights bucket by bucket (`write_back`). A bucket is then pending until model code acquires
-a unit with parameters in this bucket, which waits for the update and the all-gather. Under ZeRO-0 and ZeRO-1 weights
-and gradients of all units are resident, so `release` frees nothing and `grads` returns views.
+The optimizer publishes new weights bucket by bucket (`write_back`). A bucket is then pending. When model code acquires
+a unit, the current stream waits for the updates and all-gathers of the unit's pending buckets. Under ZeRO-0 and ZeRO-1
+weights and gradients of all units are resident, so `release` frees nothing and `grads` returns views.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ class AcquiringModel(Protocol):
 
 
 class _PendingBucket(NamedTuple):
-    """Bucket with new weights of which no unit has been acquired yet."""
+    """Bucket with published new weights. It is pending until a unit with parameters in the bucket is acquired."""
 
     streams: Streams | None
-    """Streams of an update that ran on the optimizer stream; None: it ran on the stream that reads the weights."""
+    """`Streams` whose optimizer stream ran the update; None if the update ran on the stream that reads the weights."""
     stepped: Event
     """Event that was recorded on the optimizer stream after the update."""
     gather: PendingCollective | None
@@ -82,8 +82,8 @@ class ParamStore:
     def write_back(self, bucket: int, streams: Streams | None = None) -> None:
         """Publishes the new weights of a bucket after this rank's update of the ranges that it owns.
 
-        Starts the all-gather of the bucket if the optimizer is sharded. `streams`: streams of the update if it ran on
-        the optimizer stream; None: it ran on the stream that reads the weights.
+        Starts the all-gather of the bucket if the optimizer is sharded. `streams`: `Streams` whose optimizer stream ran
+        the update; None if the update ran on the stream that reads the weights.
         """
         assert bucket not in self._pending, f"new weights of bucket {bucket} were never acquired"
         weights, group = self._buckets[bucket]

@@ -17,7 +17,8 @@ from megatron_moe.parallel.context import torch_dtype
 from megatron_moe.parallel.streams import HostCopies
 
 Home = Literal["device", "host", "streamed"]
-"""device: stored and updated on the device; host: both on the CPU; streamed: in host memory, updated on the device."""
+"""Location of optimizer state. device: the state is stored and updated on the device. host: it is stored in host memory
+and updated on the CPU. streamed: it is stored in host memory and updated on the device."""
 _CHUNK = 1 << 22
 """Number of elements converted at a time when state is read or written outside of steps."""
 
@@ -165,8 +166,8 @@ class OptimizerState:
         return unpack(part, self.weights[start:end].to(part.data.device) if needs_weights else None)
 
     def write(self, kind: str, numbers: Tensor) -> None:
-        """Stores `numbers`, values of one kind as returned by `read`. Master weights in the format "remainder" are
-        stored in part in the parameters (the high bits), so these are set too."""
+        """Stores `numbers`, values of one kind as returned by `read`. In the format "remainder", the parameters contain
+        the high bits of the master weights, so `write` sets the parameters too."""
         state = self.kinds[kind]
         for start, end in self.chunks():
             part, weights = state.part(start, end), self.weights[start:end]
@@ -177,7 +178,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Rounds the master weights to the parameters, or sets them from the parameters if not `saves_master`."""
+        """Stores the rounded master weights in the parameters; if not `saves_master`, copies parameters to masters."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return
@@ -222,9 +223,9 @@ def new_states(
     config: OptimizerOffloadConfig,
     copies: HostCopies,
 ) -> Iterator[OptimizerState]:
-    """Creates the state of all ranges of a buffer that this rank owns. Masters equal the weights; moments are zero.
+    """Creates the state of all ranges that this rank owns in a buffer. Masters equal the weights; moments are zero.
 
-    The state of the first `config.fraction` of these elements, rounded up to whole blocks, is in host memory.
+    The first `config.fraction` of the owned elements, rounded up to whole blocks, have their state in host memory.
     """
     on_host = int(config.fraction * sum(end - start for start, end in buffer.owned))
     for start, end in buffer.owned:

@@ -40,7 +40,7 @@ def float_name(dtype: torch.dtype) -> FloatName:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Process group that contains this rank. Its ranks have equal coordinates on all grid axes outside the group."""
+    """Process group that contains this rank. The coordinates of its ranks differ only on the group's own grid axes."""
 
     name: str
     ranks: tuple[int, ...]

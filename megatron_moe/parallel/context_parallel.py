@@ -1,4 +1,4 @@
-"""Context parallelism: assigns sequence positions to ranks; ring and all-to-all communication for attention."""
+"""Context parallelism: assignment of sequence positions to ranks, ring and all-to-all communication for attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ def split_places(split: Split, seq: int, num_ranks: int) -> tuple[Chunks, ...]:
 def fewest_ranks(longest: int, limit: int, num_sequences: int, num_ranks: int) -> int:
     """Smallest degree (ranks per sequence) of dynamic context parallelism, a power of two, that meets two conditions.
 
-    Each rank gets at most `limit` tokens of the longest document, which has `longest` tokens, and the `num_sequences`
-    of the microbatch divide equally among the `num_ranks / degree` groups. Returns `num_ranks` if no degree does.
+    Each rank gets at most `limit` tokens of the longest document, which has `longest` tokens. The `num_sequences` of
+    the microbatch divide equally among the `num_ranks / degree` groups. Returns `num_ranks` if no degree meets both.
     """
     degree = 1
     while degree < num_ranks and (longest > limit * degree or num_sequences % (num_ranks // degree)):
@@ -116,7 +116,7 @@ def _reordered(x_S: Tensor, before: Sequence[range], after: Sequence[range]) -> 
 class Ring:
     """Ring over the ranks of a group: each rank sends to the next rank and receives from the previous one.
 
-    Transfers are not differentiable; ring attention calls them in its forward and backward. `group` None: one rank.
+    Transfers are not differentiable; ring attention calls them in its forward and backward. `group`: None for one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:

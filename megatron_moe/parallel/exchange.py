@@ -22,7 +22,7 @@ Wait = Callable[[], Tensor]
 
 
 def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for `work` and returns `tensor`. A `partial` of the call keeps `tensor` alive during the transfer."""
+    """Waits for `work` and returns `tensor`. A `partial` of this function keeps `tensor` alive until it is called."""
     work.wait()
     return tensor
 
@@ -120,8 +120,8 @@ class PendingExchange:
     def __init__(self, exchange: Exchange, rows: Tensor) -> None:
         self.exchange = exchange
         self.anchor: Any = None
-        """Empty tensor that connects start and finish in the autograd graph; in a group of one rank, the rows.
-        `replace_boundary` can replace it temporarily by another object."""
+        """Empty tensor that connects start and finish in the autograd graph. In a group of one rank, it is the
+        input rows instead. `replace_boundary` can replace it temporarily by another object."""
         self._wait: Wait | None = None
         if exchange.group.size == 1:
             self.anchor = rows

@@ -20,15 +20,15 @@ class Linear(nn.Module):
 
     `tp_dim` is the dim of W that tensor parallelism shards (Megatron-LM, arXiv 1909.08053 section 3):
 
-    0     column parallel: outputs (heads, ffn channels) are sharded. x is the residual stream; y is sharded along its
-          last dim.
-    1     row parallel: inputs are sharded. x is sharded along its last dim; y, summed over the ranks, is the residual
-          stream, and the bias is added once, after the sum.
-    None  replicated. Under sequence parallelism every rank multiplies only its own positions.
+    - `tp_dim` = 0 (column parallel): outputs (heads, ffn channels) are sharded. x is the residual stream, and y is
+      sharded along its last dim.
+    - `tp_dim` = 1 (row parallel): inputs are sharded. x is sharded along its last dim, and y is the residual stream,
+      summed over the ranks. The bias is added once, after the sum.
+    - `tp_dim` = None: W is replicated. With sequence parallelism, each rank multiplies only its own positions.
 
-    Under sequence parallelism (arXiv 2205.05198 section 4.2.2) the residual stream on a rank contains only the rank's
-    own positions, otherwise all positions. `splits`: see `ParamMeta`. `init`: "output" for a matrix that writes to the
-    residual stream.
+    In all cases the residual stream on a rank contains all positions or, with sequence parallelism (arXiv 2205.05198
+    section 4.2.2), only the rank's own positions. `splits`: see `ParamMeta`. `init`: "output" for a matrix that writes
+    to the residual stream.
     """
 
     bias: Parameter | None
@@ -87,7 +87,7 @@ def column_product(
     """Multiplies the residual stream by a column-parallel weight [O / tp, H]; returns all positions, [S, B, O / tp].
 
     Under sequence parallelism the input [S / tp, B, H] is gathered over tp, but saved as a shard and gathered again in
-    backward: one more all-gather of S * B * H elements, for a saved input that is tp times smaller.
+    backward. The saved input is then tp times smaller, at the cost of one more all-gather of S * B * H elements.
     """
     sharded = None
     if ctx.config.sequence_parallel:

@@ -71,8 +71,8 @@ class Links:
 
 
 def edge_color(edge: Edge, size: int) -> int:
-    """Color of an edge of a ring of `size` ranks, which selects its communicator. A rank's two edges have different
-    colors: 0 and 1 alternate along the ring, and the last edge of an odd ring has color 2."""
+    """Color of an edge in a ring of `size` ranks. The color selects the communicator of the edge. A rank's two edges
+    have different colors: 0 and 1 alternate along the ring, and the last edge of an odd ring has color 2."""
     source, destination = edge
     assert destination == (source + 1) % size, f"stages {source} and {destination} of {size} are not neighbours"
     return 2 if destination == 0 and size % 2 else source % 2

@@ -19,7 +19,7 @@ class GradAccumulator(Protocol):
     """
 
     def add(self, compute: Callable[[Tensor, bool], None]) -> None:
-        """Runs `compute(out, accumulate)` now or later. It must write the gradient to `out`, or add it if `accumulate`.
+        """Calls `compute(out, accumulate)`, now or later, to write the gradient to `out` or add it (if `accumulate`).
         `out` has the parameter's shape and the accumulation dtype. A `BatchedWeightGrad` may be merged with others."""
         ...
 
@@ -32,7 +32,7 @@ class BatchedWeightGrad:
     product: Callable[[Sequence[Any], Tensor, bool], None]
     """`product(parts, out, accumulate)` writes the sum of all parts' gradients to `out`, or adds it if `accumulate`."""
     parts: tuple[Any, ...]
-    """Operands of one weight-gradient GEMM per merged gradient. They must not be modified before `product` has run."""
+    """One tuple element per merged gradient: the operands of its GEMM. Not to be modified before `product` has run."""
 
     def __call__(self, out: Tensor, accumulate: bool) -> None:
         self.product(self.parts, out, accumulate)
@@ -77,7 +77,7 @@ def new_parameter(shape: tuple[int, ...], meta: ParamMeta, ctx: ParallelContext)
 
 
 def local_part(whole: Tensor, boxes: tuple[ParamBox, ...], meta: ParamMeta) -> Tensor:
-    """Extracts a shard from the global tensor `whole`: concatenates the `boxes`, or returns a view if there is one."""
+    """Extracts a shard from the global tensor `whole`: a view if there is one box, else the concatenated boxes."""
     parts = [whole[_slices(box)] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=sharded_dim(meta) or 0)
 

@@ -17,7 +17,7 @@ Key = tuple[int | str, ...]
 
 
 class RNGKey(NamedTuple):
-    """First parts of the keys of all random draws in one microbatch."""
+    """Common prefix of the keys of all random draws in one microbatch."""
 
     seed: int
     """Seed of the run."""

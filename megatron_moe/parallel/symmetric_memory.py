@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
-from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.parallel.collectives import gather_objects
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 
@@ -23,19 +22,17 @@ SHARED_FOLDER = Path("/dev/shm")
 def allocate_symmetric(num_bytes: int, group: ProcessGroup, ctx: ParallelContext) -> tuple[Tensor, ...]:
     """Allocates `num_bytes` zeros on every rank of the group: uint8 [num_bytes] per rank, in group order.
 
-    Collective over the group. The buffers live as long as the tensors. Raises EnvironmentProblem for a group without
-    other processes on a GPU.
+    Collective over the group. The buffers live as long as the tensors.
     """
-    if ctx.device.type == "cuda":
-        if dist.get_backend(group.handle) == "fake":
-            raise EnvironmentProblem(
-                "memory emulation of --moe-token-dispatcher-type flex works on the CPU only: a GPU would wait for the "
-                "other ranks; set CUDA_VISIBLE_DEVICES= for this command"
-            )
-        return _from_torch(num_bytes, group, ctx.device)
-    if ctx.device.type == "meta":
-        return (torch.empty(num_bytes, dtype=torch.uint8, device="meta"),) * group.size  # only its own takes memory
-    return _from_files(num_bytes, group)
+    if is_emulated(group, ctx):
+        return (torch.zeros(num_bytes, dtype=torch.uint8, device=ctx.device),) * group.size
+    return _from_torch(num_bytes, group, ctx.device) if ctx.device.type == "cuda" else _from_files(num_bytes, group)
+
+
+def is_emulated(group: ProcessGroup, ctx: ParallelContext) -> bool:
+    """True if the other ranks of the group do not exist, as in memory emulation and kernel warm-up. All buffers of
+    `allocate_symmetric` are then the same memory."""
+    return ctx.device.type == "meta" or (group.handle is not None and dist.get_backend(group.handle) == "fake")
 
 
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:

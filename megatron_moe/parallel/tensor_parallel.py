@@ -18,7 +18,7 @@ from megatron_moe.parallel.param_meta import Part
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns a replicated tensor that each rank uses for its own columns or heads. Backward: all-reduce."""
+    """Identity for a replicated tensor that each rank uses for its own columns or heads. Backward: all-reduce."""
     return _differentiable(x, group, _identity, _all_reduce)
 
 
@@ -28,7 +28,7 @@ def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """All-gathers a tensor along `dim` if all ranks use the result alike. Backward: slice of the gradient."""
+    """All-gathers a tensor along `dim`, for a result that all ranks use alike. Backward: slice of the gradient."""
     return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_slice, dim=dim))
 
 
@@ -38,7 +38,7 @@ def scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """All-gathers a tensor along `dim` if each rank uses the result for its own columns or heads. Backward:
+    """All-gathers a tensor along `dim`, for a result that each rank uses for its own columns or heads. Backward:
     reduce-scatter of the partial gradient."""
     return _differentiable(x, group, partial(_all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
 
@@ -86,7 +86,7 @@ def sequence_part(ctx: ParallelContext) -> Part:
 
 
 def my_positions(x_BS: Tensor, ctx: ParallelContext) -> Tensor:
-    """Selects this rank's positions of the residual stream from a [B, S] tensor without gradients. Returns [B, S / tp]
+    """Selects the positions of this rank's residual stream from a [B, S] tensor without gradients. Returns [B, S / tp]
     with sequence parallelism, otherwise the whole tensor."""
     index, num_parts = sequence_part(ctx)
     return x_BS if num_parts == 1 else _equal_slice(x_BS, index, num_parts, dim=1)

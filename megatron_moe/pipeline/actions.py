@@ -28,7 +28,7 @@ class Action:
         return self.peer is not None
 
     def __str__(self) -> str:
-        """Kind, microbatch, chunk: F2.0, B2.0, I2.0 (input gradient), W2.0 (weights). sf2.0>1 is a send to rank 1."""
+        """Kind, microbatch and chunk: F2.0, B2.0, I2.0 (input gradient), W2.0 (weights), sf2.0>1 (send to rank 1)."""
         at = f"{self.microbatch}.{self.chunk}"
         if self.is_transfer:
             first, second = self.kind.split("_")

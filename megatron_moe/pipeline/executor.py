@@ -190,7 +190,7 @@ class _ScheduleRun:
         self._earlier_sends, self._sends = self._sends, []
 
     def _number(self, at: At) -> int:
-        """Global index of the pipeline stage that is a chunk of this rank."""
+        """Global index of the pipeline stage that corresponds to the chunk in `at`."""
         return self._stages.stage(self._links.rank, at[1])
 
 

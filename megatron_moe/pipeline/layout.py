@@ -194,7 +194,7 @@ def even_layout(
 ) -> PipelineLayout:
     """Layout with the same number of layers on every stage, and all MTP layers on the last. Raises LayoutError.
 
-    `first`, `last`: number of layers of the first and last pipeline rank; the others share the rest equally.
+    `first`, `last`: other numbers of layers for the first and last pipeline rank; all other ranks get equal numbers.
     `account_for_*`: counts the embedding or loss as one layer of the first or last stage.
     """
     if first is not None or last is not None:

@@ -153,9 +153,9 @@ def gives(stages: StageMap, rank: int, action: Action) -> tuple[Task, ...]:
 def _with_transfers(stages: StageMap, ranks: Sequence[Sequence[Entry]]) -> Schedule:
     """Inserts sends and receives into the computations of all ranks.
 
-    Computations are assigned start times; a forward takes one unit of time and a backward two. When the sender's
-    computation ends, both ranks post the transfer: after the computations that started earlier, and before all others.
-    All lists are projections of this one global order, so the earliest pending transfer can always complete and no
+    Each computation gets a start time; a forward takes one unit of time and a backward two. The send and the receive of
+    a transfer are placed at the time when the sender's computation ends, before computations that start at that time.
+    The list of every rank follows this global order, so the earliest pending transfer can always complete and no
     deadlock is possible. Receives are posted early so that transfers overlap with computation.
     """
     events: list[tuple[tuple[int, ...], int, Entry]] = []

@@ -1,9 +1,9 @@
-"""Runs one microbatch through one model chunk as autograd segments, one per step, and backward in reverse order.
+"""Runs forward and backward of one microbatch through one model chunk as autograd segments, one per step.
 
 Without overlap a chunk is one step. An overlapped schedule interleaves the layer nodes of two microbatches. An exchange
-has two steps. The start runs in the exchange's slot. The finish waits for the received rows and runs as late as
-possible, right before the next step of the same microbatch. Work of the other microbatch that is launched in between
-overlaps with the exchange, in the forward and in the backward.
+(dispatch or combine) has two steps. The first step, the start, runs when the schedule launches the exchange. The
+second step, the finish, waits for the received rows and runs as late as possible, right before the microbatch's next
+step. Work of the other microbatch that is launched between the two overlaps with the exchange, also in the backward.
 
 The autograd graph is cut between steps, and gradients are passed explicitly. The state between two steps is any nest of
 frozen dataclasses and tuples. Each tensor of the state that requires a gradient becomes a `CutTensor`. The graph of the
@@ -24,7 +24,7 @@ from megatron_moe.pipeline.overlap import Slot, Step
 
 
 class GradBoundary:
-    """Autograd edge of a tensor at a cut of the graph, and the sum of its gradients from the segments that used it."""
+    """Autograd edge of a tensor at a cut of the graph, and the sum of the gradients from all segments that used it."""
 
     def __init__(self, edge: GradientEdge | None) -> None:
         """`edge`: autograd edge that produced the tensor; None for the input of the chunk."""
@@ -56,7 +56,7 @@ class SegmentedMicrobatch:
         if received is not None and torch.is_grad_enabled():
             self._state = CutTensor(received, self._received)
         self._boundaries: list[list[GradBoundary]] = []
-        """Boundaries of the outputs of each step whose forward has run and whose backward has not."""
+        """Boundaries of the outputs of each step, for steps whose forward has run and whose backward has not."""
         self._num_forward = 0
         self._output: GradBoundary | None = None
 
@@ -84,7 +84,7 @@ class SegmentedMicrobatch:
             self._output.add(gradient)
 
     def backward(self, slot: Slot | None = None) -> None:
-        """Runs the pending backwards down to and including the last step of `slot`, or all if `slot` is None."""
+        """Runs the backward of pending steps in reverse order, down to the last step of `slot`; None: of all steps."""
         start = 0 if slot is None else max(self._places(slot), default=len(self._boundaries))
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
@@ -131,7 +131,7 @@ class _GraphCut:
     def __init__(self, record_use: Callable[[Tensor], None]) -> None:
         """`record_use`: called with every tensor of the step's input (`Streams.record_use`)."""
         self.boundaries: list[GradBoundary] = []
-        """Boundaries of the tensors in the step's output that the step computed."""
+        """Boundaries of the output tensors that the step itself computed, not of tensors that it passed through."""
         self._record_use = record_use
         self._entered: dict[CutTensor, Tensor] = {}
         self._cuts: dict[int, tuple[Tensor, CutTensor]] = {}
@@ -142,7 +142,8 @@ class _GraphCut:
         return _rebuilt(state, self._enter)
 
     def leave(self, state: Any) -> Any:
-        """Replaces tensors that require a gradient by `CutTensor`s. A tensor made by `enter` gets its original one."""
+        """Replaces each tensor that requires a gradient by a `CutTensor`. A tensor that `enter` made from a `CutTensor`
+        is replaced by that `CutTensor`."""
         state = _rebuilt(state, self._leave)
         self._entered.clear()
         self._cuts.clear()

@@ -2,8 +2,8 @@
 
 The rules for transfers are strict, so a schedule that passes also runs under weaker rules. A rank posts all sends and
 receives between two computations together and blocks until all complete. Messages between two ranks arrive in the order
-sent, without tags. With `depth` 0 a send completes when its receive is posted (rendezvous). With depth k, k messages
-can be buffered per sender and receiver.
+sent, without tags. `depth` is the number of messages that can be buffered per sender and receiver. If it is 0, a send
+completes when its receive is posted (rendezvous).
 """
 
 from collections import Counter, deque
@@ -18,7 +18,7 @@ from megatron_moe.pipeline.schedule import Task, gives, needs
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Mean durations of one microbatch on a rank, summed over the rank's chunks, in any unit."""
+    """Durations of one microbatch on a rank, for all chunks of the rank together, averaged over ranks; in any unit."""
 
     forward: float = 1.0
     backward_input: float = 1.0

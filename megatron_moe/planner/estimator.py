@@ -1,9 +1,8 @@
 """Step-time estimate of a plan, by component, with the efficiencies of `work.py`.
 
-    step = (compute + exposed communication and offload in layers) / (1 - bubble) + pipeline + data_parallel + optimizer
-
-Compute and layer communication are means over pipeline ranks. The bubble includes idle time due to unequal stages.
-Launch overhead, uneven routing, and interference of concurrent kernels are not modelled.
+Step time = (compute + exposed communication and offload in layers) / (1 - bubble) + pipeline + data_parallel +
+optimizer. Compute and layer communication are means over pipeline ranks. The bubble includes idle time due to unequal
+stages. Launch overhead, uneven routing, and interference of concurrent kernels are not modelled.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
 from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
 _TENSOR_FORWARD = 0.4
-"""Fraction of tensor-parallel traffic in the forward: 2 of the 5 passes of a layer (docs/communication-volume.md)."""
+"""Fraction of tensor-parallel traffic caused by the forward: 2 of a layer's 5 passes (docs/communication-volume.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class StepEstimate(Work):
 
 
 class Estimator:
-    """Estimates the step time of a plan. `placements`: group name ("ep", ...) -> placement of these groups on nodes."""
+    """Estimates the step time of a plan. `placements`: placement of groups on nodes, by group name ("ep", ...)."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Estimator:
         self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
-        """Mean number of layers per pipeline rank, divided by the number of layers of `rank`."""
+        """Mean number of layers per pipeline rank / number on `rank`. Converts times of `rank` to means over ranks."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
         """Estimate of the whole step. `bubble=False` omits the bubble, which gives a lower bound for every schedule."""
@@ -121,7 +120,7 @@ class Estimator:
         return sum(each.seconds(self.gpu) for each in self._of(*groups))
 
     def _in_layers(self, *groups: str) -> float:
-        """Seconds of the layers' communication in these process groups, without overlap; mean over pipeline ranks."""
+        """Seconds that the layers of a pipeline rank, on average, communicate in `groups` if nothing overlaps."""
         return self._seconds(*groups) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
@@ -151,7 +150,7 @@ class Estimator:
         return exposed
 
     def _offload(self, work: Work) -> float:
-        """Exposed seconds of activation offload. Copies to the host overlap with the forward, 1/3 of compute time."""
+        """Exposed seconds of activation offload. Copies to the host overlap with the forward (1/3 of compute time)."""
         if not self.plan.memory.offload.offload_modules:
             return 0.0
         num_bytes_moved = RankMemory(self.plan).moved_per_microbatch(self.rank) * self.plan.num_microbatches
@@ -159,7 +158,7 @@ class Estimator:
         return max(OFFLOAD_DISTURBANCE * work.total, exposed)
 
     def _optimizer(self) -> float:
-        """Seconds of the optimizer step: memory traffic, and copies for the part of the state on the host."""
+        """Seconds of the optimizer step: memory traffic, plus copies for the part of the state that is on the host."""
         plan, parallel, precision = self.plan, self.plan.parallel, self.plan.precision
         held = held_by_rank(plan.model, plan.layout, self.rank, parallel)
         owners = (parallel.dp * parallel.cp, parallel.edp) if plan.data_parallel.use_distributed_optimizer else (1, 1)

@@ -59,7 +59,7 @@ class Layouts:
                     yield from (LayoutGrid(parallel, micro) for micro in MICRO_BATCHES)
 
     def of_grid(self, grid: LayoutGrid) -> Iterator[RunPlan]:
-        """Yields plans with these sizes and each of `CHUNKS`, without and with overlapped expert communication."""
+        """Yields plans with these sizes for each of `CHUNKS`, with and without overlapped expert communication."""
         for vpp in CHUNKS if grid.parallel.pp > 1 else (1,):
             plan = self.of(grid, vpp)
             if plan is not None:

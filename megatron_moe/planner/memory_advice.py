@@ -12,9 +12,9 @@ _MOST_OPTIONS = 3
 
 
 def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterator[str]:
-    """Yields lines for an out-of-memory error: expected memory by category, as in a dry run, and options to reduce it.
+    """Yields lines for an out-of-memory error: expected memory by category, as in a dry run, and ways to save memory.
 
-    `device_name`: GPU name reported by CUDA. Step times are estimated for an H100 if the cost model lacks this GPU.
+    `device_name`: GPU name reported by CUDA, for step time estimates. An H100 is assumed for an unknown GPU.
     """
     yield from _expected(RankMemory(plan).of_rank(pipeline_rank))
     options = best_options(plan, pipeline_rank, device_name)

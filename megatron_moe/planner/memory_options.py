@@ -19,7 +19,7 @@ OFFLOADABLE = ("expert_fc1", "moe_act", "core_attn")
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """Flags of a memory option, and the change of a plan (`apply`) that enables the option or disables it."""
+    """A memory option: its flags, and a function `apply` that enables or disables the option in a copy of a plan."""
 
     flags: str
     """Command-line flags of the option."""
@@ -129,7 +129,7 @@ def with_remainders(plan: RunPlan) -> RunPlan:
 
 
 def with_bf16_moments(plan: RunPlan) -> RunPlan:
-    """Copy of the plan with bf16 optimizer moments and `with_remainders`, if parameters are bf16 and moments fp32."""
+    """Applies `with_remainders` and bf16 moments. A plan that lacks bf16 parameters or fp32 moments is unchanged."""
     precision = plan.precision
     if precision.params != "bf16" or {precision.exp_avg_dtype, precision.exp_avg_sq_dtype} != {"fp32"}:
         return plan

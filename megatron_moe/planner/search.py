@@ -1,7 +1,7 @@
 """Search for the fastest plans that fit into device memory, over layouts and memory options.
 
-A best-first search with the estimates of `estimator.py`. Grids of parallel sizes, then the layouts of a grid, are
-visited in order of a lower bound on the step time. Each layout gets the cheapest memory options with which it fits. The
+The search is best-first: it visits sets of parallel sizes, and the layouts with these sizes, in order of a lower bound
+on the step time, which `estimator.py` computes. Each layout gets the cheapest memory options with which it fits. The
 search ends when all remaining lower bounds are above the step times of the best plans.
 """
 
@@ -91,7 +91,7 @@ class Planner:
         return found
 
     def _lower_bound(self, plan: RunPlan) -> float:
-        """Lower bound on the step time in seconds, which is the estimate without pipeline bubble."""
+        """Lower bound on the step time in seconds: the estimated time without pipeline bubble."""
         return self.estimator(plan).step(bubble=False).total
 
     def estimator(self, plan: RunPlan) -> Estimator:
@@ -106,7 +106,7 @@ class Planner:
         )
 
     def fits(self, memory: RankBytes) -> bool:
-        """Whether this peak leaves `RESERVE_GIB` of device memory for CUDA, NCCL, workspaces and fragmentation."""
+        """Whether a rank with this peak leaves `RESERVE_GIB` of memory for CUDA, NCCL, workspaces and fragmentation."""
         return memory.total <= self.room
 
     def heaviest(self, plan: RunPlan) -> RankBytes:
@@ -114,8 +114,8 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Fits the plan into device memory as `fit` does, and changes optimizer options if needed. The order is: 16-bit
-        master remainders (no cost in time), also bf16 moments, the optimizer on the host, or both."""
+        """Fits the plan into device memory as `fit` does. If recompute or offload is needed, tries in turn: 16-bit
+        master remainders (no cost in time); remainders and bf16 moments; each of these two with a host optimizer."""
         found = self.fit(plan)
         if found is not None and found.plan == without_options(plan):
             return found
@@ -181,7 +181,7 @@ def _is_full(plan: RunPlan) -> bool:
 
 
 def _sum(plan: RunPlan, of_options: Mapping[object, float]) -> float:
-    """Sums the values of a plan's options: of each selectively recomputed module, and of the offloaded modules."""
+    """Sums the values of a plan's options: one value per recomputed module and one for all offloaded modules."""
     return (
         sum(of_options[name] for name in plan.memory.recompute.recompute_modules)
         + of_options[plan.memory.offload.offload_modules]

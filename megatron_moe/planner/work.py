@@ -27,7 +27,7 @@ GROUPED = 0.68
 CORE_ATTENTION = 0.41
 """Efficiency of attention, forward and backward, as a fraction of the bf16 peak; causal FLOPs are counted."""
 LOW_PRECISION = 0.64
-"""Efficiency of FP8 GEMMs, as a fraction of the peak: one blockwise GEMM of 8192 x 4096 x 4096 (1261 TFLOP/s)."""
+"""Efficiency of FP8 GEMMs, as a fraction of the peak; measured for a blockwise 8192 x 4096 x 4096 GEMM."""
 BANDWIDTH = 0.89
 """Attainable memory bandwidth, as a fraction of the data sheet's value."""
 PASSES = 7.5
@@ -172,7 +172,7 @@ class LayerWork:
         )
 
     def recompute(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds of recompute in a layer per microbatch. `early`: whether method "block" recomputes the layer."""
+        """Seconds to recompute a layer for one microbatch. `early`: True if `--recompute-method block` selects it."""
         recompute = self.plan.memory.recompute
         if recompute.recompute_granularity == "none":
             return 0.0
@@ -182,7 +182,7 @@ class LayerWork:
         return self._of_modules(layer, recompute.recompute_modules)
 
     def _recompute_of_modules(self, layer: LayerConfig, modules: tuple[str, ...]) -> float:
-        """Seconds to recompute modules of a layer: their GEMMs, and bandwidth-bound kernels by the bytes freed."""
+        """Seconds to recompute modules of a layer, estimated from their FLOPs and the bytes that recompute frees."""
         freed = sum(each.bytes for each in self.tensors(layer) if set(modules) & set(each.recomputed_by))
         flops, share = self._forward_of(layer, set(modules)), self._share
         seconds = (flops.attention + flops.dense_mlp + flops.shared) * share / self.rates.dense

@@ -62,7 +62,7 @@ class FaultInjector:
             _stop_process(fault.kind)
 
     def _trigger_in_layer(self, fault: FaultConfig) -> None:
-        """Triggers a "forward" fault at the first layer's next output, a "backward" fault at that output's gradient."""
+        """Triggers the fault at the first layer's next output ("forward") or at that output's gradient ("backward")."""
 
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             handle.remove()
@@ -74,8 +74,8 @@ class FaultInjector:
         handle = _layer(self._model).register_forward_hook(hook)
 
     def _inject_nan(self, fault: FaultConfig) -> None:
-        """Replaces the first layer's outputs in the fault's iteration, or their gradients for "nan-grad", by NaN.
-        "nan-once" replaces a single output; the other kinds replace the values again when the step is repeated."""
+        """Replaces the first layer's outputs by NaN in the fault's iteration, also when the step is repeated.
+        "nan-once" replaces them for one microbatch and never again. "nan-grad" replaces their gradients instead."""
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor | None:
             keys = [mb.rng for mb in inputs if isinstance(mb, MicrobatchContext)]

@@ -94,7 +94,7 @@ def supervise(
 
 
 def _request_parent_death_signal(number: int) -> bool:
-    """Makes the kernel send signal `number` when the parent dies; 0 cancels the request. False if it is unsupported."""
+    """Makes the kernel send signal `number` when the parent dies; 0 cancels the request. Returns True on success."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)

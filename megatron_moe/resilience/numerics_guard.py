@@ -69,7 +69,7 @@ class Finding:
     name: str
     """Global name of the parameter, or name of the module whose output is not finite."""
     experts: tuple[int, ...] = ()
-    """Global ids of the experts with non-finite values; empty if the tensor is not of an expert parameter."""
+    """Global ids of the experts with non-finite values; empty unless the tensor belongs to an expert parameter."""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.experts[:_MOST_EXPERTS]))

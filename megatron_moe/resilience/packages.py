@@ -104,7 +104,7 @@ HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledPackage:
-    """Installed and tested version of a package."""
+    """A package, its installed version and the version that was tested with this project."""
 
     package: Package
     version: str | None
@@ -126,13 +126,13 @@ class InstalledPackage:
 
 
 def find_all(constraints: Path = CONSTRAINTS) -> tuple[InstalledPackage, ...]:
-    """Installed and tested versions of all `PACKAGES`."""
+    """Finds the installed version and the tested version of every package in `PACKAGES`."""
     pins = pinned_versions(constraints)
     return tuple(find(package, pins) for package in PACKAGES)
 
 
 def find(package: Package, pins: Mapping[str, str]) -> InstalledPackage:
-    """Installed and tested version of one package. `pins`: package name -> tested version."""
+    """Finds the installed version and the tested version of one package. `pins`: package name -> tested version."""
     version = _version(package)
     trouble = "" if version is None else _trouble(package, version)
     return InstalledPackage(package=package, version=version, tested=pins.get(package.name), trouble=trouble)

@@ -1,4 +1,4 @@
-"""Attribution of broken connections: names the rank that failed first, by its report in crash/ or the lack of one."""
+"""Attributes broken connections to the rank that failed first, according to the reports of all ranks in crash/."""
 
 import time
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class PeerFailures:
     run_dir: Path | None
     """Run folder, whose crash/ contains the reports of all ranks. If None, no rank can be named."""
     status: RunStatus
-    """Status writer of this rank. It first writes this rank's own report, so that other ranks can read it."""
+    """Status writer of this rank. Before attribution, it writes this rank's report for other ranks to read."""
     watchdog: Watchdog
-    """Watchdog of this rank. Attribution is part of the phase "exit", because the current phase may be near its time
-    limit."""
+    """Watchdog of this rank. Its phase "exit" begins before attribution, because the interrupted phase may be near its
+    time limit."""
     rank: int
     world_size: int
     seconds: float = 2.0
@@ -71,8 +71,8 @@ class PeerFailures:
         return OtherRankProblem(sentence, missing[0])
 
     def _failures(self) -> dict[int, Failure]:
-        """Reports that other ranks wrote since this start of the run, by rank. Waits until all of them have reported,
-        one has reported a cause other than a lost connection, or `seconds` have passed."""
+        """Returns the reports of other ranks in this start of the run, keyed by rank. Waits at most `seconds`, until
+        all of these ranks have reported or one has reported a cause other than a lost connection."""
         until = time.monotonic() + self.seconds
         while True:
             found = {failure.rank: failure for failure in self.status.failures() if failure.rank != self.rank}

@@ -20,7 +20,7 @@ HISTORY = "restarts.jsonl"
 """File in the run folder with one `Ending` per line."""
 
 _SIGNALLED = 128
-"""Shells report exit code 128 + n for a process that signal n ended."""
+"""Offset of exit codes after signals: shells report 128 + n for a process that signal n ended."""
 
 RESTARTED: Mapping[int, str] = MappingProxyType(
     {
@@ -62,8 +62,8 @@ class Decision:
 def decide(
     report: StatusReport | None, exit_code: int, earlier: tuple[Ending, ...] = (), patience: int = 3
 ) -> Decision:
-    """Decides to restart after the exit codes in `RESTARTED` and if the run was killed, except after `patience` starts
-    in a row (including this one) without a new checkpoint.
+    """Decides to restart if the run was killed or its exit code is in `RESTARTED`. Decides against a restart after
+    `patience` starts in a row (including this one) without a new checkpoint.
 
     Args:
         report: status.json of this start; None if it was not written.
@@ -136,8 +136,8 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
 def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
     """Decides whether to restart the run of this folder and appends this ending to the folder's history.
 
-    If another job has locked the folder, this start was rejected: no restart, and the history stays unchanged. `since`
-    (begin of this start) and `now` are seconds since the epoch by one clock, which need not agree with other hosts.
+    If another job has locked the folder, decides against a restart and leaves the history unchanged. `since` (begin of
+    this start) and `now` are seconds since the epoch by the same clock, which may differ from other hosts' clocks.
     """
     holder = held_by(run_dir)
     if holder is not None:

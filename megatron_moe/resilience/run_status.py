@@ -23,10 +23,10 @@ STATUS = "status.json"
 STARTED = ".started"
 """File that every rank touches once its flags are valid. A start that ends later without status.json was killed."""
 _START_SECONDS = 10.0
-"""Maximum time between the starts of two ranks. A starting rank keeps a failure report that is newer than this."""
+"""Maximum time between the starts of two ranks. A starting rank overwrites only older failures in status.json."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
-"""Maximum age, at this rank's start, of another rank's report that counts as a report of the same start."""
+"""Reports in crash/ belong to a previous start if they were written more than this time before this rank started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +114,8 @@ class RunStatus:
             self.fail(ExitCode.BUG, f"{type(error).__name__}: {error}", "a bug of this program: please report it")
 
     def update(self, *, state: State | None = None, **fields: Any) -> None:
-        """Updates the report; writes it when the state changes, else at most every 5 seconds.
-
-        Has no effect after a failure.
-        """
+        """Updates the report; writes it when the state changes, else at most every 5 seconds. Has no effect
+        after a failure."""
         if self.report.state == "failed":
             return
         state, before = state or self.report.state, self.report.state
@@ -128,7 +126,8 @@ class RunStatus:
             self._write(STATUS, self.report)
 
     def starting(self, *, say: Callable[[str], None]) -> None:
-        """Overwrites a previous start's failure in status.json after the rendezvous. `say` reports later errors."""
+        """Called after the rendezvous. Writes the state "starting" to status.json, even if the file has a failure of a
+        previous start. `say`: replaces the constructor's `say`."""
         self._say = say
         self.update(state="starting")
 
@@ -215,5 +214,5 @@ def _read(path: Path) -> Failure | None:
 
 def _blame(failure: Failure) -> tuple[bool, float]:
     """Sort key: causes before consequences. Causes are sorted from early to late, consequences from late to early,
-    because the rank with the latest report has read the others."""
+    because the rank with the latest report has read the earlier reports."""
     return (failure.followed, -failure.time if failure.followed else failure.time)

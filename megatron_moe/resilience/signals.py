@@ -53,9 +53,9 @@ class Signals:
 
     @contextmanager
     def exit_at_once(self, status: RunStatus) -> Iterator[None]:
-        """Context manager around imports: Ctrl-C writes the status and exits at once, unless SIGINT is an exit signal.
+        """Context manager for imports. Ctrl-C writes the status and exits at once, unless SIGINT is an exit signal.
 
-        Raising KeyboardInterrupt is not reliable there, because imported modules may replace it by another error.
+        The handler does not raise KeyboardInterrupt, because imported modules may replace it by another error.
         """
 
         def exit_now(number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ _PEER_STACKS_S = 2.0
 _JOIN_S = 5.0
 _STACKS = "stacks_{:05d}.txt"
 _C_TIMER_DELAY_S = 10.0
-"""Time from the thread's deadline to the deadline of the C timer."""
+"""Time from the deadline of the watchdog thread to the deadline of the C timer (`faulthandler`)."""
 
 
 class Watchdog:

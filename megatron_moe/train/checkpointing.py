@@ -38,7 +38,7 @@ _GRACE_SECONDS = 30.0
 _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
     {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
 )
-"""Launcher -> instruction to let it wait {0} seconds between the exit signal and SIGKILL."""
+"""Launcher -> instruction for the user, so that the launcher waits {0} seconds between exit signal and SIGKILL."""
 
 
 class ProgressLog:
@@ -97,7 +97,7 @@ class Checkpointing:
     log_progress: InitVar[bool] = False
     """True if `--log-progress` is given."""
     launcher: str | None = None
-    """Name of the launcher, which kills the run some time after a signal; None if signals do not trigger a save."""
+    """Launcher name, for a warning if saves take longer than the launcher waits after a signal; None: no warning."""
 
     def __post_init__(self, log_progress: bool) -> None:
         context = self._context = self.trainer.context
@@ -397,5 +397,5 @@ def model_tensors(model: nn.Module) -> dict[str, TensorShard]:
 
 
 def _saved(parameter: Parameter, data: Tensor, start: int = 0) -> TensorShard:
-    """Checkpoint shard for `data`, the flat range of this rank's part of a parameter that begins at element `start`."""
+    """Checkpoint shard of a parameter or its state. `data`: this rank's values, flattened, from index `start` on."""
     return TensorShard.part(parameter.global_shape, parameter.boxes, sharded_dim(parameter.meta) or 0, data, start)

@@ -80,7 +80,7 @@ class Evaluation:
         return state.iteration // self.config.eval_interval if self.config.eval_interval else 0
 
     def _evaluate_all(self, state: TrainState, number: int, where: str) -> None:
-        """Evaluates all validation sets on the data of evaluation `number`, from 0. `where`: see `ValidationReport`."""
+        """Evaluates all validation sets. `number`: evaluation index (selects data). `where`: see `ValidationReport`."""
         losses = []
         for name, loader in self.valid.items():
             data_set = name if len(self.valid) > 1 else ""

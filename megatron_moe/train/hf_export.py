@@ -35,7 +35,7 @@ class _BoxSource(NamedTuple):
 
     rank: int
     number: int
-    """Index in the list of boxes of the tensor on that rank."""
+    """Index of this box in `TensorShard.boxes` on rank `rank`."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -118,7 +118,7 @@ class _Gatherer:
                 sources += [_BoxSource(rank, n, *box) for n, box in enumerate(boxes) if box not in known]
 
     def read(self, mapping: WeightMapping) -> Tensor:
-        """Gathers a parameter, or one expert's slice of it, to host memory of rank 0; a meta tensor on other ranks."""
+        """Gathers a parameter, or an expert's slice, to host memory of rank 0. Other ranks return a meta tensor."""
         key = tensor_key("model", mapping.name)
         shape, dtype = self._shapes[key]
         offset = (0,) * len(shape)
@@ -150,5 +150,5 @@ class _Gatherer:
 
 
 def _within(part: _Part, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices that select a box of the full tensor in a tensor that begins at index `offset` of the full tensor."""
+    """Converts the box `part` of a full tensor to slices of a tensor that starts at index `offset` of the full one."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*part, offset, strict=True))

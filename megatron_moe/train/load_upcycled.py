@@ -56,7 +56,7 @@ def load_upcycled(
 
 
 def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str, Parameter]) -> str | None:
-    """Sets `layer`, this rank's part of an MoE layer, from a dense MLP. Returns why the function changes, or None."""
+    """Converts a dense MLP to `layer`, this rank's part of an MoE layer. Returns why outputs differ; None if equal."""
     upcycled = upcycle(dense, _below("router.", layer), config)
     for name, value in upcycled.weights.items():
         parameter = layer[name]
@@ -69,7 +69,7 @@ def _below(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parame
 
 
 def _empty_mlp(moe: MoEConfig, granularity: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Uninitialised host tensors, by name, for the unsharded dense MLP to convert to the experts of `moe`."""
+    """Uninitialised host tensors by name, for an unsharded dense MLP that will be converted to the experts of `moe`."""
     experts = moe.experts
     hidden, ffn = experts.hidden_size, experts.ffn_hidden_size * granularity
     first = ffn * experts.activation.fan

@@ -44,7 +44,7 @@ class RankReport:
     rerun_values: dict[str, float] = field(default_factory=dict)
     """Values of the repetition over all ranks: "loss" and "norm all" (global gradient norm)."""
     earlier: dict[str, str] | None = None
-    """Loss and norms in a previous start's report about this iteration; None without one and on ranks other than 0."""
+    """Loss and norms that a previous start reported for this iteration; None without a report and on ranks above 0."""
 
 
 def diagnose(trainer: Trainer, result: StepResult, loader: TrainLoader, *, repeat: bool) -> list[RankReport]:

@@ -47,7 +47,7 @@ class RetainedStep:
     """State before the step."""
     batches: Sequence[MicroBatch]
     local: Tensor
-    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros before the last pipeline stage."""
+    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros except on the last pipeline stage."""
 
     @property
     def iteration(self) -> int:
@@ -60,9 +60,9 @@ class RepeatedStep:
     """Results of a repeated step, stored on the device."""
 
     losses: dict[int, Tensor]
-    """Microbatch index on this rank -> sum of the microbatch's token losses; empty before the last pipeline stage."""
+    """Microbatch index on this rank -> sum of its token losses; empty except on the last pipeline stage."""
     local: Tensor
-    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros before the last pipeline stage."""
+    """fp64 [2]: sum of this rank's token losses and number of its tokens; zeros except on the last pipeline stage."""
     loss: Tensor
     """Mean loss per token over all ranks."""
     num_tokens: Tensor
@@ -199,7 +199,7 @@ class Trainer:
         """Runs forward and backward, which fill the gradient buffers. Returns the mean loss and number of tokens of the
         global batch, and fp64 [2]: sum of this rank's token losses and number of its tokens.
 
-        `losses`: None in training. A repetition passes a dict to receive microbatch losses; gradients stay unreduced.
+        `losses`: dict to fill with microbatch losses when a step is repeated without gradient reduction, else None.
         """
         self.model.train()
         if self.model.expert_comm is not None:
@@ -266,7 +266,7 @@ class Trainer:
 
     def _accept(self, loss: Tensor, norm: Tensor, overflow: Tensor | None) -> Tensor:
         """Checks loss and gradient norm for non-finite values and spikes, and the buffers of expert rows for overflow.
-        Returns a device bool: False if this step fails a check, or an earlier step failed one that ends the run."""
+        Returns a device bool: False if this step fails a check, or if an earlier failure ends the run."""
         config, accepted = self.resilience, torch.ones_like(self._may_continue)
         if overflow is not None:
             self._may_continue = self._may_continue & (overflow == 0)

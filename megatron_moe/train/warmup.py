@@ -58,7 +58,7 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
     try:
         with taking_turns(folder, plan):
             take_step(plan, device)
-    except (RuntimeError, AssertionError) as problem:
+    except Exception as problem:  # Triton errors derive from Exception only
         failure = f"{type(problem).__name__}: {problem}".splitlines()[0]
     gc.collect()
     if device.type == "cuda":
@@ -67,7 +67,7 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
 
 
 def cache_folder(plan: RunPlan) -> Path:
-    """Kernel cache folder of this node; created, and stored in TRITON_CACHE_DIR unless that variable is set."""
+    """Returns this node's kernel cache folder (TRITON_CACHE_DIR). Sets the variable if unset; creates the folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     ours = plan.kernels.kernel_cache_dir or Path(home) / "megatron_moe" / "kernels"
     folder = Path(os.environ.setdefault(_VARIABLE, str(ours / socket.gethostname())))
@@ -82,7 +82,7 @@ def cache_folder(plan: RunPlan) -> Path:
 
 @contextmanager
 def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
-    """Context manager: the first rank of a node that enters runs alone; afterwards the others run concurrently."""
+    """Context manager that one rank of a node enters alone; after it has finished, the others enter concurrently."""
     done = folder / f"warmed-up-{_fingerprint(plan)}"
     with open(folder / "warmup.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -138,7 +138,7 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches: two full groups of `--moe-expert-wgrad-interval`, plus the run's incomplete group."""
+    """Number of microbatches: twice `--moe-expert-wgrad-interval`, plus the incomplete last interval of a real step."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 

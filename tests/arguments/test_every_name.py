@@ -107,6 +107,16 @@ def test_a_recognised_name_in_a_file_is_reported_once_and_taken_back_by_null(tmp
     assert listed == ["without effect: --rope-fusion false", "without effect: --logging-level"]
 
 
+@pytest.mark.parametrize("value", ["null", "false"])
+def test_a_later_file_takes_back_a_refused_flag(tmp_path, value):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("perform-rl-step: true\n")
+    second.write_text(f"perform-rl-step: {value}\n")
+    with pytest.raises(FlagErrors, match="--perform-rl-step"):
+        plan_of(f"--config {first}")
+    assert plan_of(f"--config {first} {second}").notes == ()
+
+
 def test_help_and_search_know_recognised_names():
     for words, text in (
         (("--help", "--otel_enabled"), "--otel_enabled concerns a logger .* It has no effect"),

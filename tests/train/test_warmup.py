@@ -39,9 +39,10 @@ def test_reduced_plan_covers_incomplete_weight_gradient_groups():
     assert warmed_up(plan).batch.global_batch_size == (3 + 3 + 1) * plan.batch.micro_batch_size
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
 @pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL])
-def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel):
-    model = tiny.model(moe_config=tiny.moe(dispatcher="alltoall"))
+def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel, dispatcher):
+    model = tiny.model(moe_config=tiny.moe(dispatcher=dispatcher))
     take_step(tiny.plan(model=model, parallel=parallel), torch.device("cpu"))
     assert not dist.is_initialized()
 
@@ -63,12 +64,17 @@ def test_no_warm_up_on_a_cpu():
     assert warm_up_kernels(tiny.plan(), Watchdog({}, None)) == "kernels are compiled when they are first needed"
 
 
-def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
+class CompilationError(Exception):
+    """Like Triton's, not a RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, CompilationError])
+def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch, kind):
     def fail(*_: object) -> None:
-        raise RuntimeError("no room\nfor details")
+        raise kind("no room\nfor details")
 
     monkeypatch.setattr("megatron_moe.train.warmup.take_step", fail)
-    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "RuntimeError: no room"
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == f"{kind.__name__}: no room"
     monkeypatch.undo()
     assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "", "the lock is free again"
 

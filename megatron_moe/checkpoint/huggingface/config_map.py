@@ -63,10 +63,10 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """Returns `published` with rms_norm_eps for the q and kv latent norms of the layers in which `config` uses it.
+    """Returns `published`, but with rms_norm_eps for the q and kv latent norms in those layers where `config` uses it.
 
     A config.json has no epsilon for these norms: transformers uses 1e-6; Megatron-LM, vLLM and SGLang use rms_norm_eps.
-    A comparison of `config` with the result accepts both.
+    Callers compare `config` with the returned config, so that `config` may use either epsilon.
     """
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, norm=layer.norm))
@@ -244,14 +244,14 @@ def _experts_key(config: HFConfig) -> str:
 def _softmax_moe(
     config: HFConfig, experts_key: str, ffn_key: str, shared: SharedExpertsConfig | None = None
 ) -> MoEConfig:
-    """Builds softmax routing and experts. norm_topk_prob (renormalised top-k) is softmax over the top-k logits."""
+    """Builds softmax routing and experts. With norm_topk_prob, softmax is applied to the top-k logits only."""
     pre_softmax = not config.get("norm_topk_prob", False)
     num_experts, ffn_hidden_size = config.integer(experts_key), config.integer(ffn_key)
     return read_moe(config, num_experts, ffn_hidden_size, shared=shared, pre_softmax=pre_softmax)
 
 
 def _qwen_layers(config: HFConfig, norm: NormConfig, mixer: AttentionConfig, moe: MoEConfig) -> tuple[LayerConfig, ...]:
-    """Builds Mixtral, Qwen or OLMoE layers: every `decoder_sparse_step`-th layer not in `mlp_only_layers` is MoE."""
+    """Mixtral, Qwen or OLMoE layers. Every `decoder_sparse_step`-th layer is MoE, except those in `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     return read_layers(config, norm, mixer, moe, lambda i: (i + 1) % step != 0 or i in dense)
 

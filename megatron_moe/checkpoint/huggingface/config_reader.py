@@ -57,7 +57,7 @@ class HFConfig:
             raise CheckpointProblem(f"config.json of model type {self.model_type} {what}, which is not supported here.")
 
     def refuse_other(self, key: str, *known: str) -> None:
-        """Raises CheckpointProblem if the value of `key` is not in `known`; if missing, the value is `known[0]`."""
+        """Raises CheckpointProblem if the value of `key` is not in `known`. A missing key has the value `known[0]`."""
         value = self.get(key, known[0])
         self.refuse_if(value not in known, f"has {key} = {value!r}")
 
@@ -121,7 +121,7 @@ def read_layers(
 def read_rope(
     config: HFConfig, head_dim: int, default_base: float, interleaved: bool = False, default_rotary_factor: float = 1.0
 ) -> RopeConfig:
-    """Reads the RoPE config. `default_rotary_factor`: rotated fraction of each head without `partial_rotary_factor`."""
+    """Reads the RoPE config. `default_rotary_factor` is used if `partial_rotary_factor` is missing."""
     rope = _rope_parameters(config)
     per_kind = [key for key, value in rope.values.items() if isinstance(value, Mapping)]
     config.refuse_if(bool(per_kind), f"has separate RoPE parameters for {', '.join(per_kind)} (rope_parameters)")
@@ -149,7 +149,7 @@ def read_rope(
 
 
 def _rope_parameters(config: HFConfig) -> HFConfig:
-    """RoPE keys of `rope_parameters` or the older `rope_scaling`, plus older top-level keys that are missing there."""
+    """RoPE keys of `rope_parameters` or the older `rope_scaling`. Keys missing there are read from the top level."""
     top_level = {key: config.values.get(key) for key in ("model_type", "rope_theta", "partial_rotary_factor")}
     return HFConfig({**top_level, **(config.get("rope_parameters", None) or config.get("rope_scaling", {}))})
 
@@ -157,8 +157,8 @@ def _rope_parameters(config: HFConfig) -> HFConfig:
 def _yarn(config: HFConfig, rope: HFConfig, plain: RopeConfig) -> RopeConfig:
     """Reads YaRN scaling.
 
-    transformers scales cos and sin by attention_factor if given, else by the ratio of the scales for mscale and
-    mscale_all_dim if both are nonzero, else by 0.1 ln(factor) + 1.
+    transformers multiplies cos and sin by `attention_factor`. If this key is missing, they are multiplied by
+    f(mscale) / f(mscale_all_dim) if both keys are nonzero, otherwise by f(1), where f(m) = 0.1 m ln(factor) + 1.
     """
     original = rope.integer("original_max_position_embeddings")
     factor = float(rope.get("factor", 0.0) or config.integer("max_position_embeddings") / original)

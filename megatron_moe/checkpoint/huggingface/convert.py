@@ -182,7 +182,7 @@ def _pending_box(
 
 
 def _extent(part: weight_map.WeightMapping, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Box (offset, shape) of the mapped parameter, or of one expert's slice of it, in the checkpoint tensor."""
+    """Offset and shape, in the checkpoint tensor, of the mapped parameter or of one expert's slice of it."""
     if part.expert is None:
         return (0,) * len(shape), shape
     return (part.expert, *(0 for _ in shape[1:])), (1, *shape[1:])

@@ -22,7 +22,7 @@ SINGLE = "model.safetensors"
 CONFIG = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
 _SCALE = "_scale_inv"
-"""Suffix of the name of a tensor with an FP8 matrix's scales: fp32, one factor per block."""
+"""Name suffix of the tensors that hold the scales of FP8 matrices. Scales are fp32, one per block."""
 _FP8 = "F8_E4M3"
 _DEQUANTISED = "BF16"
 

@@ -49,7 +49,7 @@ Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
 
 
 def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
-    """q [N D, ...], k [G D, ...], v [G D, ...] <-> our fused rows: for each query group its q heads, then k, then v."""
+    """Hugging Face q, k and v matrices <-> our fused matrix, whose rows are, per query group, its q heads, k and v."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
         parts = [part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors]
@@ -73,13 +73,13 @@ def padded_rows(num_rows: int, num_padded: int) -> Transform:
 
 @dataclass(frozen=True)
 class NameRule:
-    """Rule for the parameter `name`, a name relative to its layer or the model. If `hf_names` contain the placeholder
-    `{e}` (expert index), the rule maps each expert's slice of our stacked tensor."""
+    """Rule for one parameter. Names are relative to the layer, or to the model for parameters outside layers. If
+    `hf_names` contain the placeholder `{e}` (expert index), the rule maps each expert's slice of our stacked tensor."""
 
     name: str
     hf_names: tuple[str, ...]
     transform: Transform | None = COPY
-    """None: `query_key_value` with the head counts of the layer."""
+    """Transform of the tensors. None selects `query_key_value` with the head counts of the layer."""
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,11 @@ _MTP = (
     NameRule("eh_proj.weight", ("eh_proj.weight",)),
     NameRule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
-"""MTP parameters outside the transformer layer; the layer number in Hugging Face names is `num_layers + depth`."""
+"""MTP parameters outside the transformer layer. In Hugging Face names, MTP layer i has number `num_layers + i`."""
 
 MTP_EMBEDDING = "embed_tokens.weight"
 MTP_HEAD = "shared_head.head.weight"
-"""Hugging Face name, within an MTP layer, of its copy of the output head (`MTP_EMBEDDING`: of the embedding)."""
+"""Name of an MTP layer's copy of the output head in Hugging Face folders, relative to the name of the layer."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _MTP_LAYER_NAME = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.transformer_layer\.(?P<rest>.+)")

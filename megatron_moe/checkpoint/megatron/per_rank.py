@@ -32,14 +32,14 @@ _SHARDED_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 
 @dataclass
 class ShardedTensor:
-    """One tensor, or the stack of all experts' tensors, as shards."""
+    """Shards of one tensor, or of the stacked tensors of all experts."""
 
     shards: dict[tuple[int, int], dict[int, LazyTensor]] = field(default_factory=dict)
-    """(expert-parallel rank, local expert) -> tensor-parallel rank -> shard. Other tensors have the key (0, 0)."""
+    """(expert-parallel rank, local expert) -> tensor-parallel rank -> shard. Non-expert tensors have the key (0, 0)."""
     stacked: bool = False
     """True for expert weights: the tensor is the stack of all experts along dim 0."""
     dim: int | None = None
-    """Dim along which tensor parallelism shards each expert or tensor; None: replicated."""
+    """Dim along which tensor parallelism shards the tensor, or each expert's tensor; None: replicated."""
     num_chunks: int = 1
     """Number of parts that are sharded separately along `dim`: 2 for fused gate and up, else 1."""
 
@@ -101,7 +101,7 @@ class PerRank:
                 self._add(key, shard, tp, ep)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Reads a box of one tensor."""
+        """Reads the n-d range of one tensor that starts at `offset` and has the shape `shape`."""
         tensor = self.tensors[name]
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
         if not tensor.stacked:

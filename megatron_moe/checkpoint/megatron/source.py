@@ -78,7 +78,7 @@ def _candidate_locations(name: str) -> Iterator[Location]:
 
 @dataclass
 class ImportedModel:
-    """Tensors of a Megatron checkpoint, read only when they are saved, with its iteration and consumed samples."""
+    """Model imported from a Megatron checkpoint. The values of `tensors` are read only when they are saved."""
 
     tensors: dict[str, TensorShard]
     notes: list[str]
@@ -191,7 +191,7 @@ def _pending(
     problems: list[str],
     notes: list[str],
 ) -> TensorShard:
-    """Builds the shard of one parameter. Its boxes are read when saved: one per expert, or one for the whole tensor."""
+    """Builds the shard of one parameter. Its values are read when it is saved; stacked experts are read one by one."""
     stored, shape = source.tensors[location.name].shape, tuple(like.shape)
     stack = () if location.layer is None else (location.layer,)
     inner = stored[len(stack) :]

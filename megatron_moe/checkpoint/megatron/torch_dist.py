@@ -25,7 +25,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Location of a box (slice) of a tensor, or of a pickled object: `size` bytes from byte `start` of `file`."""
+    """Byte range of a stored box (n-d slice) of a tensor, or of a stored pickled object."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class TorchDist:
             return file.read(chunk.size)
 
     def _common(self, objects: Mapping[str, StoredChunk]) -> dict[str, Any]:
-        """Common state (args, iteration, ...), from common.pt or, since Megatron-Core 0.17, from a stored object."""
+        """Reads args, iteration etc. from common.pt, or from `objects`, which hold them since Megatron-Core 0.17."""
         stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
         if (self.folder / "common.pt").is_file() or stored is None:
             content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")

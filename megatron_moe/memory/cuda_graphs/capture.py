@@ -1,4 +1,4 @@
-"""Capture and replay of CUDA graphs in shared memory pools."""
+"""Capture and replay of CUDA graphs. Several graphs can share one memory pool."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence

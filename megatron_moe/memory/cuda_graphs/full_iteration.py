@@ -18,7 +18,7 @@ Work = Callable[[Sequence[MicroBatch]], Tensor]
 
 
 class FullIterationGraph:
-    """Captures and replays whole steps, with a separate graph for each number, shape and dtype of microbatches.
+    """Captures and replays whole steps, with one graph per combination of number, shapes and dtypes of microbatches.
 
     The first `warmup` steps run eagerly. The gradient `accumulators` must have been reset before every step.
     """

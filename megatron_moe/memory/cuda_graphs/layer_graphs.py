@@ -68,7 +68,7 @@ class GraphInstance:
         self._contexts: dict[Form, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._outputs: dict[int, Tensor] = {}
-        """Address -> output tensor of a captured graph."""
+        """Output tensors of the captured graphs, keyed by address."""
         self._static_grads: dict[tuple[Any, ...], Tensor] = {}
 
     def run(self, module: CapturedModule, state: Any, mb: MicrobatchContext) -> Any:
@@ -106,14 +106,14 @@ class GraphInstance:
         return torch.empty_like(like, requires_grad=False)
 
     def static_grad(self, like: Tensor, index: int) -> Tensor:
-        """Static buffer for the gradient of output `index`. Modules share it; their backwards run one at a time."""
+        """Static buffer for the gradient of a module's output `index`. Modules share it, as they run one at a time."""
         key = index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)
         return self._static_grads[key]
 
     def _load(self, mb: MicrobatchContext) -> "_StaticContext":
-        """Returns the context with static buffers, to which its tensors are copied once per microbatch."""
+        """Returns `mb` with its tensors copied to static buffers. The copy is made only once per microbatch."""
         if self._loaded is None or self._loaded[0] is not mb:
             context = static_context(mb)
             tensors, form = flatten(context)
@@ -191,7 +191,7 @@ class _CapturedForward:
         self._backward: _CapturedBackward | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies `tensors` to the static inputs and replays. Returns tensors that share the outputs' memory."""
+        """Copies `tensors` to the static inputs and replays the graph. Returns aliases of the graph's outputs."""
         for static, tensor in zip(self._inputs, tensors, strict=True):
             static.load(tensor, self._module.name)
         if self._forward is None:
@@ -245,7 +245,7 @@ class _CapturedBackward:
         outputs: Callable[[], Sequence[Tensor]],
         grads: Sequence[Tensor | None],
     ) -> None:
-        """`outputs`: returns outputs with their autograd graph. `grads`: None for outputs without gradient."""
+        """`outputs`: function that returns the outputs to differentiate. `grads`: gradient of each output, or None."""
         self._instance = instance
         self._module = module
         self._grads = [
@@ -257,7 +257,7 @@ class _CapturedBackward:
         """Indices of the module inputs that get a gradient."""
         self._accumulators: list[StaticGradAccumulator] = []
         self._tasks: list[_WeightGrad] = []
-        """Weight-gradient computations, captured after the input gradients; empty after the capture."""
+        """Weight-gradient computations that are captured after the input gradients. The list is emptied afterwards."""
         self._input_grads = instance.capture(lambda: self._differentiate(inputs, outputs()))
         self._weight_grads = {
             accumulate: instance.capture(partial(self._compute_weight_grads, accumulate))
@@ -353,7 +353,7 @@ def _store(grad: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def _already_written(out: Tensor, accumulate: bool) -> None:
-    """No-op passed to an accumulator as the computation of a gradient that a graph replay has already written."""
+    """Does nothing. Passed to an accumulator as `compute` if a graph replay has already written the gradient."""
 
 
 class _StaticInput(NamedTuple):
@@ -377,7 +377,7 @@ class MetricRecorder(MetricAccumulator):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        """Tensors passed to `record` and `collect` (values, counts, rows), in order; outputs of the graph."""
+        """Tensors passed to `record` and `collect` (values, counts, rows), in call order. The graph returns them."""
         self._records: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
 
     def record(
@@ -389,7 +389,7 @@ class MetricRecorder(MetricAccumulator):
         count: Tensor | None = None,
         reduction: Reduction = "mean",
     ) -> None:
-        """Stores the arguments of `MetricAccumulator.record` until `replay`."""
+        """Stores the arguments, which `replay` passes to `MetricAccumulator.record`."""
         value_index = self._add(value)
         count_index = None if count is None else self._add(count)
 
@@ -400,7 +400,7 @@ class MetricRecorder(MetricAccumulator):
         self._records.append(record)
 
     def collect(self, name: str, layer: int, row: Tensor, fold: Fold) -> None:
-        """Stores the arguments of `MetricAccumulator.collect` until `replay`."""
+        """Stores the arguments, which `replay` passes to `MetricAccumulator.collect`."""
         index = self._add(row)
         # the accumulator stores rows, but the next replay overwrites this row
         self._records.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[index].clone(), fold))

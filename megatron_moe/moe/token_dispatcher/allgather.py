@@ -1,7 +1,7 @@
 """All-gather dispatcher over etp x ep ranks: every rank receives all tokens and keeps the rows of its local experts.
 
-Each rank sums its expert outputs per token. A reduce-scatter adds the sums of all ranks: those of different experts
-over ep, and partial sums of the same experts over etp. No split sizes are needed. Efficient for few ranks.
+Each rank sums its expert outputs per token. A reduce-scatter then adds the sums of all ranks: ep ranks have different
+experts, and etp ranks have partial sums of the same experts. No split sizes are needed. Efficient for few ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -66,12 +66,12 @@ class AllGatherDispatcher:
         return exchange.start(ReduceScatter(self.group), sums_TH), data_RH.dtype
 
     def finish_combine(self, pending: tuple[PendingExchange, torch.dtype]) -> Tensor:
-        """Returns the sum of the expert outputs of each of this rank's tokens, [T, H]."""
+        """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""
         sums, dtype = pending
         return sums.finish().to(dtype)
 
     def _of_my_experts(self, routing: Routing, choices: Tensor, probs: Tensor) -> Routing:
-        """Routing of all ranks' tokens, limited to this rank's experts: ids are local, choices of other experts -1."""
+        """Routing of all ranks' tokens to this rank's experts. Expert ids are local; other choices get id -1."""
         capacity = None if routing.capacity is None else routing.capacity * self.group.size
         local = Routing(num_experts=self.num_local, counts_E=routing.counts_E, capacity=capacity)
         if routing.map_TE is not None:

@@ -66,8 +66,8 @@ class AllToAllDispatcher:
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels
         self.read_rows: Callable[[Tensor, int], list[list[int]]] = lambda rows_PQ, num_choices: rows_PQ.tolist()
-        """Function that copies rows_PQ to the host: the number of rows that rank P of etp x ep sends to rank Q of ep.
-        Memory emulation replaces it by an estimate from this rank's number of choices."""
+        """Function that copies rows_PQ to the host. rows_PQ[p, q] is the number of rows that rank p of etp x ep sends
+        to rank q of ep. Memory emulation replaces the function by an estimate from this rank's number of choices."""
         self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
@@ -108,12 +108,12 @@ class AllToAllDispatcher:
         return exchange.start(plan.over_ep.transposed, data_RH), handle
 
     def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
-        """Returns the sum of the expert outputs of each of this rank's tokens, [T, H]."""
+        """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""
         rows, handle = pending
         return self.kernels.unpermute(rows.finish(), handle.index, handle.num_tokens)
 
     def _counted(self, index: RowIndex) -> ExchangePlan:
-        """Returns the plan without padding: all-gathers the row counts and copies them to the host."""
+        """Returns the plan for experts without padding: all-gathers the row counts and copies them to the host."""
         mine_E = index.offsets_E.diff(prepend=index.offsets_E.new_zeros(1)).long()
         # etp x ep: 8 * E bytes; no gradient flows through counts
         counts = exchange.run(AllGather(self.etp_ep), mine_E)

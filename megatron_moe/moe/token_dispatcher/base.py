@@ -38,7 +38,7 @@ class Routing:
 
     @property
     def probs(self) -> Tensor:
-        """`probs_TK`, or `probs_TE` in the dense form."""
+        """`probs_TE` for expert choice (dense form), otherwise `probs_TK`."""
         probs = self.probs_TE if self.probs_TK is None else self.probs_TK
         assert probs is not None, "a routing is sparse or dense"
         return probs
@@ -49,14 +49,14 @@ class DispatchedTokens:
     """Input rows or output rows of this rank's experts."""
 
     data: Tensor
-    """Rows [R, H] sorted by local expert; those from offsets_e[-1] on are padding. With `index`: the tokens [T, H]."""
+    """Rows [R, H] sorted by local expert; padding starts at offsets_e[-1]. If `index` is set, tokens [T, H] instead."""
     probs_R: Tensor
     """Routing probability of each row; 0 for padding rows."""
     offsets_e: Tensor
     """int32 end of each local expert's rows (exclusive), on the device."""
     index: RowIndex | None = None
-    """Token of each row, if `data` contains tokens, from which fc1 of the experts then gathers its input rows. None if
-    `data` is sorted by expert; the output of the experts always is."""
+    """Token of each row. If set, `data` contains tokens, and fc1 of the experts gathers its input rows from them. None
+    if `data` already contains the sorted rows, as in the output of the experts."""
     bound: int
     """Upper bound of the number of rows, known to the host."""
     overflow: Tensor | None = None
@@ -65,7 +65,7 @@ class DispatchedTokens:
 
     @classmethod
     def sorted(cls, tokens_TH: Tensor, index: RowIndex, probs_R: Tensor, kernels: Kernels) -> "DispatchedTokens":
-        """Copies tokens to expert-sorted rows, as given by `index`. `bound` is the number of rows with padding."""
+        """Copies tokens to expert-sorted rows, as given by `index`. The result's `bound` counts padding rows too."""
         data_RH = kernels.permute(tokens_TH, index)
         return cls(data=data_RH, probs_R=probs_R, offsets_e=index.offsets_E, bound=len(probs_R))
 
@@ -126,7 +126,7 @@ class ExpertComm:
         """Creates the resources.
 
         Args:
-            dispatcher: class of the dispatcher of every layer.
+            dispatcher: dispatcher class that every layer instantiates.
             row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
                 dispatchers that can overflow.
             num_sms: multiprocessors of a push; None: all.
@@ -180,10 +180,10 @@ class ExpertComm:
 
 
 def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:
-    """Returns the `RowIndex` of the R rows of a routing, sorted by expert and then by token, and their probabilities.
+    """Returns the `RowIndex` and the probabilities of a routing's R rows, which are sorted by expert, then by token.
 
-    R is known on the host: E * capacity if experts are padded, otherwise T * K (T * E in the dense form). Only padding
-    rows may lie beyond `max_rows`, which limits R."""
+    R is known on the host: E * capacity if experts are padded, otherwise T * K (T * E if `map_TE` is set). `max_rows`
+    is an upper limit of R; all rows beyond it must be padding."""
     if routing.map_TE is not None:
         index = kernels.sort_rows_dense(routing.map_TE, routing.map_TE.numel(), routing.capacity)
     else:

@@ -28,6 +28,6 @@ class LocalDispatcher:
         return rows, handle
 
     def finish_combine(self, pending: tuple[DispatchedTokens, CombineHandle]) -> Tensor:
-        """Returns the sum of the expert outputs of each token, [T, H]."""
+        """Returns [T, H]: for each token, the sum of its expert outputs."""
         rows, handle = pending
         return self.kernels.unpermute(rows.data, handle.index, handle.num_tokens)

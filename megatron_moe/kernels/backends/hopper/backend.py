@@ -1,8 +1,8 @@
 """Grouped GEMMs for GPUs of compute capability 9 (H100, H200), in Gluon, with TMA and warpgroup MMA.
 
-Unlike Triton, Gluon controls which warps load, which compute and when results are stored. Each op is one launch, row
-offsets stay on the device, and every sum has a fixed order: results are bitwise reproducible. Gluon has no interpreter:
-CPU tests only compile the kernels, GPU tests compare results.
+Unlike in Triton, the kernel code determines which warps load data, which warps compute, and when results are stored.
+Each op is one launch. Row offsets stay on the device. Results are bitwise reproducible, because every sum has a fixed
+order. Gluon has no interpreter: CPU tests only compile the kernels, GPU tests compare results.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ NAME = "hopper"
 _ALIGNMENT = 16
 """Alignment in bytes that TMA requires of tensors and of their rows."""
 _FAR = gl.constexpr(1 << 30)
-"""Larger than any number of rows of a tensor; see `rows_by_slice`."""
+"""Number that exceeds the number of rows of any tensor; see `rows_by_slice`."""
 
 
 def blocks_of(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -33,8 +33,8 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for row slices of a matrix [R, C]: rows beyond the slice are read as zero and not written.
 
     TMA checks the bounds of tensors, not of slices. The matrix is therefore described as a 4-d tensor with strides
-    (2^34 - row stride, row stride, row stride, 1). Addresses wrap modulo 2^64, so the index (2^30, end, 2^30 - end + r,
-    d) addresses element (r, d). For r >= end, the third index exceeds its bound of 2^30.
+    (2^34 - row stride, row stride, row stride, 1). In a slice that ends before row `end`, element (r, d) has the index
+    (2^30, end, 2^30 - end + r, d): addresses wrap modulo 2^64, and the third bound, 2^30, excludes rows from `end` on.
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
@@ -109,7 +109,7 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def add_product(total, a, b, step, first, full, empty):
     """Waits for the operands of pipeline step `step`, starts total += a @ b, waits for the MMA of the previous step and
-    frees its stage. first: True for a tile's first step, because `finish` has already freed the previous stage."""
+    frees that step's stage. first: True for a tile's first step, which frees nothing: `finish` has freed that stage."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
     total = warpgroup_mma(a, b, total, is_async=True)

@@ -108,7 +108,7 @@ def _expert_grads(
     grad0, rows0, offsets0_ptr, grad1, rows1, offsets1_ptr, out, num_experts, outputs, inputs,
     PARTS: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Weight gradients of all experts, summed over `PARTS` (1 or 2) microbatches; with 1, the second one is ignored."""
+    """Weight gradients of all experts, summed over two microbatches; if `PARTS` is 1, only the first one is used."""
     grads, rows, offsets = (grad0, grad1), (rows0, rows1), (offsets0_ptr, offsets1_ptr)
     grad_stages = gl.allocate_shared_memory(grad0.dtype, [2 * STAGES] + grad0.block_type.shape, grad0.layout)
     rows_stages = gl.allocate_shared_memory(rows0.dtype, [STAGES] + rows0.block_type.shape, rows0.layout)

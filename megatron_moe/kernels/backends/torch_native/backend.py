@@ -185,8 +185,8 @@ def query_key_value(
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. Uses SDPA for inputs with neither sinks nor dropout. Sinks without window, document mask
-    and dropout use cuDNN if possible. Other inputs use plain torch, because SDPA has no sinks and no keyed dropout."""
+    """See `Kernels.attention`. Inputs with neither sinks nor dropout use SDPA. Inputs with sinks use cuDNN if
+    possible, but not with a window, document mask or dropout. All other inputs use plain torch."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     masked = config.window is not None or segments_BS is not None
     by_cudnn = not (masked or inputs.drops) and cudnn.serves(q_SBND, k_SBGD, v_SBGE, causal=config.causal)

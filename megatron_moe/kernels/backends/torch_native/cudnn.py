@@ -1,9 +1,9 @@
 """cuDNN attention with an explicit log-sum-exp, using the two torch ops that `scaled_dot_product_attention` calls.
 
 cuDNN's backward takes the output and the log-sum-exp as inputs. Both may come from a softmax over more keys than
-backward receives (Dao et al., arXiv 2205.14135 section B.2). Given results over all parts of a sequence, it returns the
-gradients of one part. Given results of a softmax with a sink, it returns the gradients of attention with sinks, which
-cuDNN itself does not support.
+backward receives (Dao et al., arXiv 2205.14135 section B.2). Backward can therefore process a long sequence part by
+part. If the softmax has a sink, backward returns the gradients of attention with sinks, although cuDNN itself does not
+support sinks.
 
 torch caches cuDNN plans by the layouts of q, k and v only. The layouts of the output, of its gradient and of the
 log-sum-exp must therefore be the same in every call.
@@ -74,7 +74,7 @@ def forward_pair(block: AttentionBlock, pair: MaskBlock) -> tuple[Tensor, Tensor
 def backward_pair(
     block: AttentionBlock, found: AttentionResult, pair: MaskBlock, into: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Adds one rectangle's gradients of q, k and v to `into`, which holds those of the whole block."""
+    """Adds the gradients of one rectangle to `into`, the gradients of q, k and v of the whole block."""
     rows, keys = pair.rows, pair.keys
     result = found.out_SBNE[rows], found.lse_SBN[rows].permute(1, 2, 0)
     grad_q, grad_k, grad_v = backward(
@@ -120,7 +120,7 @@ def attention_with_sinks(
 
 
 def sink_grads(sinks_N: Tensor, lse_BNS: Tensor, delta_BNS: Tensor) -> Tensor:
-    """Gradient of the sink logits [N]. A sink acts as a key with value 0: the sum of -(softmax weight) * delta."""
+    """Gradient of the sink logits [N]: the sum of -(softmax weight of the sink) * delta, as for a key with value 0."""
     shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp() * delta_BNS
     return -shares_BNS.sum(dim=(0, 2)).to(sinks_N.dtype)
 

@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 FORWARD = Tile(tokens=64, experts=128, columns=128, warps=4, stages=4)
 BACKWARD = Tile(tokens=64, experts=128, columns=128, warps=8, stages=3)
-"""Backward sums of all experts must fit in registers. With more experts, torch is faster (docs/experiments.md)."""
+"""Backward tile. A program keeps sums for all experts in registers. With more than 128 experts, torch is faster."""
 BACKWARD_PROGRAMS = 1
 """Backward programs per multiprocessor; two do not fit."""
 PARTS = 3
@@ -44,7 +44,7 @@ _LEAST = 16
 
 
 def gate_product(hidden_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Kernels.gate_product`. Uses torch if inputs are not bf16, logits not fp32, or experts more than 128."""
+    """See `Kernels.gate_product`. Requires bf16 inputs, fp32 logits and at most 128 experts; otherwise uses torch."""
     ours = hidden_TH.dtype is weight_EH.dtype is torch.bfloat16 and dtype is torch.float32
     if not ours or len(weight_EH) > BACKWARD.experts:
         return torch_native.gate_product(hidden_TH, weight_EH, dtype)

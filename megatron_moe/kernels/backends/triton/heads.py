@@ -85,7 +85,7 @@ class _QueryKeyValue(torch.autograd.Function):
 
 
 def _tiles(groups: int, heads_per_group: int, width: int, rotary_dim: int) -> dict[str, Any]:
-    """Tile sizes, as powers of two: rotated dim pairs, dims not rotated (REST), query heads, key heads (GROUPS)."""
+    """Tile sizes, as powers of two: PAIRS (rotated pairs of dims), REST (other dims), HEADS (query), GROUPS (key)."""
     pairs, rest = power_of_two(rotary_dim // 2), power_of_two(width - rotary_dim)
     most = max(TILE // power_of_two(2 * pairs + (rest if rotary_dim < width else 0)), 1)
     heads, keys = min(power_of_two(groups * heads_per_group), most), min(power_of_two(groups), most)
@@ -279,7 +279,7 @@ def _turn_heads_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of one tile of query heads, or of key and value heads: separate programs need fewer registers."""
+    """Backward of a tile of either query heads or key and value heads; a program for both would need more registers."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     q_shares_ptr = shares_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_shares_ptr = q_shares_ptr + width

@@ -72,7 +72,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _norm(
     x_RH: Tensor, residual_RH: Tensor | None, total_RH: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (RMSNorm of x, or of x + residual; 1 / RMS of each row, fp32 [R]). Writes the sum to `total_RH`."""
+    """Returns (RMSNorm of x, or of x + residual; 1 / RMS of each row, fp32 [R]). Writes x + residual to `total_RH`."""
     num_rows, width = x_RH.shape
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     scale_R = torch.empty(num_rows, device=x_RH.device, dtype=torch.float32)

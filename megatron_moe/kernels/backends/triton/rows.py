@@ -58,7 +58,7 @@ def _pick(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _gather(tokens_TH: Tensor, index: RowIndex) -> Tensor:
-    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0. A Triton program copies a token to all its rows."""
+    """Gathers tokens [T, H] to rows [R, H]; padding rows are 0. Each program copies one token to all its rows."""
     assert index.rows_TK is not None, "a dense routing index has no row per choice"
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape

@@ -1,8 +1,8 @@
 """Stable counting sort of the routing choices by expert, in two launches and without atomics.
 
-The choices are divided into blocks, and consecutive blocks are grouped into stretches. In the first launch, a program
-counts the choices of each expert in one stretch, and stores the total and the counts before each block. In the second
-launch, a program sorts one block; these counts determine the block's first row in each expert.
+The choices are divided into blocks, and consecutive blocks are grouped into stretches. In the first launch, each
+program processes one stretch: it stores how many choices each expert has in the stretch, and how many of them precede
+each block. In the second launch, each program sorts one block, whose first row in each expert follows from the counts.
 """
 
 import torch
@@ -49,8 +49,8 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """Counts the choices of each expert. Returns, in int32, the number of choices that precede each block in its
-    stretch [blocks, E] and the total of each stretch [stretches, E], and then the number of blocks per stretch."""
+    """Counts the choices of each expert, in int32. Returns three values: counts before each block, from the start of
+    the block's stretch [blocks, E]; counts of each stretch [stretches, E]; number of blocks per stretch."""
     num_blocks = triton.cdiv(ids.numel(), BLOCK)
     blocks_each = triton.cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)

@@ -52,7 +52,7 @@ def gradients(
 
 
 def deltas(grad: Tensor, out: Tensor) -> Tensor:
-    """Returns delta, fp32 [B, N, S]: the sum of grad * out over the value dim, both [S, B, N, E]."""
+    """Returns delta, fp32 [B, N, S], from grad and out, both [S, B, N, E]: the sum over E of grad * out."""
     seq, batch, heads, width = out.shape
     delta_BNS = torch.empty(batch, heads, seq, device=out.device, dtype=torch.float32)
     _deltas[(triton.cdiv(seq, 32), batch * heads)](

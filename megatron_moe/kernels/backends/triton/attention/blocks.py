@@ -1,4 +1,4 @@
-"""Attention between two parts of a sequence, one mask rectangle after the other: by cuDNN if it supports the rectangle,
+"""Attention between two parts of a sequence. The mask is split into rectangles, each computed by cuDNN if supported,
 otherwise by Triton kernels, which continue the online softmax of earlier rectangles and add gradients in place."""
 
 from torch import Tensor

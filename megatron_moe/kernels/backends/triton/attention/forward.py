@@ -33,7 +33,7 @@ def attend(
     onward: bool = False,
 ) -> None:
     """Writes the attention output to `out` (contiguous [rows, B, N, E]) and the log-sum-exp to `lse_BNS`. `onward`:
-    merges the results with those for other keys that `out` and `lse_BNS` contain."""
+    `out` and `lse_BNS` already contain results for other keys, into which the new results are merged."""
     rows, keys = (128, 64) if max(shape.width, shape.value_width) <= 128 else (64, 64)
     of_queries, of_keys = (q, q) if segments is None else segments
     _attend[(triton.cdiv(shape.rows, rows), shape.batch * shape.heads)](

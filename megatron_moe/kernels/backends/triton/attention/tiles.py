@@ -71,7 +71,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def of_both(segments_BS: Tensor | None) -> Segments | None:
-    """Returns (document ids of the query rows, of the keys) for self-attention: the same tensor twice, or None."""
+    """Document ids for self-attention, where query rows and keys have the same ids; None if `segments_BS` is None."""
     if segments_BS is None:
         return None
     segments_BS = strided(segments_BS)
@@ -108,8 +108,8 @@ def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: 
 
 @triton.jit
 def stretches(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Returns (begin, inner_begin, inner_end, end): a tile of rows sees keys from `begin` to `end` only. All its rows
-    see all keys of the inner range, which needs no mask. Rows and keys exchange roles if left and right are swapped."""
+    """Returns (begin, inner_begin, inner_end, end) for a tile of rows. The rows see no key outside [begin, end). All
+    rows see all keys of the inner range, which needs no mask. For the rows that see a key tile, swap left and right."""
     begin = tl.maximum(first - left, 0) // STEP * STEP
     end = tl.minimum(first + TILE + right, num_keys)
     inner_begin, inner_end = begin, begin

@@ -20,8 +20,8 @@ from megatron_moe.kernels.ops import AttentionInputs
 
 
 def attention(inputs: AttentionInputs) -> Tensor:
-    """See `Kernels.attention`. Windows, document masks and deterministic mode (in which torch excludes cuDNN) use the
-    Triton kernels. Other inputs with sinks use cuDNN if possible. Inputs with dropout and all others use torch."""
+    """See `Kernels.attention`. Inputs with dropout use the torch backend. Windows, document masks, deterministic mode
+    and sinks use the Triton kernels, but sinks alone use cuDNN if possible. All other inputs use the torch backend."""
     q_SBND, k_SBGD, v_SBGE, config, sinks_N, segments_BS, *_ = inputs
     ours = config.window is not None or segments_BS is not None or torch.are_deterministic_algorithms_enabled()
     if not (ours or inputs.has_sinks) or inputs.drops or not serves(q_SBND, k_SBGD, v_SBGE):

@@ -10,9 +10,9 @@ Each processes several tiles of tokens of one set and computes:
   order, so every program writes a partial sum, and the last program adds them in program order. Results are bitwise
   reproducible, whichever program is last.
 
-The ticket, an atomic counter stored after the counts, identifies the last program, which must read all partial sums. A
-barrier orders the stores of all threads of a program before its increment of the ticket. The increment releases them at
-GPU scope and acquires the stores before all earlier increments. The loads of partial sums follow it and bypass the L1
+Every program increments an atomic counter (the ticket, stored after the counts), which shows whether it is the last. A
+barrier orders the stores of all threads of a program before its increment. The increment releases these stores at GPU
+scope and acquires the stores of earlier programs. The loads of partial sums follow the increment and bypass the L1
 cache (.cg), which is not coherent between multiprocessors. No program waits for another, so deadlocks are impossible.
 
 The columns of a tile are experts in the order of their ids, in groups (one group without group-limited routing). The
@@ -35,8 +35,8 @@ def route_forward(
     EPSILON: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Router forward. `counts_ptr`: counts [1 + sets, experts] ([1, experts] without BALANCE), then the ticket.
-    `shares_ptr`: partial sums of scores [programs, experts], then of squared log-sum-exps [programs]."""
+    """Router forward. `counts_ptr`: counts [1 + sets, experts] ([1, experts] without BALANCE), then the number of
+    finished programs. `shares_ptr`: partial sums of scores [programs, experts], then of squared log-sum-exps."""
     plain: tl.constexpr = not (BIASED or REPLAYED or GROUP_TOPK > 0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     group_size = num_experts // NUM_GROUPS
@@ -130,8 +130,8 @@ def _limit_to_groups(
     keys, TOPK: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, TOKENS: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Returns the keys; keys outside the best GROUP_TOPK groups of experts are lowered below all others. The score of a
-    group is the sum of its TOPK // GROUP_TOPK highest scores."""
+    """Lowers the keys of experts outside the best GROUP_TOPK groups below all other keys. Returns all keys. The score
+    of a group is the sum of its TOPK // GROUP_TOPK highest scores."""
     members = tl.reshape(keys, (TOKENS * GROUPS, SIZE))
     places = tl.arange(0, SIZE)
     worth = tl.zeros((TOKENS * GROUPS,), dtype=WIDE)
@@ -210,7 +210,7 @@ def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr,
 def _count_plain(
     scores, held, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
 ):
-    """Per column (expert): the number of tokens whose top-k by score, without bias and groups, contains the expert."""
+    """Number of tokens, per column (expert), whose top-k by score, without bias and groups, contains that expert."""
     keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
     for _ in range(TOPK):
         keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)
@@ -228,7 +228,7 @@ def _add_scores(
     shares_ptr, scores_ptr, programs, num_experts, sets, experts, real, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial score sums of the programs and stores the total of each set; program p sums set p % sets."""
+    """Adds the partial score sums and stores the total of each set. Program p computed a sum for set p % sets."""
     for each in range(sets):
         total = tl.zeros((ROWS, COLUMNS), dtype=WIDE)
         for first in range(each, programs, ROWS * sets):

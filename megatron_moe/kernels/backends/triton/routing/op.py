@@ -16,9 +16,9 @@ from megatron_moe.kernels.ops import BalanceSums, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
-"""Elements of a tile (tokens times columns) in fp32; tiles in fp64 have half as many."""
+"""Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""
 FORWARD_PROGRAMS = 4
-"""Forward programs per multiprocessor: few, because the last program adds the partial sums of all programs."""
+"""Forward programs per multiprocessor. Their number is small because the last one adds all partial sums."""
 
 
 def route(

@@ -47,15 +47,15 @@ def slope(logits, scores, SCORE: tl.constexpr):
 
 @triton.jit
 def _log_of_one_plus(x):
-    """log(1 + x), accurate for small x: the quotient corrects the rounding error of 1 + x."""
+    """log(1 + x), accurate for small x. With w = 1 + x, log(w) * x / (w - 1) corrects the rounding error of w."""
     wide = 1.0 + x
     return tl.where(wide == 1.0, x, tl.log(wide) * (x / tl.where(wide == 1.0, 1.0, wide - 1.0)))
 
 
 @triton.jit
 def ordered(values, INT: tl.constexpr, HIGHEST: tl.constexpr):
-    """Maps floats to integers of the same order. nan maps to HIGHEST, and both zeros map to 0. No float maps to the
-    lowest integer, -HIGHEST - 1, which marks removed entries."""
+    """Maps floats to integers that compare like the floats. nan maps to HIGHEST, and both zeros map to 0. No float maps
+    to the lowest integer, -HIGHEST - 1, which marks removed entries."""
     bits = tl.where(values == 0.0, 0.0, values).to(INT, bitcast=True)
     return tl.where(values != values, HIGHEST, tl.where(bits < 0, bits ^ HIGHEST, bits))
 
