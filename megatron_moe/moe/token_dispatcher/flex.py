@@ -1,6 +1,6 @@
 """Flex dispatcher: sends each token once to every rank that holds at least one of its experts.
 
-Dispatch sends tokens, expert ids and probabilities; each rank sorts the choices of its own experts and copies the
+Dispatch sends tokens, expert ids and probabilities; each rank sorts the choices of its local experts and copies the
 tokens to rows. Combine sums the rows of every token on the experts' rank, sends one partial sum per token and rank in
 the dtype of the tokens, and the token's rank adds these in promote(fp32, dtype). The gradient of combine is sent as in
 dispatch, and the gradient of dispatch as in combine. All shapes are static and the host never synchronises with the
