@@ -51,7 +51,7 @@ def recorded(config: Any) -> Any:
 
 def recorded_model(model: ModelConfig) -> dict[str, Any]:
     """Converts a model config to JSON values: "kinds" lists the distinct layer configs, and "layers" has one index into
-    "kinds" per layer. Models that differ only in equivalent settings have equal results."""
+    "kinds" per layer. Settings with the same effect, such as one expert group and no groups, give equal results."""
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(model.layers))}
     rest = recorded(replace(model, layers=()))
     return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}

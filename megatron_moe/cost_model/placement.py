@@ -77,7 +77,7 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
 def _spread(axes: Collection[Axis], domain_ranks: int) -> tuple[tuple[int, int], float]:
     """Returns ((minimum, maximum) number of domains per group, fraction of rank pairs in a group that share a domain).
 
-    Along each axis, the placement relative to domain boundaries is periodic. Only one period per axis is examined.
+    Rank positions relative to domain boundaries repeat along each axis, so only one period per axis is examined.
     """
     members, starts, copies, stride = [0], [0], 1, 1
     for inside, size in axes:

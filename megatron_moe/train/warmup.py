@@ -138,7 +138,7 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches: twice `--moe-expert-wgrad-interval`, plus the incomplete last interval of a real step."""
+    """Microbatches of two intervals (`--moe-expert-wgrad-interval`) and of the plan's incomplete last interval."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 
