@@ -217,7 +217,7 @@ def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _put_pattern(draft: Draft, name: str, entries: tuple[Any, ...]) -> None:
-    """Sets a flag to the per-layer list `entries`. An interval that yields the same list is kept."""
+    """Sets a flag to the per-layer list `entries`, unless its value is an interval that yields the same list."""
     old = draft.value(name)
     if old is None or (name == "cp_comm_type" and len(old) == 1):
         return

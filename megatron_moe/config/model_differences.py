@@ -1,4 +1,4 @@
-"""Comparison of models by the meaning of their weights, and the model config that a checkpoint records."""
+"""Comparison of model configs: can weights of one model be used in another? Also the config that checkpoints record."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -59,8 +59,9 @@ class LRSchedule:
 
         `saved`: settings of the checkpoint (`to_json`). `batch_sizes`: `--global-batch-size` of the run and of the
         checkpoint (None if unknown). If settings differ, `--override-opt_param-scheduler` selects the settings of the
-        run, and `--use-checkpoint-opt_param-scheduler` those of the checkpoint. Neither flag is needed if only lengths
-        in samples differ, in the ratio of the batch sizes: the settings of the checkpoint are then used.
+        run, and `--use-checkpoint-opt_param-scheduler` those of the checkpoint. Neither flag is needed if the only
+        differences are lengths in samples that have the same ratio as the batch sizes: the settings of the checkpoint
+        are then used.
 
         Raises:
             CheckpointProblem: settings differ in another way and neither flag is set.

@@ -96,7 +96,8 @@ class SegmentedMicrobatch:
         return gradient
 
     def _places(self, slot: Slot) -> list[int]:
-        """Indices of a slot's steps: two for an exchange, one for other nodes, none if the chunk has no such node."""
+        """Indices of the steps of a slot's node: two if the node is an exchange, else one; none if the chunk lacks the
+        node."""
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
 
     def _forward(self, step: Step) -> None:

@@ -138,7 +138,8 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Microbatches of two intervals (`--moe-expert-wgrad-interval`) and of the plan's incomplete last interval."""
+    """Number of microbatches of two full intervals (`--moe-expert-wgrad-interval`) plus those of the plan's incomplete
+    last interval."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 
