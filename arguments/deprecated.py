@@ -20,7 +20,7 @@ class Translated:
     """(option, values) of each replacement; empty if the deprecated flag requests the default."""
     note: str
     extends: bool = False
-    """True if the new values include the flag's current values, so that the flag is not reported as given twice."""
+    """True if the new values include the values that the flag already has; giving the flag twice is then no error."""
 
 
 def translate(option: str, words: Sequence[str], value_of: ValueOf) -> Translated | None:

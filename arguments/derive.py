@@ -53,8 +53,8 @@ def expert_ranks(flags: Flags) -> int:
 
 
 def experts_are_captured(flags: Flags) -> bool:
-    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured with
-    token exchange, fp32 GEMMs or GEMMs that are not grouped, because these operations read token counts on the host."""
+    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured
+    if tokens are exchanged, or if GEMMs use fp32 or are not grouped: the host then reads token counts."""
     return expert_ranks(flags) == 1 and flags.bf16 and flags.moe_grouped_gemm
 
 
@@ -113,7 +113,7 @@ def eval_iters(flags: Flags, train_iters: int) -> int:
 
 
 def save_folder(flags: Flags) -> Path | None:
-    """Checkpoint folder: `--save`, else `checkpoints` in the run folder. None on mock data without checkpoint flags."""
+    """Checkpoint folder: `--save`, else `checkpoints` in the run folder. None if the run saves no checkpoints."""
     if flags.save or not flags.run_dir:
         return Path(flags.save) if flags.save else None
     saves = flags.save_interval or flags.save_hf_interval or flags.moe_use_upcycling or flags.ckpt_step is not None

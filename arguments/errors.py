@@ -22,7 +22,7 @@ class Problem:
     given: tuple[tuple[str, str, str], ...] = ()
     """(option, value, origin) of each flag involved; the origin is the command line, a file or a default."""
     waits: Waits = ""
-    """What is missing, if the flags are valid: an input or a feature. A dry run reports the problem and continues."""
+    """Not empty if the flags are valid but an input or a feature is missing; a dry run reports this and continues."""
 
     def lines(self) -> list[str]:
         """Formats the problem as lines of text."""

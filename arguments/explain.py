@@ -39,7 +39,7 @@ _RECOGNISED_HEADS = MappingProxyType(
         True: ("Rejected flags", "Megatron-LM flags of features that are not implemented."),
     }
 )
-"""Heading and introduction of a section of docs/flags.md. The key is True for the section about rejected flags."""
+"""Headings and introductions of docs/flags.md for rejected flags (key True) and flags without effect (key False)."""
 _STATUS: Mapping[str, str] = MappingProxyType(
     {
         "same": "as in Megatron-LM",

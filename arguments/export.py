@@ -115,6 +115,6 @@ def _json_item(value: object, word: str) -> str:
 
 
 def _string(text: str) -> str:
-    """JSON string that YAML reads too. Escapes only non-printable characters, as YAML does not join surrogate pairs."""
+    """JSON string that YAML reads too. Printable characters are kept, since YAML cannot join escaped surrogates."""
     parts = (json.dumps(part, ensure_ascii=not part.isprintable())[1:-1] for part in text.replace("$", "$$"))
     return f'"{"".join(parts)}"'

@@ -35,13 +35,13 @@ class StartFlags:
     recipe: str | None = ours(None, essential=True)
     """Recipe to use, a file in scripts/recipes that is read before `--config`; docs/recipes.md lists all recipes."""
     print_config: Literal["yaml", "flags", "json"] | None = ours(None, essential=True, bare="yaml")
-    """Print all values (yaml or json), or the given flags as a command line (flags), and exit. yaml shows origins."""
+    """Print all values (json, or yaml with origins), or the given flags as a command line (flags), and exit."""
     from_hf_config: str | None = ours(None)
     """Folder with a Hugging Face config.json from which model flags are derived. Flags in files and on the command line
     override the derived ones."""
     check_against_hf: str | None = ours(None)
-    """Folder with a Hugging Face config.json. Compare the model of the flags with it, print the differences, and exit
-    with code 0 if there are none and 2 otherwise."""
+    """Folder with a Hugging Face config.json. Compare this config with the model that the flags define, print the
+    differences, and exit with code 0 if there are none and 2 otherwise."""
     dry_run: Literal["text", "json"] | None = ours(None, essential=True, bare="text")
     """Report the parallel groups, pipeline stages, memory, schedule, communication and step time of the run, and exit.
     Exit code 0: the run would start; 15: an input or a feature is missing; 2: the flags are wrong."""
@@ -106,8 +106,8 @@ GROUPS: Mapping[str, type] = MappingProxyType(
 
 
 def from_flags(function: Callable[..., T], flags: Flags, **values: Any) -> T:
-    """Calls a config class or function with the keyword arguments `values`. Every other parameter that has the name of
-    a flag receives the value of this flag; if its type is `Path | None`, a path, or None for an empty text."""
+    """Calls a config class or function with the keyword arguments `values`. Every other parameter with the name of a
+    flag receives the value of this flag. A `Path | None` parameter receives a path, or None for an empty text."""
     named = {name: convert(getattr(flags, name)) for name, convert in _flag_parameters(function) if name not in values}
     return function(**named, **values)
 

@@ -176,7 +176,7 @@ def _unrotated(layers: Sequence[LayerConfig]) -> dict[str, Any]:
 
 
 def _pattern(present: tuple[bool, ...], layers_of: Callable[[int], tuple[bool, ...]]) -> LayerPattern:
-    """Returns the smallest interval n with `layers_of(n) == present`, or `present` as 0s and 1s if no interval fits."""
+    """Writes `present` as the smallest interval n with `layers_of(n) == present`, else as a tuple of 0s and 1s."""
     periods = (every for every in range(1, _MAX_PERIOD + 1) if layers_of(every) == present)
     return next(periods, tuple(map(int, present)))
 
@@ -208,7 +208,7 @@ _TRAINING_FLAGS = (
     *("attention_dropout", "hidden_dropout", "init_method_std"),
     *("max_position_embeddings", "mtp_num_layers", "vocab_size"),
 )
-"""Flags whose values may differ from those of the published model; its layer weights can still be used."""
+"""Flags in which a run may differ from the published model and still use its published layer weights."""
 _HEADINGS = ("flag", "this run", "published")
 
 

@@ -16,8 +16,8 @@ _LAST_PORT = 65535
 def launch_of(environ: Mapping[str, str]) -> Launch:
     """Reads rank and world size from the environment; without a launcher there is one process.
 
-    torchrun's variables take precedence. If the user sets them under srun, they must agree with srun's variables; if
-    torchrun sets them, they may differ, because srun then started one torchrun per host.
+    torchrun's variables take precedence. If torchrun set them, srun's variables are ignored, because srun may have
+    started one torchrun per host. If the user set them for processes of srun, they must agree with srun's variables.
 
     Raises:
         FlagErrors: a variable is missing or not a number, or two launchers contradict each other.

@@ -34,7 +34,7 @@ class Given:
     """Where the flag was written: `command line`, `recipe.yaml:12`."""
     state: Literal["words", "one text", "unusable", "extends"] = "words"
     """words: separate values. one text: one scalar of a file, which is split at blanks if the flag takes a list.
-    unusable: no value, because a file error was reported. extends: `words` contain the previous value of the flag."""
+    unusable: no value, because a file error was reported. extends: `words` repeat and extend the flag's old value."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def settle(registry: Registry, layers: Sequence[Sequence[Given]]) -> Settings:
 
 
 def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) -> list[Given]:
-    """Returns the flag, its replacements if it is deprecated, or [] if it is recognised but not implemented."""
+    """Returns [given], or the replacements of a deprecated flag, or [] for a flag that is not implemented."""
     option = normal(given.option)
     if settings.registry.find(option):
         return [given]
@@ -185,7 +185,7 @@ def _translated(given: Given, settings: Settings, layer: Mapping[str, Setting]) 
 
 def _recognised(option: str, given: Given, settings: Settings) -> bool:
     """Returns whether a flag is recognised but not implemented. Such a flag is added to `settings.without_effect` or
-    `settings.refused`, unless its value is null, or it is a switch that is off and would be refused if it were on."""
+    `settings.refused`, except if its value is null. Flags to refuse are not added if they are switched off."""
     found = find_recognised(option)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""Converts settings to plans for the planner, and the layouts that it finds to settings and commented recipes."""
+"""Converts settings to plans for the planner, and layouts found by the planner to settings and recipe files."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence

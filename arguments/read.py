@@ -156,7 +156,7 @@ def fewest_ranks(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _around_proxy(words: list[Given]) -> list[list[Given]]:
-    """Splits flags at the last `--proxy`, which ends the first of two layers. Returns one layer without `--proxy`."""
+    """Splits flags into two layers after the last `--proxy`. If `--proxy` is not given, returns a single layer."""
     end = 1 + max((place for place, given in enumerate(words) if normal(given.option) == "--proxy"), default=-1)
     return [words[:end], words[end:]] if end else [words]
 
@@ -195,7 +195,7 @@ def config_files(start: Settings) -> tuple[list[Path], list[Problem]]:
 def _checked(
     parsed: _Parsed, environ: Mapping[str, str], rules: Sequence[Rule], *, plan_only: bool
 ) -> tuple[Flags, Launch, list[Problem]]:
-    """Returns flags, launch and, if `plan_only`, the problems that prevent a start but not a plan.
+    """Returns flags, launch, and the problems that prevent a start but not a plan (empty unless `plan_only`).
 
     Raises:
         FlagErrors: all other problems.

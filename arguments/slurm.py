@@ -1,6 +1,6 @@
 """Launch scripts of a planned run for SLURM and torchrun; `tools/launch.py` writes and submits them.
 
-A script contains all resolved values: numbers of ranks, flags, and environment variables with their reasons.
+A script contains all resolved values: flags, number of ranks, and environment variables (each with its reason).
 """
 
 import re

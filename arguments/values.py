@@ -192,7 +192,7 @@ def layer_pattern(expression: str) -> LayerPattern:
     """Evaluates an expression of integers, lists, `+`, `*` and parentheses to an integer or a tuple.
 
     Raises:
-        BadValue: the expression contains anything else, or a number or the length of a list exceeds 10,000.
+        BadValue: the expression contains anything else, a number above 10,000, or a list of more than 10,000 elements.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise BadValue(f"is longer than {_LONGEST_EXPRESSION} characters")

@@ -164,7 +164,7 @@ def build_checkpointing(
 
 
 def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[..., AbstractContextManager[None]]:
-    """Factory of context managers that report out-of-memory errors. Its optional argument is the current iteration."""
+    """Function that takes the iteration (optional) and returns a context manager that reports out-of-memory errors."""
     advice = partial(memory_advice, plan, context.group("pp").rank)
     return partial(report_out_of_memory, context, plan.logging.run_dir, advice)
 

@@ -1,7 +1,7 @@
 """Verifies every byte of checkpoints and lists all errors: `python tools/check_checkpoint.py runs/my/checkpoints`
 
 Accepts checkpoints, folders of checkpoints and run folders. A checkpoint with NaN or infinite values is invalid, too.
-Exit code 0: all are valid; 5: one is invalid, or there is none.
+Exit code 0: all checkpoints are valid; 5: a checkpoint is invalid, or no checkpoint was found.
 """
 
 import sys

@@ -153,7 +153,7 @@ def _by_flag(words: Sequence[str]) -> list[list[str]]:
 
 
 def _status(words: Sequence[str], registry: Registry) -> str:
-    """Support status of flag `words[0]` with the values `words[1:]`; if values are absent, with any non-default one."""
+    """Support status of flag `words[0]` with the values `words[1:]`, or with a non-default value if none is given."""
     found = registry.find(words[0])
     if found is None:
         known = find_recognised(words[0])

@@ -49,8 +49,8 @@ def plan_of(candidate: Candidate, device: str, changes: Sequence[str] = ()) -> R
 
 
 def plan_of_run(words: Sequence[str], num_ranks: int = 1) -> RunPlan:
-    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout is not possible on this number of ranks (imported
-    checkpoints specify 1), the smallest possible number is used. Raises FlagErrors."""
+    """Plan of rank 0 of a run on `num_ranks` ranks. If the layout needs another number of ranks, the smallest one is
+    used, for example if `num_ranks` is 1 because the checkpoint was imported. Raises FlagErrors."""
     fewest = fewest_ranks(words, {})
     return read_plan(words, rank_0_of(fewest if num_ranks % fewest else num_ranks), vocab_size_of=vocab_size_of)
 

@@ -9,7 +9,7 @@ from megatron_moe.pipeline.simulator import SimulationReport, TimelineSpan
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 FILL = (("forward", "-"), ("backward", "="), ("backward_input", "="), ("backward_weight", "~"))
-"""(kind of action, fill character in a text chart). Idle time is shown as dots, overlapped actions as #."""
+"""Fill characters of a text chart, by kind of action. Idle time is filled with dots, overlapped actions with #."""
 
 FORWARD = ("#c6dbef", "#9ecae1", "#6baed6", "#3182bd")
 BACKWARD = ("#c7e9c0", "#a1d99b", "#74c476", "#31a354")

@@ -110,7 +110,7 @@ def name(config: ScheduleConfig) -> str:
 
 
 def verdict(strict: SimulationReport, loose: SimulationReport) -> str:
-    """Formats problems, bubble fraction, time and in-flight peaks. `strict`: with blocking sends; `loose`: buffered."""
+    """Formats simulation results. Blocking sends were simulated for the report `strict`, buffered sends for `loose`."""
     lines = ["no deadlock with blocking sends; every microbatch once, in order"]
     if found := dict.fromkeys((*strict.problems, *loose.problems)):
         lines = ["WRONG:", *(f"  {problem}" for problem in found)]

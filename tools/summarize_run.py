@@ -64,8 +64,8 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
 
 
 def summarize(run: Path, name: str, skip: int = 1) -> Row:
-    """Table row of a run folder. Speeds are medians over the reports after the first `skip`, or over all if none
-    follow. Memory is the peak allocation on the reporting rank's device. Losses are the last reported ones."""
+    """Table row of a run folder. Speeds are medians over all reports except the first `skip`, which are included only
+    if the run has no later ones. Memory is the peak on the reporting rank's device. Losses are the last reported."""
     records = read_metrics(run / METRICS)
     steps = [record for record in records if "iteration-time" in record]
     report = read_report(run)

@@ -30,8 +30,8 @@ def expert_parallel_sizes_divide_world(flags: RuleFlags) -> Violations:
 
 
 def pipeline_stages_match_in_both_grids(flags: RuleFlags) -> Violations:
-    """A pipeline stage has (tensor x context) adjacent ranks for attention and (expert-tensor x expert) for experts
-    with --use-tp-pp-dp-mapping. They must be the same ranks, so both products must be equal."""
+    """--use-tp-pp-dp-mapping assigns pipeline stages to blocks of adjacent ranks. A block has (tensor x context) ranks
+    for attention and (expert-tensor x expert) ranks for experts; both sizes must be equal, so that stages match."""
     if not flags.use_tp_pp_dp_mapping or flags.pipeline_model_parallel_size == 1:
         return
     etp, experts = derive.expert_tensor_parallel_size(flags), derive.expert_ranks(flags)

@@ -69,7 +69,7 @@ def a2a_ranks_divide_heads(flags: RuleFlags) -> Violations:
 
 
 def dynamic_cp_has_token_limit(flags: RuleFlags) -> Violations:
-    """--hybrid-context-parallel selects the number of ranks of each microbatch from a token limit per rank."""
+    """--hybrid-context-parallel derives the number of ranks of each microbatch from --max-seqlen-per-dp-cp-rank."""
     if flags.hybrid_context_parallel and flags.max_seqlen_per_dp_cp_rank is None:
         yield "--hybrid-context-parallel without --max-seqlen-per-dp-cp-rank", "set --max-seqlen-per-dp-cp-rank"
 

@@ -163,7 +163,7 @@ def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
 @missing_feature
 def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
     """A running graph cannot wait for work on other streams, so a full-iteration graph supports no overlap. Graphs of
-    single modules support overlap, but they compute weight gradients right after input gradients, without delay."""
+    single modules support no --delay-wgrad-compute: they compute weight gradients right after input gradients."""
     full_iteration = flags.cuda_graph_impl == "full_iteration"
     others = {
         "--overlap-param-gather": full_iteration and flags.overlap_param_gather and flags.data_parallel_size > 1,

@@ -56,7 +56,7 @@ def unused_rope_scaling(flags: Flags) -> Iterator[str]:
 
 
 def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
-    """A paged stash does not store unused buffer rows; with all experts on one rank, every row is used."""
+    """A paged stash saves memory by omitting unused buffer rows, but with all experts on one rank every row is used."""
     ranks = derive.expert_ranks(flags)
     if flags.moe_paged_stash and ranks <= 1 and (flags.moe_expert_capacity_factor or 0) <= 0:
         yield "--moe-paged-stash saves no memory if all experts are on one rank: every row is used"

@@ -82,7 +82,7 @@ def offload_modules_match_switch(flags: RuleFlags) -> Violations:
 
 
 def offloaded_modules_free_memory(flags: RuleFlags) -> Violations:
-    """core_attn saves its output, which attn_proj also saves as its input; memory is freed only if both offload it."""
+    """core_attn and attn_proj save the same tensor, so memory is freed only if both modules are offloaded."""
     if "attn_proj" in flags.offload_modules and "core_attn" not in flags.offload_modules:
         yield (
             "--offload-modules attn_proj frees no memory: core_attn saves the same tensor",

@@ -96,7 +96,7 @@ def upcycled_slices_make_dense_width(flags: RuleFlags) -> Violations:
 
 
 def upcycled_slices_make_whole_groups(flags: RuleFlags) -> Violations:
-    """Every copy of a dense block is cut into --moe-upcycling-granularity experts, and all copies are complete."""
+    """Upcycling cuts every copy of a dense block into --moe-upcycling-granularity experts and uses all of them."""
     if flags.moe_use_upcycling and flags.num_experts and flags.num_experts % flags.moe_upcycling_granularity:
         yield (
             f"--num-experts {flags.num_experts} cannot be divided into groups of "

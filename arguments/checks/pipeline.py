@@ -7,8 +7,8 @@ from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_
 
 
 def layer_placement_given_once(flags: RuleFlags) -> Violations:
-    """Layers are assigned to stages by a layout, by the layer counts of the first and last stage, or evenly with
-    embedding or loss counted as a layer. These options exclude each other."""
+    """Layers are assigned to stages in one of three ways: by a layout; by the layer counts of the first and the last
+    stage; or evenly, where flags can count the embedding and the loss as layers."""
     ends = flags.decoder_first_pipeline_num_layers is not None or flags.decoder_last_pipeline_num_layers is not None
     counted = flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split
     virtual = (

@@ -66,7 +66,7 @@ FULL_SIZE_RULES: tuple[Rule, ...] = (
     batch.ep_divides_experts,
     *_functions_of(Violations, tensor_parallel, context_parallel, pipeline),
 )
-"""Rules that `--proxy` checks on the settings of the full-size model, before it rewrites them for the proxy."""
+"""Rules that `--proxy` checks on the settings of the full-size model before it reduces the sizes."""
 
 HINTS: tuple[Callable[[Flags], Iterator[str]], ...] = _functions_of(Iterator[str], hints)
 
@@ -238,6 +238,6 @@ def _row(name: str, settings: Settings, facts: Mapping[str, Fact]) -> tuple[str,
 
 
 def _is_listed(name: str, settings: Settings, only_given: bool) -> bool:
-    """Whether a report lists the flag. It omits the defaults `off` and `not set`, and all defaults if `only_given`."""
+    """True for a flag set by the user and, unless `only_given`, for a flag whose default is not `off` or `not set`."""
     flag = settings.registry.flags[name]
     return name in settings.values or not (only_given or flag.text(flag.default) in ("not set", "off"))

@@ -56,7 +56,7 @@ def cluster_of(
         start: settings that name the recipe and files. Their `about` sections supply sizes that `flags` lacks.
         environ: environment variables, which are substituted into files.
         launched: number of ranks started by a launcher; if more than 1, it overrides the number in `about`.
-        otherwise: default number of ranks if flags, launcher and files do not set it. None: the ranks of one node.
+        otherwise: number of ranks if flags, launcher and files do not set it; None means all ranks of one node.
 
     Raises:
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.

@@ -33,9 +33,9 @@ def select_layers(
 ) -> SelectedLayers:
     """Selects pp x vpp stages of `layout`, and in each of these stages one layer of every kind that it contains.
 
-    The first and the last stage are selected, and the stage with multi-token prediction if pp > 2. If a kind of layer
-    occurs only in dropped stages, one such layer is added to the selected stage that precedes it. If the proxy has only
-    one stage, it has one layer more than there are kinds, so that one kind occurs twice.
+    The first and the last stage are selected. If pp > 2, the stage with multi-token prediction is selected, too. If a
+    kind of layer occurs only in dropped stages, one such layer is added to the selected stage that precedes it. A proxy
+    with only one stage has one additional layer unless `min_layers` is given, so that one kind occurs twice.
 
     Args:
         kinds: kind of each layer of the full-size model.
@@ -63,8 +63,8 @@ def select_layers(
 
 
 def _select_stages(kinds: Sequence[Hashable], layout: PipelineLayout, num_stages: int, mtp_stage: int) -> list[int]:
-    """Selects `num_stages` stages and returns their sorted indices. The first, last and MTP stage are selected first.
-    Next are stages with new kinds of layers, then stages before the MTP stage, then those with the commonest kinds."""
+    """Selects `num_stages` stages and returns their sorted indices. Order of preference: first, last and MTP stage;
+    stages with new kinds of layers; stages before the MTP stage; stages whose combination of kinds is frequent."""
     kinds_of = [frozenset(kinds[layer] for layer in stage.layers) for stage in layout.stages]
     last = len(kinds_of) - 1
     selected = list(dict.fromkeys((0, last, mtp_stage)))[:num_stages]

@@ -217,7 +217,7 @@ def _patterns(draft: Draft, num_layers: int) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _put_pattern(draft: Draft, name: str, entries: tuple[Any, ...]) -> None:
-    """Keeps the interval of the flag if it yields `entries` for the remaining layers; else sets `entries` as a list."""
+    """Sets a flag to the per-layer list `entries`, unless its value is an interval that yields the same list."""
     old = draft.value(name)
     if old is None or (name == "cp_comm_type" and len(old) == 1):
         return
@@ -272,8 +272,8 @@ def _reduce_widths(draft: Draft, sizes: Sizes) -> None:
 
 
 def _reduce_experts(draft: Draft, sizes: Sizes) -> None:
-    """Reduces experts, groups and top-k. If ranks hold several experts, or tokens select several experts per group, the
-    reduced values preserve this."""
+    """Reduces experts, groups and top-k. If the full-size model has several experts per rank, or selects several
+    experts per group, so does the reduced model."""
     full, full_topk = draft.value("num_experts"), draft.value("moe_router_topk")
     full_groups, full_limit = draft.value("moe_router_num_groups") or 1, draft.value("moe_router_group_topk")
     groups = min(full_groups, _MAX_GROUPS)

@@ -148,7 +148,7 @@ class Retention:
     keep_last: int | None = None
     """Number of newest checkpoints to keep. None: all checkpoints are kept."""
     interval: int | None = None
-    """The policy keeps checkpoints whose iteration is a multiple of `interval`. None: selects no checkpoints."""
+    """Selects the checkpoints whose iteration is a multiple of `interval`. None: selects no checkpoints."""
     keep_best: bool = False
     """Keeps the checkpoint with the lowest validation loss in train_state.json; on a tie, keeps the newest one."""
 

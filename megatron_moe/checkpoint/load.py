@@ -256,9 +256,9 @@ def _attempt(
     *,
     casting: bool,
 ) -> "LoadedCheckpoint | _Mismatch | str":
-    """Loads one checkpoint. Returns a description of its damage if it is corrupt, or a mismatch if it does not fit.
+    """Loads one checkpoint. Returns a text about the damage if it is corrupt, or a mismatch if it does not fit the run.
 
-    `known`: digests of the tensor keys that any rank loads. `casting`: loads only weights, cast from any dtype.
+    `known`: digests of all tensor keys that any rank loads. `casting`: load only weights, from any dtype.
     """
     try:
         reader = CheckpointReader(candidate.path)

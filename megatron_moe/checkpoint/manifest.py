@@ -1,9 +1,9 @@
 """Checkpoint manifest: data classes, encoding, and validation.
 
 A checkpoint is a folder `iter_NNNNNNN` of safetensors files, text files and `manifest.json`, which is written last. The
-manifest lists all files, and the n-d boxes of all tensors, each with a crc32; it ends with its own crc32. The key of a
-tensor consists of its kind, such as "model", and its global name. Experts are stacked along dim 0 by global id. The
-format is therefore independent of the parallel layout. docs/checkpoint-format.md specifies it.
+manifest lists all files and all pieces of tensors, each with a crc32, and ends with a crc32 of its content. The key
+of a tensor consists of its kind, such as "model", and its global name. The format does not depend on the parallel
+layout: names and shapes are global, and experts are stacked along dim 0. docs/checkpoint-format.md specifies it.
 """
 
 import json
@@ -290,7 +290,7 @@ def _any_overlap(pieces: tuple[TensorPiece, ...]) -> bool:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Checks that every file is filled by its header and pieces without overlap or gap."""
+    """Checks that the header and the pieces in every file cover all bytes of the file exactly once."""
     spans: dict[str, list[tuple[int, int]]] = {name: [(0, file.head)] for name, file in manifest.files.items()}
     for key, entry in manifest.tensors.items():
         for piece in entry.pieces:

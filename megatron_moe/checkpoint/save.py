@@ -134,7 +134,7 @@ class SavedCheckpoint:
     num_bytes: int
     """Total size in bytes of the tensors that all ranks wrote."""
     seconds: float
-    """Duration of the save, up to its commit. A preempted run can save only if it has this much time before SIGKILL."""
+    """Duration of the save, up to its commit. A preempted run needs this much time before SIGKILL to save."""
     blocked_seconds: float
     """Part of `seconds` during which training was blocked."""
     write_seconds: float
@@ -193,7 +193,7 @@ class CheckpointSaver:
 
     def close(self) -> int | None:
         """Unlocks the folder. Cancels a save whose files are still being written (call `wait` first to complete it).
-        A commit that has begun is completed; if it succeeds, the first rank returns its iteration, else None."""
+        Completes a commit that has begun. Returns its iteration on the first rank if it succeeded, otherwise None."""
         save, self._pending = self._pending, None
         committed = None
         if save is not None and save.writing is not None:
@@ -245,7 +245,7 @@ class CheckpointSaver:
             texts: contents of additional text files by file name, e.g. run.yaml.
             in_thread: copy all tensors to host memory and write the files in a thread. False: write before returning.
         Returns:
-            None if the save has started. If it failed at once, a result whose `path` is None.
+            None if the save has started. If it could not start, a `SavedCheckpoint` whose `path` is None.
         """
         assert self._pending is None, f"the save of iteration {self.pending} is unfinished"
         begin, first = time.monotonic(), self._context.is_first

@@ -77,7 +77,7 @@ class OpenCheckpoint:
         return Statistics(math.sqrt(squares), largest, num_nonfinite, math.prod(entry.shape))
 
     def difference(self, key: str, other: "OpenCheckpoint") -> TensorDifference | None:
-        """Compares tensor `key` of two checkpoints of any sharding. Returns None if it is equal (NaN equals NaN)."""
+        """Compares tensor `key` of two checkpoints of any sharding. Returns None if both are equal (NaN equals NaN)."""
         a, b = self.manifest.tensors.get(key), other.manifest.tensors.get(key)
         if a is None or b is None:
             return TensorDifference(key, f"missing in {self.path if a is None else other.path}")

@@ -152,7 +152,7 @@ def _placed(
 
 def in_parts(tensors: Mapping[str, TensorShard]) -> list[dict[str, TensorShard]]:
     """Partitions the tensors into parts of similar size, one per I/O thread. Returns a single part if the tensors are
-    small in total, or if any has a `PendingBox`, to limit the memory for computed values."""
+    small in total or, to limit memory, if any values are computed only when they are written (`PendingBox`)."""
     num_parts = min(_MAX_THREADS, total_bytes(tensors) // _MIN_BYTES_PER_THREAD, len(tensors))
     if num_parts < 2 or any(isinstance(box, PendingBox) for tensor in tensors.values() for box in tensor.boxes):
         return [dict(tensors)] if tensors else []
@@ -364,7 +364,7 @@ def fill(target: TensorShard, entry: TensorEntry, read: Callable[[TensorPiece, T
 
 
 def block_slices(block: tuple[tuple[int, ...], tuple[int, ...]], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Converts `block`, (begin, end) in global indices, to slices of a box that starts at the global index `offset`."""
+    """Slices that select `block` from a box. `block`: (begin, end) in global indices; `offset`: start of the box."""
     return tuple(slice(begin - o, end - o) for begin, end, o in zip(*block, offset, strict=True))
 
 

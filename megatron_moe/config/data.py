@@ -9,7 +9,7 @@ from typing import Literal
 OTHER_TOKENIZER_NAMES: Mapping[str, str] = MappingProxyType(
     {"GPTSentencePieceTokenizer": "SentencePieceTokenizer", "Llama2Tokenizer": "SentencePieceTokenizer"}
 )
-"""Other names that Megatron accepts for a tokenizer type -> `TokenizerConfig.tokenizer_type`."""
+"""Aliases of tokenizer types: other name that Megatron accepts -> value of `TokenizerConfig.tokenizer_type`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,6 @@ class DataConfig:
     full_validation: bool = False
     """Each evaluation reads every validation dataset once and ignores `--eval-iters`."""
     mid_level_dataset_surplus: float = 0.005
-    """Fraction of additional samples indexed for each dataset of a weighted blend (`--mid-level-dataset-surplus`)."""
+    """Number of spare samples per dataset of a blend, divided by the number needed (`--mid-level-dataset-surplus`)."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: reads samples in index order; cyclic: reshuffles them in each epoch (`--dataloader-type`)."""

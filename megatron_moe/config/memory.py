@@ -41,7 +41,7 @@ class ActivationOffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStashConfig:
-    """Paged stash of expert activations. Buffers have worst-case size; only their used rows are saved, in pages."""
+    """Paged stash of expert activations: saves only the used rows of worst-case-sized expert buffers, in pages."""
 
     moe_paged_stash_page_size: int = 64
     """Number of activation rows per page."""

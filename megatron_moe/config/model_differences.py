@@ -1,4 +1,4 @@
-"""Comparison of models by the meaning of their weights, and the model config that a checkpoint records."""
+"""Comparison of model configs: can weights of one model be used in another? Also the config that checkpoints record."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ def recorded(config: Any) -> Any:
 
 def recorded_model(model: ModelConfig) -> dict[str, Any]:
     """Converts a model config to JSON values: "kinds" lists the distinct layer configs, and "layers" has one index into
-    "kinds" per layer. Models that differ only in equivalent settings have equal results."""
+    "kinds" per layer. Settings with the same effect, such as one expert group and no groups, give equal results."""
     kinds = {layer: index for index, layer in enumerate(dict.fromkeys(model.layers))}
     rest = recorded(replace(model, layers=()))
     return {**rest, "layers": [kinds[layer] for layer in model.layers], "kinds": [recorded(kind) for kind in kinds]}

@@ -88,8 +88,8 @@ class RouterConfig:
     force_balancing: bool = False
     """Replaces the logits by random ones, to benchmark even load (`--moe-router-force-load-balancing`)."""
     force_biased: float | None = None
-    """Replaces logits by random ones plus a random bias per expert, to benchmark uneven load. The absolute value is its
-    standard deviation. The bias is drawn every step, or once for a negative value (`--moe-router-force-biased`)."""
+    """Replaces logits by random ones plus a random bias per expert, to benchmark uneven load. This number is the
+    standard deviation of the biases. If it is negative, they are drawn only once (`--moe-router-force-biased`)."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     quantile_ema: float = 0.0

@@ -67,7 +67,7 @@ class LRConfig:
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Curve of the weight decay between its start value and its end value (`--weight-decay-incr-style`)."""
     weight_decay_samples: int | None = None
-    """Number of samples over which weight decay changes (the whole run if set by flags). None: `decay_samples`."""
+    """Number of samples over which weight decay changes. Flags set it to the run length. None: `decay_samples`."""
     override_opt_param_scheduler: bool = False
     """Uses the command line's schedule if the checkpoint has another one (`--override-opt-param-scheduler`)."""
     use_checkpoint_opt_param_scheduler: bool = False

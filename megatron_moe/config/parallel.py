@@ -38,11 +38,11 @@ class ParallelConfig:
     cp_split: Literal["zigzag", "contiguous"] = "zigzag"
     """Assignment of sequence positions to context-parallel ranks (`parallel/context_parallel.py`)."""
     cp_sub_axes: tuple[int, int] | None = None
-    """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group), with product cp. The ranks
+    """Hierarchical context parallelism: (ranks per all-to-all group, ranks per p2p group). Their product is cp. Ranks
     of an all-to-all group are adjacent (`--hierarchical-context-parallel-sizes`)."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Dynamic context parallelism (`--hybrid-context-parallel`): maximum number of tokens of one document per rank.
-    Sequences are split over as many ranks as the longest document of a microbatch needs. None: over all cp ranks."""
+    A microbatch is split over as many ranks as its longest document needs. None: it is split over all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     distributed_timeout_minutes: float = 10.0

@@ -13,7 +13,7 @@ class PipelineConfig:
     layout: PipelineLayout | None = None
     """Layers of every pipeline stage; None: the same number of layers on every stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Number of consecutive microbatches that a rank runs on one virtual stage before the next one; None: pp."""
+    """Number of microbatches that a rank runs on one virtual stage before it switches to another stage; None: pp."""
     overlap: bool = False
     """Interleaves the forward of one microbatch with the backward of another to hide expert communication
     (`--overlap-moe-expert-parallel-comm`)."""

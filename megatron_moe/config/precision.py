@@ -13,7 +13,7 @@ class PrecisionConfig:
     """Number formats of a run."""
 
     params: FloatName = "fp32"
-    """Format of parameters and activations. Softmax, norms and losses compute in fp32, or in fp64 if this is fp64."""
+    """Format of parameters and activations. Softmax, norms and losses use fp64 if `params` is fp64, else fp32."""
     grads: FloatName = "fp32"
     """Format in which gradients are accumulated and reduced."""
     main_params_dtype: FloatName = "fp32"
@@ -30,4 +30,4 @@ class PrecisionConfig:
     low_precision: LowPrecision | None = None
     """Scaling recipe of FP8 or FP4 GEMMs (`--fp8-recipe`, `--fp4-recipe`); None: GEMMs use the format `params`."""
     low_precision_params: bool = False
-    """Stores and gathers weights of FP8 or FP4 GEMMs in that format (`--fp8-param-gather`, `--fp4-param-gather`)."""
+    """Stores and gathers weights in their GEMM's FP8 or FP4 format (`--fp8-param-gather`, `--fp4-param-gather`)."""

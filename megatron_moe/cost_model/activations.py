@@ -178,8 +178,8 @@ def _norm(
 
 
 def _attention(config: AttentionConfig, layer: LayerConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of it. If q and k are
-    neither normalised nor rotated, k is also a view of it, and so is q if all heads share one query group."""
+    """Tensors that attention saves. The output of the QKV projection is saved because v is a view of this output. If
+    q and k have neither norm nor rotation, k is also a view of this output; with one query group, q is too."""
     tokens, size, marks = sizes.inner, sizes.activation, {"offloaded_by": "core_attn"}
     several_groups = config.num_query_groups > 1
     # a fused kernel normalises, rotates and splits the projection's output, and reads that output again in backward
@@ -217,13 +217,13 @@ def _core(config: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterat
 
 
 def saves_pairs(core: CoreAttentionConfig, parallel: ParallelConfig) -> bool:
-    """Whether attention saves tensors with one element per query-key pair. Attention with dropout saves them. The only
-    exceptions are context-parallel exchanges other than "a2a", which recompute attention blocks in backward."""
+    """Whether attention saves tensors with one element per query-key pair. Only attention with dropout
+    does, unless a context-parallel exchange other than "a2a" recomputes attention blocks in backward."""
     return core.dropout > 0.0 and (parallel.cp == 1 or core.context_exchange == "a2a")
 
 
 def _pairs(mixer: AttentionConfig | MLAConfig, sizes: ActivationSizes) -> Iterator[SavedActivation]:
-    """Tensors that unfused attention saves: q, k, v of all heads; softmax, dropout mask and their product [U, N, S]."""
+    """Tensors that unfused attention saves: q, k, v, and three [U, N, S]: softmax, dropout mask and their product."""
     marks = {"recomputed_by": ("core_attn",), "offloaded_by": "core_attn"}
     rows, size = sizes.inner * mixer.num_heads, sizes.internal
     yield _tensor("attention", "probabilities with dropout", "3 U N S", 3 * rows * sizes.length, size, **marks)

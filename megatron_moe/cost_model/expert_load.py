@@ -61,7 +61,7 @@ class LoadChoice:
         return LoadSpread(mean=num_tokens * mean, std=sqrt(num_tokens * variance))
 
     def _parts_are_equal(self, num_parts: int) -> bool:
-        """True if parts are unions of groups or groups are unions of parts. All parts then have equal loads."""
+        """True if each part (rank or domain) has whole groups, or each group has whole parts. Loads are then equal."""
         per_group, per_part = self.num_experts // self.num_groups, self.num_experts // num_parts
         return max(per_group, per_part) % min(per_group, per_part) == 0
 
@@ -70,7 +70,7 @@ class LoadChoice:
         return sum(weight * _none(self._candidates, held, self.topk) for held, weight in self._held(parts, num_parts))
 
     def _mean_square(self, num_parts: int) -> float:
-        """Mean of the squared number of experts that a token selects on part 0."""
+        """Expected value of n^2, where n is the number of experts that a token selects on part 0 (a rank or domain)."""
         total, candidates = 0.0, self._candidates
         for held, weight in self._held([0], num_parts):
             mean = self.topk * held / candidates

@@ -116,8 +116,8 @@ _DEVICES = (
     _Device("L40S", None, 91.6, 362.0, 362.0),
     _Device("V100", 7.8, 15.7, 125.0, None),
 )
-"""Rates from NVIDIA's data sheets (VR200: preliminary), halved where published for 2:4 sparsity. fp32 rates are without
-TF32, which torch does not use by default. If several entries match a device name, the first one is used."""
+"""Rates from NVIDIA's data sheets (VR200: preliminary). Rates published only for 2:4 sparsity are halved. fp32 rates
+are without TF32, which torch does not use by default. If several entries match a device name, the first one is used."""
 
 
 def peak_flops(device_name: str, dtype: FloatName) -> float | None:

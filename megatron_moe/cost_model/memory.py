@@ -85,7 +85,7 @@ class RankBytes:
     transfers: float
     """Send and receive buffers of pipeline parallelism."""
     visiting: float = 0.0
-    """Offloaded optimizer state on the device during the update, when no activations are allocated."""
+    """Device memory for offloaded optimizer state during its update, at which time no activations are allocated."""
     on_host: float
     """Activations in host memory, which `total` does not include."""
 
@@ -382,7 +382,7 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 
 
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
-    """Moment with the most saved bytes. `chunks`, `late`: bytes per in-flight and per delayed microbatch of a chunk."""
+    """Moment with the most saved bytes. A microbatch of chunk i saves chunks[i] in flight and late[i] when delayed."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
 
 

@@ -38,8 +38,7 @@ class ParamCount(Amounts[int]):
 
 
 def count_parameters(model: ModelConfig, *, active: bool = False) -> ParamCount:
-    """Parameter counts of the model. `active`: of the routed experts in each layer, counts only the `topk`
-    that process a given token."""
+    """Parameter counts of the model. `active`: counts only the `topk` routed experts per layer that process a token."""
     layers = sum((count_layer(layer, active=active) for layer in model.layers), ParamCount())
     positions = model.max_positions if model.position_embedding == "learned_absolute" else 0
     ends = ParamCount(

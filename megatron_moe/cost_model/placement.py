@@ -75,9 +75,9 @@ def _place(axes: Collection[Axis], gpu: GPU) -> Placement:
 
 
 def _spread(axes: Collection[Axis], domain_ranks: int) -> tuple[tuple[int, int], float]:
-    """Returns ((minimum, maximum) number of domains per group, fraction of rank pairs in a group that share a domain).
-
-    Along each axis, the placement relative to domain boundaries is periodic. Only one period per axis is examined.
+    """Returns the (minimum, maximum) number of domains that a group spans, and the fraction of a group's rank pairs
+    that share a domain. Positions of ranks relative to domain boundaries are periodic along each axis, so only one
+    period per axis is examined.
     """
     members, starts, copies, stride = [0], [0], 1, 1
     for inside, size in axes:

@@ -80,7 +80,7 @@ class ExpertTraffic:
 
 
 Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""Function (random routing, total number of ranks or domains) -> number of them to which a token is sent."""
+"""Function (random routing, total ranks or domains) -> number of ranks or domains to which a token is sent."""
 
 
 def expert_traffic(

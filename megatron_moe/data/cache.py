@@ -70,7 +70,8 @@ def _description(inputs: Mapping[str, Any], arrays: Arrays) -> str:
 
 
 def _load(folder: Path, stem: str, inputs: Mapping[str, Any]) -> Arrays | None:
-    """Loads a cache entry; returns None if a file is missing, damaged or different from the description."""
+    """Loads a cache entry. Returns None if a file is missing or damaged, or if the entry was made from other
+    `inputs`."""
     try:
         text = (folder / f"{stem}-description.txt").read_text()
         names = json.loads(text)["arrays"]

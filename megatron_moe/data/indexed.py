@@ -226,7 +226,7 @@ def _check_bounds(path: Path, bounds: np.ndarray, num_sequences: int, offset: in
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
-    """Temporary files of `prefix` from `IndexedWriter`s of other processes. These are still running or were killed."""
+    """Temporary files of `prefix` from `IndexedWriter`s in other processes, which are still running or were killed."""
     path = Path(prefix)
     pattern = rf"{re.escape(path.name)}\.(bin|idx)\.writing-(\d+)"
     found = [(each, re.fullmatch(pattern, each.name)) for each in sorted(path.parent.glob("*.writing-*"))]

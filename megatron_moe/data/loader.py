@@ -51,7 +51,7 @@ class SampleOrder:
     num_samples: int
     seed: int
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Pass number -> permutation. The last one is cached, because drawing a large one takes longer than a step."""
+    """Pass number -> permutation, for the last used pass only. Drawing a large permutation takes longer than a step."""
 
     @property
     def end(self) -> int | None:
@@ -84,8 +84,8 @@ class SampleOrder:
 
 
 def step_positions(consumed: int, schedule: BatchSchedule, rank: int) -> np.ndarray:
-    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [number of microbatches,
-    micro-batch size M]. Each microbatch uses the next M * dp positions; rank r gets the r-th M of them."""
+    """Positions in the sample order that data-parallel rank `rank` uses in one step, int64 [number of microbatches, M],
+    with micro-batch size M. For each microbatch, rank 0 takes the next M positions, rank 1 the M after them, etc."""
     shape = (schedule.num_microbatches(consumed), schedule.data_parallel, schedule.micro)
     positions = np.arange(consumed, consumed + int(np.prod(shape)), dtype=np.int64)
     return positions.reshape(shape)[:, rank]
@@ -214,8 +214,8 @@ class TrainLoader(_MicrobatchLoader):
 class EvalLoader(_MicrobatchLoader):
     """Builds this rank's microbatches of one validation or test set.
 
-    Evaluation k uses the k-th group of `eval_iters` global batches; after the last sample, it continues with the first.
-    If `eval_iters` is None, every evaluation uses all full global batches; less than one batch raises `DataProblem`.
+    Evaluation k uses the k-th group of `eval_iters` global batches; the last sample is followed by the first again. If
+    `eval_iters` is None, each evaluation uses all full global batches; a set without any raises `DataProblem`.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def vocab_size_of(config: TokenizerConfig) -> int:
 
 
 def _null_tokenizer(vocab_size: int, eod: int | None, pad: int) -> Tokenizer:
-    """Tokenizer for text that consists of token ids separated by spaces. `eod` None: the last id."""
+    """Tokenizer for text of token ids separated by spaces. If `eod` is None, the last id is end-of-document."""
     end = vocab_size - 1 if eod is None else eod
     for name, token in (("--null-tokenizer-eod-id", end), ("--null-tokenizer-pad-id", max(pad, 0))):
         if token >= vocab_size:

@@ -48,7 +48,7 @@ class _Triton:
 
 
 class _BackendLoader:
-    """Imports copies of backend modules. In a copy, `import` returns other copies, and a fake module for Triton."""
+    """Imports copies of backend modules. Imports inside a copy return other copies, or a fake module for Triton."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
@@ -65,7 +65,7 @@ class _BackendLoader:
         return self._modules[name]
 
     def _import(self, name: str, *scope: Any, **named: Any) -> Any:
-        """Replacement of `__import__` in the imported copies."""
+        """Replaces the built-in `__import__` inside the copies of backend modules that this loader creates."""
         if name.partition(".")[0] == "triton":
             return self._triton
         if not name.startswith((f"{_BACKENDS}.triton", f"{_BACKENDS}.torch_native")):
@@ -156,4 +156,4 @@ _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
         f"{_BACKENDS}.torch_native.cudnn": {"serves": _serves, "_attend": _attend, "_differentiate": _differentiate},
     }
 )
-"""Fake functions that replace functions of the imported copies, by module name and function name."""
+"""Fake functions by module name and function name. They replace the real functions in copies of these modules."""

@@ -36,9 +36,9 @@ class PackedState:
     data: Tensor
     """Stored values [n]: uint8 for fp8, int16 for remainder, fp16 for fp16, any floating dtype for plain."""
     exponents: Tensor | None = None
-    """Exponents of the block scales for fp16 and fp8, int8 [ceil(n / 128)]; scale = 2^exponent. Otherwise None."""
+    """For fp16 and fp8: exponents of the block scales 2^exponent, int8 [ceil(n / 128)]. For other formats: None."""
     root: bool = False
-    """False: `data` * block scale is the value. True: `data` * block scale is its square root (fp16 and fp8 only)."""
+    """True if `data` * block scale is the square root of the value (fp16 and fp8 only), False if it is the value."""
 
     @classmethod
     def zeros(cls, size: int, name: Format, dtype: torch.dtype, device: torch.device, *, root: bool) -> "PackedState":
@@ -98,7 +98,7 @@ def pack(
 
     Args:
         numbers: [n] in fp32; any dtype for the plain format.
-        weights: bf16 [n], `numbers` after `round_weights`; for remainders only.
+        weights: result of `round_weights` for `numbers`, bf16 [n]; for remainders only.
         dither: fp32 [n] in [0, 1), for fp8 only. It is added to each value, in units of the last place, and the sum is
             rounded down. If it is None, values are rounded to nearest.
     """
@@ -137,8 +137,8 @@ def dither(size: int, step: Tensor, salt: int, first: int, device: torch.device)
 
 
 def _exponents(wide: Tensor, top: int, mantissa: int) -> Tensor:
-    """Exponents of the block scales, int32 [ceil(n / 128)]. Each exponent is the smallest for which |value| / scale is
-    at most 2^top * (1 + mantissa / 2^23), the format's largest value. Repacking an unpacked state is exact."""
+    """Exponents of the block scales, int32 [ceil(n / 128)]. Each exponent is the smallest for which no value of the
+    block, divided by the scale, exceeds the largest number of the format, 2^top * (1 + mantissa / 2^23)."""
     size = wide.numel()
     blocks = -(-size // BLOCK)
     padded = torch.nn.functional.pad(wide.abs(), (0, blocks * BLOCK - size))

@@ -2,7 +2,7 @@
 
 `reference.py` defines each op in plain torch; every backend is tested against it. Shape letters are those of
 docs/shapes.md. Ops compute in the internal dtype promote(fp32, input dtype) and return the input's dtype unless stated
-otherwise. Ops marked as differentiable include their backward. Linear and embedding ops get theirs in `autograd.py`.
+otherwise. Differentiable ops include their backward; `autograd.py` adds the backward of linear and embedding ops.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from megatron_moe.parallel.param_meta import Part
 class QuantizedTensor:
     """Low-precision matrix, or stack of matrices, as an operand of matrix multiplications.
 
-    A GEMM reads the copy whose blocks extend along the GEMM's reduction dimension: forward reads `rowwise`, and the
-    weight gradient reads `columnwise`. No backend implements such operands yet; ops raise TypeError.
+    It holds up to two quantised copies of the matrix. A GEMM reads the copy whose blocks extend along its reduction
+    dimension: `rowwise` in forward, `columnwise` for the weight gradient. No backend implements such operands yet.
     """
 
     rowwise: Tensor | None
@@ -99,7 +99,7 @@ DropoutKey = tuple[int | str, ...]
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention over a whole sequence. The head dim E of values may differ from D of queries and keys."""
+    """Inputs of attention over a whole sequence. Values may have another head dim (E) than queries and keys (D)."""
 
     q_SBND: Tensor
     k_SBGD: Tensor
@@ -206,7 +206,7 @@ class RoutedTokens(NamedTuple):
     """Result of `Kernels.route` for the tokens of a microbatch."""
 
     ids_TK: Tensor
-    """int64 expert ids, by descending selection score or as given; -1 where a token has fewer than K choices."""
+    """Expert ids, int64, by descending selection score or as in `given_ids_TK`; -1 if a token has fewer choices."""
     probs_TK: Tensor
     """Router probabilities of the choices, in the dtype of the logits; 0 where the id is -1. Differentiable."""
     counts_E: Tensor
@@ -414,7 +414,7 @@ class Kernels(Protocol):
         ...
 
     def unpack_rows(self, table: Tensor, num_rows: int, pages: Pages) -> Tensor:
-        """Copies packed rows back -> [num_rows, W]: nan for `NO_ROOM` entries, undefined after the last valid row."""
+        """Copies packed rows back -> [num_rows, W]. Rows of `NO_ROOM` entries are nan; invalid rows are undefined."""
         ...
 
     def free_pages(self, table: Tensor, pages: Pages) -> None:

@@ -1,4 +1,4 @@
-"""Differentiable permute and unpermute from a backend's gather and scatter-add (each is the other's backward)."""
+"""Builds differentiable permute and unpermute ops from the gather and scatter-add kernels of a backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

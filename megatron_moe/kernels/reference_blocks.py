@@ -35,7 +35,7 @@ def merge_(out_SBNE: Tensor, lse_SBN: Tensor, part_SBNE: Tensor, part_lse_SBN: T
 
 
 def attention_block_grad(block: AttentionBlock, found: AttentionResult, into: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Attention backward from the output and log-sum-exp over all keys (Dao et al., arXiv 2205.14135 section B.2)."""
+    """Backward of one block; uses the output and log-sum-exp of all keys (Dao et al., arXiv 2205.14135 section B.2)."""
     q_SBND, k_SBGD, v_SBGE, config, *_ = block
     num_heads, num_groups = q_SBND.shape[2], k_SBGD.shape[2]
     probs_BNSS = _probabilities(_logits(block), found.lse_SBN.permute(1, 2, 0))

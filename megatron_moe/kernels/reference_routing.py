@@ -193,7 +193,7 @@ def place(
     experts: Tensor, num_experts: int, per_token: int, rows: int, capacity: int | None, align: int = 1
 ) -> tuple[RowIndex, Tensor]:
     """Assigns rows to choices. `experts` [choices] contains each choice's expert, or `num_experts` if the choice is
-    dropped. Choice c belongs to token c // per_token. Returns (index with `rows_TK` None, row of each choice or -1)."""
+    dropped. Choice c belongs to token c // per_token. Returns (index without `rows_TK`, row of each choice or -1)."""
     device = experts.device
     order = experts.sort(stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))

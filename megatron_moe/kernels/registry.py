@@ -2,7 +2,7 @@
 
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
 that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
-op. The request `auto` selects the backend with the best rating, or plain torch if none is better. A backend with
+op. The request `auto` selects the backend with the best rating if it is better than plain torch. A backend with
 ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name.
 """
 
@@ -94,7 +94,7 @@ def read(path: Path) -> Backend:
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
-    """Selects the best backend, or plain torch if none is better. The reason then lists each backend's reason."""
+    """Selects the backend with the best rating, or plain torch if no rating is at least `Priority.BETTER`."""
     able = {name: backend for name, backend in backends.items() if op in backend.provides and not backend.on_request}
     supports = {name: support_of(op, backend, device, dtype) for name, backend in able.items()}
     winner = max(supports, key=lambda name: supports[name].fit, default=None)

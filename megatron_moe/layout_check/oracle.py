@@ -64,7 +64,7 @@ def oracle_plan(plan: RunPlan) -> RunPlan:
 
 
 def follow_layout(trainer: Trainer, plan: RunPlan) -> BeforeStep | None:
-    """Makes the oracle's routers limit capacity, and select by Sinkhorn or expert choice, separately for the tokens of
+    """Configures the oracle's routers to apply capacity limits, Sinkhorn and expert choice separately to the tokens of
     each rank of the layout `plan`. Returns a callback to run before every step, or None if none is needed."""
     by_rank = [router for router in trainer.routers if router.capacity is not None or _chooses_by_rank(router)]
     partition = _Partition(plan)
@@ -88,8 +88,8 @@ def _count_ahead(trainer: Trainer, dp: int, batches: Sequence[MicroBatch], itera
 
 
 def _count_together(counts_ahead: dict[RNGKey | None, Tensor], dp: int) -> None:
-    """Changes running sums of token counts to those of a layout that routes groups of `dp` microbatches at the same
-    time: each sum includes the whole group of its microbatch. Keys identify microbatch and MTP depth."""
+    """Replaces the running sum of token counts after each microbatch by the sum after its group of `dp`
+    microbatches, which data-parallel ranks route at the same time. Keys identify microbatch and MTP depth."""
 
     def group_of(key: RNGKey | None) -> tuple[int, Key]:
         assert key is not None, "a microbatch has no key"
@@ -130,7 +130,7 @@ class _Partition:
 
 
 def _position_parts(config: ParallelConfig, num_positions: int, degree: int) -> list[Tensor]:
-    """Sequence positions, in storage order, of each of the `degree` ranks (`degree` * tp with sequence parallelism)."""
+    """Sequence positions of each rank, in storage order: `degree` tensors (`degree` * tp with sequence parallelism)."""
     shares = split_places(config.cp_split, num_positions, degree)
     held = [torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]) for chunks in shares]
     return [part for share in held for part in share.chunk(config.tp if config.sequence_parallel else 1)]

@@ -42,8 +42,8 @@ class RandomSamples:
         return tokens
 
     def _cut(self, tokens: np.ndarray, ends: np.ndarray, index: int) -> None:
-        """Cuts `tokens` into documents, in place, where `ends` is True. Documents of neighbouring sequences start
-        with different tokens, because rounding would decide which of two equal tokens an expert at capacity drops."""
+        """Cuts `tokens` into documents, in place, where `ends` is True. Documents of neighbouring sequences start with
+        different tokens. If they were equal, rounding would decide which of them an expert at capacity drops."""
         ends[1:] &= ~ends[:-1]
         starts = np.flatnonzero(ends[:-1]) + 1
         tokens[ends] = self.vocab_size - 1

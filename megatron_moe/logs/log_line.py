@@ -115,7 +115,7 @@ class ValidationReport:
     consumed_samples: int
     loss: float
     where: str = ""
-    """Set at the end of the run: "on validation set" or "on test set", added to "validation loss at iteration N"."""
+    """Text after "validation loss at iteration N" at the end of the run: "on validation set" or "on test set"."""
     data_set: str = ""
     """Name of the data set; empty if the run has only one validation set."""
     split: str = "validation"

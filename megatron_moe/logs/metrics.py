@@ -22,7 +22,7 @@ MetricValue = float | list[float]
 Key = tuple[str, int | None]
 """(metric name, global layer index). The layer index is None for metrics that are not per layer."""
 Fold = Callable[["MetricAccumulator", dict[int, int], Tensor], None]
-"""Records metrics of rows. Arguments: accumulator, layer -> number of rows, rows [n, ...] (grouped by layer)."""
+"""Function that records metrics of rows. Arguments: accumulator, layer -> number of rows, rows [n, ...] by layer."""
 
 _ROWS_AT_A_TIME = 128
 
@@ -84,9 +84,9 @@ class MetricAccumulator:
     ) -> None:
         """Records `value` (a scalar or a vector) of the metric `name`.
 
-        The metric is reduced over microbatches and the ranks of a pipeline stage: "mean" is sum of values / sum of
-        counts (`count`: 1 by default), "sum" the sum and "max" the maximum. Values that are replicated over tensor- or
-        context-parallel ranks need "mean" or "max", because "sum" would add every copy.
+        The metric is reduced over microbatches and the ranks of a pipeline stage. "mean" divides the sum of values by
+        the sum of `count` (default: 1 per call). Values that are replicated over tensor- or context-parallel ranks need
+        "mean" or "max", because "sum" would add every copy.
         """
         value = value.detach()
         entry = self.entries.get((name, layer))

@@ -1,6 +1,6 @@
-"""Scalar tags of reports (Megatron's TensorBoard tags; MoE statistics begin with "moe/") and records of metrics.jsonl.
+"""Tags of the scalars in reports (Megatron's TensorBoard tags, and "moe/..." tags), and records of metrics.jsonl.
 
-metrics.jsonl has one JSON object per report: "iteration", "samples" and values by tag. Non-finite values are null.
+A record is a JSON object: "iteration", "samples" and the values of one report by tag. Non-finite values are null.
 """
 
 import json
@@ -44,7 +44,7 @@ def step_tags(report: StepReport) -> dict[str, float]:
 
 
 def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
-    """Values per layer of all metrics by tag, `moe/{name}_layer_{i}` with the global layer index i from 0."""
+    """Values per layer of all metrics, by tag. Tags are `moe/{name}_layer_{i}`; i is the global layer index from 0."""
     return {
         f"moe/{name.removeprefix('moe/')}_layer_{layer}": figure
         for name, metric in metrics.items()
@@ -53,7 +53,7 @@ def layer_tags(metrics: Mapping[str, Metric]) -> dict[str, MetricValue]:
 
 
 def validation_tags(report: ValidationReport) -> dict[str, float]:
-    """Loss and perplexity by tag: `lm loss SPLIT` and `lm loss SPLIT ppl`, with SPLIT-NAME for a named data set."""
+    """Loss and perplexity by tag: `lm loss SPLIT` and `lm loss SPLIT ppl`. A data set's name is appended to SPLIT."""
     name = f"lm loss {report.split}" + (f"-{report.data_set}" if report.data_set else "")
     return {name: report.loss, f"{name} ppl": perplexity(report.loss)}
 

@@ -16,7 +16,7 @@ RUN_FOLDER: Mapping[str, str] = MappingProxyType({"does": "writes into the run f
 """Keyword arguments for `RunLock` and `refuse_held` if the locked folder is a run folder."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.1
-"""Pause between attempts to acquire the lock. An attempt also fails while `held_by` runs in another process."""
+"""Pause between attempts to acquire the lock. Retries are needed because `held_by` also locks the file briefly."""
 
 
 class RunLock:

@@ -1,7 +1,7 @@
 """Offload of saved activations of selected modules to host memory.
 
 The tensors that one call of a module saves form a group. The group is copied to the host while the following modules
-run. It is copied back during the backward of the offloaded group that follows it in forward order. If the backward of a
+run. When a group's backward begins, the offloaded group whose backward comes next is copied back. If the backward of a
 microbatch immediately follows its forward, the last group of every module stays on the device, because no computation
 could overlap its copies. The first forward of a model chunk measures its groups and offloads all of them.
 
@@ -189,7 +189,7 @@ class ActivationOffload:
         self._in_flight: dict[str, deque[Event]] = defaultdict(deque)
 
     def begin_pass(self, computations: Sequence[tuple[str, At]]) -> None:
-        """Sets this rank's schedule for a step: all computations in order, as pairs ("forward" or "backward", at)."""
+        """Sets this rank's schedule for a step: an ordered list of ("forward" or "backward", (microbatch, chunk))."""
         backwards = [at for kind, at in computations if kind == "backward"]
         self._next_backward = dict(zip(backwards, backwards[1:], strict=False))
         following = zip(computations, computations[1:], strict=False)

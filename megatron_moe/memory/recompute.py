@@ -1,8 +1,8 @@
 """Activation recomputation (checkpointing): saves the inputs of a function and reruns it in backward.
 
-Random numbers depend only on keys (`parallel/rng.py`), so both forwards draw the same values. Each side effect happens
-once: the first forward records metrics; the second one attaches the gradients of balancing losses and counts the tokens
-per expert (docs/decisions/0104).
+Random numbers depend only on keys (`parallel/rng.py`), so the rerun draws the values of the first forward. Each side
+effect happens once: the first forward records metrics; the rerun attaches the gradients of balancing losses and counts
+the tokens per expert (docs/decisions/0104).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def checkpoint(
     """Returns `forward(*tensors)`. The backward pass runs `recompute(*tensors)` and differentiates it.
 
     Both functions compute the same values but may record different metrics. In no-grad mode, only `forward` runs.
-    `shard_over`: group of ranks that have equal `tensors`. Each rank saves a shard of each tensor. None: no shards."""
+    `shard_over`: group of ranks with equal `tensors`; each saves a shard. If None, tensors are saved whole."""
     if not torch.is_grad_enabled():
         return forward(*tensors)
     # Parameters need gradients even if no input does.

@@ -54,4 +54,4 @@ _FAKED = ("triton", torch_native.NAME)
 _HOST_READS: Mapping[str, str] = MappingProxyType(
     {"grouped_forward": torch_native.NAME, "grouped_input_grad": torch_native.NAME, "grouped_weight_grad": "triton"}
 )
-"""Op -> backend whose fake replaces the reference implementation, because the latter reads row offsets on the host."""
+"""Op whose reference implementation reads row offsets on the host -> backend whose fake is used instead."""

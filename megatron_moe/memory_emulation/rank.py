@@ -104,8 +104,8 @@ def take_steps(
 
 
 def enough_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches per step that suffices to reach the memory peak. It is the sum of the warm-up microbatches
-    of the first pipeline rank, two per pipeline rank, and microbatches whose expert weight gradients are delayed."""
+    """Number of microbatches per step that suffices to reach the memory peak. The number is the warm-up microbatches of
+    the first pipeline rank, plus 2 * pp, plus those for which expert weight gradients can be delayed."""
     whole = plan.num_microbatches
     config = plan.schedule(whole)
     warmup = -(-num_warmup(config, 0) // config.vpp)
@@ -201,7 +201,7 @@ def assume_load(model: GPT, load: RoutedLoad) -> None:
 
 
 def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:
-    """Kernel set whose `route` returns expert ids with the assumed load, but the probabilities of the real top-k."""
+    """Kernel set whose `route` returns expert ids with the assumed load. Probabilities are those of the real top-k."""
 
     def route(logits_TE: Tensor, bias_E: Tensor | None, config: RouterConfig, **given: Any) -> RoutedTokens:
         ids_TK = assumed_ids(load, config, len(logits_TE), logits_TE.device)

@@ -45,7 +45,7 @@ class TrackedPiece:
 
     @property
     def category(self) -> str:
-        """Memory category: `state` if set, "other" if allocated in setup or still live, else set by phase and label."""
+        """Memory category: `state` if set; otherwise derived from phase, label and lifetime of the storage."""
         if self.state:
             return self.state
         if self.phase == "setup" or self.died is None:
@@ -116,8 +116,8 @@ class Timeline:
         return MemoryPeak(event, sum(categories.values()), categories, dict(modules), self.phases[event])
 
     def curves(self, num_points: int) -> tuple[list[int], dict[str, list[int]]]:
-        """Returns the event with the most live bytes in each of about `num_points` intervals, and per category the live
-        bytes after these events."""
+        """Returns (events, category -> live bytes after each of these events). Events are divided into about
+        `num_points` intervals; the event with the most live bytes of each interval is returned."""
         totals = self.totals()
         width = max((self.num_events - self.begin) // num_points, 1)
         starts = range(self.begin, self.num_events, width)

@@ -203,7 +203,7 @@ class _BlockAttention(torch.autograd.Function):
 
     Forward: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). The sinks are merged first, as a block
     whose output is 0, so that the denominator counts them once.
-    Backward: given lse and delta = sum(grad * out) over all blocks, the gradients of each block are independent.
+    Backward: given lse and delta = sum(grad * out) over channels, the gradients of each block are independent.
     """
 
     @staticmethod

@@ -276,13 +276,13 @@ def objective(
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Returns the scalar to differentiate for this microbatch, and (sum, count) of each loss to report.
 
-    By default the scalar is the weighted mean loss of the tokens, which the step averages over microbatches. With
-    `per_token` it is the weighted sum, which the step divides once by the number of tokens of the global batch. Each of
-    the D depths of multi-token prediction adds its mean loss times `loss_scaling_factor` / D. With `per_token` this
-    term is multiplied by the microbatch's number of tokens. Records the mean loss of depth d as metric "mtp_{d} loss".
+    By default the scalar is the weighted mean loss of the tokens, and the step averages it over microbatches. With
+    `per_token` it is the weighted sum, and the step divides it by the number of tokens of the global batch.
+    Multi-token prediction adds mean loss * `loss_scaling_factor` / D for each of its D depths; with `per_token`, this
+    is multiplied by the microbatch's number of tokens. The mean loss of depth d is recorded as metric "mtp_{d} loss".
 
-    A context-parallel rank sums over its part of the sequence and divides by the tokens of the whole sequence. This
-    partial mean is multiplied by the number of context-parallel ranks, over which gradients and metrics are averaged.
+    A context-parallel rank computes a mean as (sum over its part of the sequence) / (tokens of the whole sequence). In
+    metrics, and without `per_token`, the result is multiplied by the number of ranks over which it is later averaged.
     """
     mask_BS = batch.loss_mask_BS
     total, own_tokens = (output.loss_BS * mask_BS).sum(), mask_BS.sum()

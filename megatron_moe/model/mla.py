@@ -59,8 +59,8 @@ class MLA(Mixer):
             return self.linear_proj(context_SBNE.flatten(2))
 
     def _down(self, hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the q latent [S, B, q_lora_rank] (or the hidden state if there is none) and the kv latent followed by
-        the key part that all heads share, [S, B, kv_lora_rank + qk_rope_dim]."""
+        """Returns (q latent [S, B, q_lora_rank], [S, B, kv_lora_rank + qk_rope_dim]). The second tensor contains the kv
+        latent, then the key part that all heads share. The first is the hidden state if q has no latent."""
         q_latent = hidden_SBH if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_SBH)
         return q_latent, self.linear_kv_down_proj(hidden_SBH)
 

@@ -52,16 +52,16 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def _llama3_weights(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Weight of each unscaled frequency in the interpolation of Llama 3.1 (arXiv 2407.21783), fp64 [dim / 2]: 0 below
-    `low_freq_factor` wavelengths per original context, 1 above `high_freq_factor`, linear in between."""
+    """Weights by which Llama 3.1 (arXiv 2407.21783) mixes scaled (0) and unscaled (1) frequencies, fp64 [dim / 2]. They
+    rise linearly from 0 to 1 between `low_freq_factor` and `high_freq_factor` wavelengths per original context."""
     waves_per_context = config.original_max_positions * plain / (2 * math.pi)
     keep = (waves_per_context - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return keep.clamp(0, 1)
 
 
 def _yarn_weights(config: RopeConfig) -> Tensor:
-    """Weight of each unscaled frequency in the interpolation of YaRN (arXiv 2309.00071 section 3.2), fp64 [dim / 2]: 1
-    above `beta_fast` rotations per original context, 0 below `beta_slow`, linear in channel index in between."""
+    """Weights by which YaRN (arXiv 2309.00071, 3.2) mixes scaled (0) and unscaled (1) frequencies, fp64 [dim / 2].
+    They fall from 1 at `beta_fast` to 0 at `beta_slow` rotations per original context, linearly in channel index."""
     low, high = _turning_dim(config, config.beta_fast), _turning_dim(config, config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)

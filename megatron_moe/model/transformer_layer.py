@@ -108,7 +108,7 @@ class TransformerLayer(nn.Module):
         return EMPTY_STATE.evolve(hidden_SBH=hidden_SBH, earlier=state.earlier)
 
     def _residual_of(self, hidden_SBH: Tensor, normed_SBH: Tensor) -> Tensor:
-        """Residual for a module's output: `normed_SBH` if `residual_from_norm` is set, else `hidden_SBH`."""
+        """Tensor to which a module's output is added: `normed_SBH` with `residual_from_norm`, else `hidden_SBH`."""
         return normed_SBH if self.config.residual_from_norm else hidden_SBH
 
     def _dropped(self, out_SBH: Tensor, part: str, mb: MicrobatchContext) -> Tensor:

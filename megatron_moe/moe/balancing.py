@@ -36,8 +36,8 @@ LOSS_NAMES: tuple[tuple[Balancing, str], ...] = (
 
 
 class AttachLosses(torch.autograd.Function):
-    """Returns `carrier` unchanged. In backward, each scalar `losses[i]` receives the gradient `scale * coeffs[i]`, as
-    if the weighted losses were added to the objective. All losses have the same dtype."""
+    """Returns its first input unchanged and, in backward, passes `scale * coeffs[i]` as gradient to each scalar loss i,
+    as if the weighted losses were added to the objective. All losses have the same dtype."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, coeffs: Sequence[float], scale: Tensor | float, *losses: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class BalancingLosses:
         return self._whole_counts_GE
 
     def over_microbatch(self) -> Tensor:
-        """Loss of `aux_loss`: f and P are computed over this microbatch."""
+        """Loss of `aux_loss`: load fractions f and mean scores P are both computed over this microbatch."""
         counts_GE = self._whole_counts()
         return self._mean_loss(counts_GE if len(counts_GE) == 1 else counts_GE.sum(dim=0, keepdim=True), self._topk)
 
@@ -109,14 +109,14 @@ class BalancingLosses:
         return self._mean_loss(self._whole_counts(), self._topk)
 
     def with_shares_of(self, counts_E: Tensor) -> Tensor:
-        """Loss of `global_aux_loss`: P is computed over this microbatch, and f from `counts_E` (choices per expert)."""
+        """Loss of `global_aux_loss`: mean scores P are of this microbatch; load fractions f follow from `counts_E`."""
         return self._mean_loss(counts_E[None], None)
 
     def _mean_loss(self, counts_GE: Tensor, choices: int | None) -> Tensor:
         """E * sum_e f_e P_e, averaged over the sets (the microbatch or its sequences) that have valid tokens.
 
-        `counts_GE`: choices per set and expert, from which f is computed. `choices`: number of choices per token if
-        `counts_GE` counts the tokens of this microbatch; None if it also counts other tokens.
+        `counts_GE`: choices per set and expert, from which f is computed. `choices`: K if `counts_GE` counts only the
+        choices of this microbatch; None if it includes other microbatches.
         """
         num_sets, num_experts = counts_GE.shape
         counts_GE = counts_GE.to(self._scores_GE.dtype)

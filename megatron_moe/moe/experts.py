@@ -25,10 +25,10 @@ class Experts(nn.Module):
     for backward (memory-efficient permutation). With `probs_on_input`, p multiplies x instead. With `probs_on_output`,
     p multiplies the output of fc2, which is then saved for backward (standard permutation).
 
-    A rank stores the weights of its e experts in two stacked tensors: `linear_fc1` [e, F, H], or [e, 2F, H] with gate
-    rows first for a gated activation, and `linear_fc2` [e, H, F]. Each is multiplied in one grouped GEMM or in one GEMM
-    per expert. An expert without rows gets a zero weight gradient. Experts are sharded over ep, and the F channels of
-    each expert over etp. The outputs of an etp rank are therefore partial sums. Combine adds them up.
+    A rank stores the weights of its n local experts in two stacked tensors: `linear_fc1` [n, F, H], or [n, 2F, H] with
+    gate rows first for a gated activation, and `linear_fc2` [n, H, F]. Each is multiplied in one grouped GEMM or in one
+    GEMM per expert. An expert without rows gets a zero weight gradient. Experts are sharded over ep, and the F channels
+    of each expert over etp. The outputs of an etp rank are therefore partial sums, and the combine step adds them up.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Experts(nn.Module):
 
 
 class ExpertStack(nn.Module):
-    """One linear layer per expert: y = x W_e^T + b_e with `weight` [e, outputs, inputs] and `bias` [e, outputs]."""
+    """Linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n, outputs]."""
 
     bias: Parameter | None
 

@@ -35,8 +35,8 @@ CAPTURED_NODES = MappingProxyType(
         "moe": ("router", "residual"),
     }
 )
-"""Names of the first and the last node that each module of `--cuda-graph-modules` captures. moe_preprocess and moe can
-be captured only if every rank has all experts, because collectives are not captured."""
+"""Module of `--cuda-graph-modules` -> names of the first and the last node in its graph. The modules "moe_preprocess"
+and "moe" can be captured only if every rank has all experts, because collectives are not captured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,8 +229,8 @@ class Router(nn.Module):
         """Returns random logits [T, E] for benchmarks, so that the expert load does not depend on the weights.
 
         The logits are N(0, 1) noise that differs between tokens, microbatches and layers. It is drawn in fp32 so that
-        fp64 runs use the same values. With std = `force_biased`, one sample of N(0, |std|) per expert is added for a
-        load of known imbalance. These samples are the same on all ranks, and redrawn every step unless std < 0.
+        fp64 runs use the same values. If `force_biased` is set to a number s, one sample per expert with standard
+        deviation |s|, equal on all ranks, is added. If s >= 0, these samples are redrawn every step; if s < 0, never.
         """
         num_experts, std, device = self.config.num_experts, self.config.force_biased, self.ctx.device
         dtype, part = self._logits_dtype(dtype), sequence_part(self.ctx)

@@ -55,5 +55,5 @@ class _Loads:
 
 
 def record_drops(metrics: MetricAccumulator, layer: int, dropped: Tensor, total: Tensor) -> None:
-    """Records moe/dropped_tokens: the fraction of choices that are dropped (expert choice: of tokens not selected)."""
+    """Records moe/dropped_tokens: the fraction of dropped choices, or of unselected tokens with expert choice."""
     metrics.record("moe/dropped_tokens", dropped, layer=layer, count=total)

@@ -146,8 +146,8 @@ def within_capacity(
 ) -> Tensor:
     """Mask of the choices that are within their expert's capacity: bool [T, K], False where the id is -1.
 
-    Every expert keeps at most `capacity` choices. With policy "probs", these have the highest probabilities, and the
-    earlier token wins ties. With "position", they are those of the earliest tokens. `counts_E`: choices per expert.
+    Every expert keeps at most `capacity` choices. Policy "probs" keeps the choices with the highest probabilities, and
+    the earlier token wins ties. Policy "position" keeps the earliest tokens. `counts_E`: choices per expert.
     """
     experts = torch.where(ids_TK < 0, len(counts_E), ids_TK).flatten()
     order = torch.arange(len(experts), device=experts.device)

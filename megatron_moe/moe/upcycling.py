@@ -26,7 +26,7 @@ class Upcycled:
     weights: dict[str, Tensor]
     """Weights by their name in the layer: router.weight, experts.linear_fc1.weight, ..."""
     inexact: str | None
-    """Text for a warning: why the layer's output differs from the dense MLP's. None if equal up to rounding."""
+    """Warning that says why the layer's output differs from the dense MLP's. None if they are equal up to rounding."""
 
 
 def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: MoEConfig) -> Upcycled:
@@ -58,7 +58,7 @@ def upcycle(dense: Mapping[str, Tensor], router: Mapping[str, Tensor], config: M
 
 
 def expected_weight_sum(router: RouterConfig) -> float:
-    """Sum of a token's K probabilities. If they are not normalised, it is estimated: all logits are taken as 0."""
+    """Sum of a token's K probabilities. For probabilities that are not normalised, the sum at zero logits is used."""
     even = router.topk / router.num_experts
     if "sinkhorn" in router.balancing:
         return even if router.topk > 1 else 0.5
@@ -71,7 +71,7 @@ def expected_weight_sum(router: RouterConfig) -> float:
 
 
 def inexact_reason(config: MoEConfig, granularity: int) -> str | None:
-    """Reason why the output of an upcycled layer differs from the dense MLP's; None if equal up to rounding."""
+    """Reason why an upcycled layer's output differs from the dense MLP's by more than rounding; None if it does not."""
     router = config.router
     for kind in ("sinkhorn", "expert_choice"):
         if kind in router.balancing:

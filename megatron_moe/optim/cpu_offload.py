@@ -30,7 +30,7 @@ class _OffloadedStep:
     rule: UpdateRule
     config: OptimizerOffloadConfig
     kernels: Kernels
-    """Kernels of the training device. If it is a CPU, `CPUStep` uses them too unless torch's optimizer is requested."""
+    """Kernels of the training device. `CPUStep` uses them only if this device is a CPU."""
     copies: HostCopies
 
 

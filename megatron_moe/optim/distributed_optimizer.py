@@ -125,9 +125,8 @@ class Optimizer:
 
         Args:
             grad_scale: scalar on the device that multiplies every gradient (the clip factor).
-            proceed: bool scalar on the device. False: weights, moments and step count stay bitwise unchanged, even if
-                gradients are not finite.
-            decoupled_lr: learning rate of embedding and head; None: they use `lr`.
+            proceed: bool scalar on the device. If False, weights, moments and step count stay bitwise unchanged.
+            decoupled_lr: learning rate of embedding and head; if None, embedding and head use `lr`.
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()

@@ -125,7 +125,7 @@ class MainGrad:
     def accept(self) -> None:
         """Moves the gradient that autograd left in `.grad` to the buffer.
 
-        A `no_grad` scope would slow down this frequent call. It is not needed, because neither tensor has a graph.
+        `no_grad` is omitted to save time. It would have no effect, because neither tensor has an autograd graph.
         """
         grad = self.parameter.grad
         if grad is None:
@@ -142,7 +142,7 @@ class MainGrad:
             self._in_autograd = True
 
     def end_backward(self) -> None:
-        """Counts gradients of a parameter with several uses. `accept` cannot count them, as autograd may sum them."""
+        """Counts the gradients of a parameter with several uses, which autograd may have summed before `accept`."""
         if self._in_autograd:
             self._in_autograd = False
             self._count(self.parameter.uses)
@@ -174,7 +174,7 @@ class FlatBuffer:
         self.owned = layout.owner_ranges(self.group.size)[self.group.rank] if sharded else ((0, layout.size),)
         """(start, end) ranges that this rank steps: its shard of every bucket if `sharded`, else the whole buffer."""
         self.counts = _is_first_owner(layout.key, context, sharded=sharded)
-        """True on the first of the ranks that own the same elements. Norms and checkpoints use only its values."""
+        """True on the first of the ranks that own the same elements. Only this rank adds the elements to norms."""
         self.weights = torch.zeros(layout.size, dtype=torch_dtype(layout.key.storage), device=device)
         """Flat tensor in the storage format; the parameters are views of it."""
         self.grads = torch.zeros(layout.size, dtype=grad_dtype, device=device)
@@ -364,7 +364,7 @@ def _sum_parts(grads: Tensor, buffer: FlatBuffer, context: ParallelContext) -> N
 
 
 def _accept(parameter: Tensor) -> None:
-    """Gradient hook of a parameter. It must not capture the `MainGrad`: Python cannot free such a reference cycle."""
+    """Gradient hook of a parameter. Capturing the `MainGrad` would create a reference cycle that is never freed."""
     assert isinstance(parameter, Parameter) and isinstance(parameter.sink, MainGrad), "a parameter without a slot"
     parameter.sink.accept()
 

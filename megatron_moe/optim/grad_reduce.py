@@ -21,7 +21,7 @@ class GradBucket:
         self, grads: Tensor, group: ProcessGroup, num_per_microbatch: int, fill_gaps: Sequence[Callable[[], None]]
     ) -> None:
         """`grads`: gradients of the bucket, flat. `num_per_microbatch`: number of gradients that a microbatch adds.
-        `fill_gaps`: functions, one per parameter, that zero its gradient if the step has added none."""
+        `fill_gaps`: one function per parameter, which zeroes the parameter's gradient if the step has added none."""
         self.grads = grads
         self.group = group
         self.num_per_microbatch = num_per_microbatch

@@ -20,7 +20,7 @@ class LRSchedule:
 
     config: LRConfig
     decoupled: tuple[float, float] | None = None
-    """(largest, smallest) learning rates of embedding and head (`--decoupled-lr`); None: they use those of `config`."""
+    """(largest, smallest) learning rate of embedding and head (`--decoupled-lr`); None: the values in `config`."""
 
     @classmethod
     def of(cls, config: LRConfig, optimizer: OptimizerConfig) -> "LRSchedule":
@@ -58,9 +58,10 @@ class LRSchedule:
         """Returns the schedule with which a resumed run continues, and a message per setting that differs.
 
         `saved`: settings of the checkpoint (`to_json`). `batch_sizes`: `--global-batch-size` of the run and of the
-        checkpoint (None if unknown). If settings differ, `--override-opt_param-scheduler` selects the command line's
-        and `--use-checkpoint-opt_param-scheduler` the checkpoint's. Neither flag is needed if only lengths in samples
-        differ, and their ratio is the ratio of the batch sizes; the checkpoint's settings are then used.
+        checkpoint (None if unknown). If settings differ, `--override-opt_param-scheduler` selects the settings of the
+        run, and `--use-checkpoint-opt_param-scheduler` those of the checkpoint. Neither flag is needed if the only
+        differences are lengths in samples that have the same ratio as the batch sizes: the settings of the checkpoint
+        are then used.
 
         Raises:
             CheckpointProblem: settings differ in another way and neither flag is set.

@@ -137,7 +137,7 @@ class OptimizerState:
         return {"master": self.kept.master, **moments} if self.saves_master and self.kept.master else moments
 
     def operands(self, start: int = 0, end: int | None = None) -> UpdateOperands:
-        """Views of elements `start` to `end`, counted from the start of this state; `start`: a multiple of `BLOCK`."""
+        """Views of elements `start` (a multiple of `BLOCK`) to `end`, counted from the start of this state."""
         end = self.size if end is None else end
         stored = self.kept.part(start, end)
         return UpdateOperands(
@@ -178,7 +178,7 @@ class OptimizerState:
             _copy(part, pack(new, part, rounded))
 
     def weights_from_master(self) -> None:
-        """Stores the rounded master weights in the parameters; if not `saves_master`, copies parameters to masters."""
+        """Sets parameters to the rounded master weights or, if not `saves_master`, master weights to the parameters."""
         master = self.kept.master
         if master is None or master.format == "remainder":
             return

@@ -22,7 +22,7 @@ Wait = Callable[[], Tensor]
 
 
 def wait_for(work: dist.Work, tensor: Tensor) -> Tensor:
-    """Waits for `work` and returns `tensor`. A `partial` of this function keeps `tensor` alive until it is called."""
+    """Waits for `work` and returns `tensor`. `partial(wait_for, work, tensor)` is a `Wait` that holds `tensor`."""
     work.wait()
     return tensor
 

@@ -27,8 +27,9 @@ class ParamMeta:
     tp_dim: int | None = None
     """Dim that is sharded over tensor-parallel ranks, counted without the expert dim; None: replicated."""
     splits: tuple[int, ...] = ()
-    """Global sizes of matrices that are concatenated along `tp_dim` and sharded separately (gate and up). If their sum
-    is less than the dim, the pattern repeats (q, k, v of each query group), and each rank gets whole repetitions."""
+    """Global sizes of matrices that are concatenated along `tp_dim`. If they add up to the size of `tp_dim`, each
+    matrix is sharded separately (gate and up). If they add up to less, this sequence of matrices repeats along `tp_dim`
+    (q, k, v of each query group), and each rank gets whole repetitions."""
     decay: bool = True
     """False excludes the parameter from weight decay."""
     partial_over_tp: bool = False

@@ -63,7 +63,7 @@ def normal(shape: torch.Size, key: Key, device: torch.device, *, dim: int = 0, p
 
 
 def dropout(x: Tensor, p: float, key: Key | None, *, dim: int = 0, part: Part = (0, 1)) -> Tensor:
-    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p). `key` None: evaluation, no dropout.
+    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p). If `key` is None, returns `x`.
 
     `part` is (index of the shard, number of shards): `x` is this shard, along `dim`, of a larger tensor. The mask is
     sliced from the mask of the whole tensor, so it does not depend on the sharding."""

@@ -21,7 +21,7 @@ class Streams:
         return nullcontext()
 
     def fork(self, name: str) -> AbstractContextManager[object]:
-        """Makes a stream current, as `on` does. It first waits for the work queued on the previously current stream."""
+        """Makes stream `name` current, as `on` does, and makes it wait for the work queued on the previous stream."""
         return nullcontext()
 
     def record(self) -> Event:

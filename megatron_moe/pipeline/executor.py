@@ -32,7 +32,7 @@ class Stage(Protocol):
         ...
 
     def slots(self, forward_chunk: int, backward_chunk: int) -> Sequence[Slot]:
-        """Slots of an overlapped pair in launch order. Direction "weight" computes deferred weight gradients."""
+        """Slots of an overlapped pair in launch order. A slot is one node of the forward or the backward."""
         ...
 
     def shape(self, microbatch: int, stage: int) -> tuple[int, ...]:

@@ -117,8 +117,8 @@ def _counted(letter: str, count: int) -> str:
 def parse_layout(text: str, *, pp: int, num_layers: int | None, num_mtp: int | None = 0) -> PipelineLayout:
     """Parses Megatron's layout language, for example `Et*3|(tt|)*29m|L`. Raises LayoutError.
 
-    E is the embedding, t a decoder layer, m an MTP layer, L the loss; `|` ends a stage. `(...)*N` repeats a group, and
-    `t*N` a letter; commas are ignored. The text must have `num_layers` t and `num_mtp` m (None: any number).
+    E is the embedding, t a decoder layer, m an MTP layer, L the loss; `|` ends a stage. `t*N` and `(...)*N` repeat a
+    letter or group N times. Commas are ignored. `num_layers`, `num_mtp`: required numbers of t and m (None: any).
     """
     expanded = _expand(text)
     num_layers = expanded.count("t") if num_layers is None else num_layers

@@ -84,7 +84,7 @@ class SegmentedMicrobatch:
             self._output.add(gradient)
 
     def backward(self, slot: Slot | None = None) -> None:
-        """Runs the backward of pending steps in reverse order, down to the last step of `slot`; None: of all steps."""
+        """Runs pending backwards in reverse step order, down to the last step of `slot`, or all if `slot` is None."""
         start = 0 if slot is None else max(self._places(slot), default=len(self._boundaries))
         while len(self._boundaries) > start:
             self._backward(self._steps[len(self._boundaries) - 1], self._boundaries.pop())
@@ -96,7 +96,8 @@ class SegmentedMicrobatch:
         return gradient
 
     def _places(self, slot: Slot) -> list[int]:
-        """Indices of a slot's steps: two for an exchange, one for other nodes, none if the chunk has no such node."""
+        """Indices of the steps of a slot's node: two if the node is an exchange, else one; none if the chunk lacks the
+        node."""
         return [i for i, step in enumerate(self._steps) if (step.node, step.layer) == (slot.node, slot.layer)]
 
     def _forward(self, step: Step) -> None:

@@ -20,7 +20,7 @@ from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
 from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
 _TENSOR_FORWARD = 0.4
-"""Fraction of tensor-parallel traffic caused by the forward: 2 of a layer's 5 passes (docs/communication-volume.md)."""
+"""Share of the forward in tensor-parallel traffic: 2 of 5 collectives of an MLP (docs/communication-volume.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Estimator:
         self.traffic = Communication(plan, placements, destinations).of_rank(self.rank)
         num_layers = sum(len(stage.layers) + stage.num_mtp for stage in plan.layout.chunks(self.rank))
         self._mean_layers = (len(plan.model.layers) + plan.model.num_mtp) / (plan.layout.pp * max(num_layers, 1))
-        """Mean number of layers per pipeline rank / number on `rank`. Converts times of `rank` to means over ranks."""
+        """Converts times of `rank` to means over ranks: mean layers per rank divided by layers of `rank`."""
 
     def step(self, *, bubble: bool = True) -> StepEstimate:
         """Estimate of the whole step. `bubble=False` omits the bubble, which gives a lower bound for every schedule."""
@@ -120,7 +120,7 @@ class Estimator:
         return sum(each.seconds(self.gpu) for each in self._of(*groups))
 
     def _in_layers(self, *groups: str) -> float:
-        """Seconds that the layers of a pipeline rank, on average, communicate in `groups` if nothing overlaps."""
+        """Seconds of communication in `groups` for the layers of a pipeline rank, on average and without overlap."""
         return self._seconds(*groups) * self._mean_layers
 
     def _experts(self, work: Work) -> float:
@@ -141,7 +141,7 @@ class Estimator:
         return self._seconds("pp") * (pp - 1) / (self.plan.num_microbatches * vpp)
 
     def _data_parallel(self, work: Work) -> float:
-        """Exposed data-parallel seconds. Reduction can overlap with one backward, weight gathering with one forward."""
+        """Exposed seconds of gradient reduction (can overlap with one backward) and weight gathering (one forward)."""
         exposed = 0.0
         for what, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
             found = [each for each in self._of("dp_cp", "edp") if each.what.startswith(what)]

@@ -26,7 +26,7 @@ def memory_advice(plan: RunPlan, pipeline_rank: int, device_name: str) -> Iterat
 
 
 def best_options(plan: RunPlan, pipeline_rank: int, device_name: str = "") -> list[tuple[MemoryOption, float, float]]:
-    """(option, bytes saved on this rank, relative change of the step time) of the options that save most."""
+    """Options that save the most memory, as tuples (option, bytes saved on this rank, relative change of step time)."""
     options = [(option, saved(plan, option, pipeline_rank)) for option in more_switches(plan)]
     best = sorted((each for each in options if each[1] > 0), key=lambda each: -each[1])[:_MOST_OPTIONS]
     gpu = next((gpu for gpu in GPUS.values() if gpu.name in device_name.split()), GPUS["h100"])

@@ -154,7 +154,7 @@ def saved(plan: RunPlan, option: MemoryOption, rank: int) -> float:
 
 
 def enabled_options(plan: RunPlan) -> Iterator[MemoryOption]:
-    """Yields the memory options that the plan has enabled. Their `apply` disables them."""
+    """Yields the memory options that are enabled in the plan. The `apply` of a yielded option disables the option."""
     recompute, offload = plan.memory.recompute, plan.memory.offload
     if recompute.recompute_granularity == "full":
         flags = f"--recompute-granularity full --recompute-method {recompute.recompute_method}"

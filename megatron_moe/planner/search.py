@@ -33,8 +33,8 @@ from megatron_moe.planner.memory_options import (
 
 _OFFLOADED = ((), ("expert_fc1",), ("expert_fc1", "moe_act"), ("expert_fc1", "moe_act", "core_attn"))
 _SAFETY = 0.97
-"""A set of options is tried if the savings of its options add up to this fraction of the excess memory. The sum is not
-exact, because options may also change the peak workspace."""
+"""Minimum sum of the options' savings, as a fraction of the excess memory, for a set of options to be tried. It is
+below 1 because the sum is not exact: options may also change the peak workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class Planner:
         return heaviest(RankMemory(plan, self.imbalance).all_ranks())
 
     def fit_with_optimizer(self, plan: RunPlan) -> PlannedLayout | None:
-        """Fits the plan into device memory as `fit` does. If recompute or offload is needed, tries in turn: 16-bit
-        master remainders (no cost in time); remainders and bf16 moments; each of these two with a host optimizer."""
+        """Fits the plan into device memory with `fit`. If `fit` fails or selects recompute or offload, tries in turn:
+        16-bit master remainders; remainders and bf16 moments; each of these two variants with a host optimizer."""
         found = self.fit(plan)
         if found is not None and found.plan == without_options(plan):
             return found

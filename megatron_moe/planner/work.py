@@ -102,9 +102,9 @@ class LayerWork:
         self._share = plan.batch.micro_batch_size / (plan.parallel.tp * plan.parallel.cp)
         """A rank's FLOPs for one microbatch, divided by the FLOPs of one whole sequence."""
         self.of_layer = cache(self._of_layer)
-        """Function LayerConfig -> work of one microbatch in such a layer, without recompute."""
+        """Function that maps a LayerConfig to the work of one microbatch in a layer of this kind, without recompute."""
         self.tensors = cache(partial(layer_tensors, parallel=plan.parallel, sizes=self.sizes))
-        """Function LayerConfig -> tensors that such a layer saves without recompute."""
+        """Function that maps a LayerConfig to the tensors that a layer with this config saves without recompute."""
         self._of_modules = cache(self._recompute_of_modules)
 
     def of_stages(self) -> list[Work]:
@@ -172,7 +172,7 @@ class LayerWork:
         )
 
     def recompute(self, layer: LayerConfig, early: bool) -> float:
-        """Seconds to recompute a layer for one microbatch. `early`: True if `--recompute-method block` selects it."""
+        """Seconds to recompute a layer for one microbatch. `early`: True if method `block` recomputes the layer."""
         recompute = self.plan.memory.recompute
         if recompute.recompute_granularity == "none":
             return 0.0

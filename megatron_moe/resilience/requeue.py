@@ -134,10 +134,10 @@ def read_history(run_dir: Path) -> tuple[Ending, ...]:
 
 
 def decide_and_record(run_dir: Path, exit_code: int, *, since: float, now: float, patience: int = 3) -> Decision:
-    """Decides whether to restart the run of this folder and appends this ending to the folder's history.
+    """Decides whether to restart the run of this folder and appends how it ended to the folder's history.
 
-    If another job has locked the folder, decides against a restart and leaves the history unchanged. `since` (begin of
-    this start) and `now` are seconds since the epoch by the same clock, which may differ from other hosts' clocks.
+    If another job has locked the folder, decides against a restart and leaves the history unchanged. `since` (time of
+    the last start) and `now` are seconds since the epoch by the same clock, which may differ from other hosts' clocks.
     """
     holder = held_by(run_dir)
     if holder is not None:

@@ -2,8 +2,8 @@
 
 Job scripts read status.json because torchrun replaces every non-zero exit code by 1. Each failing rank writes a
 report to `crash/`; the earliest report that is not a consequence of another rank's failure names the first failure.
-File modification times order the reports and separate them from reports of earlier starts: they all come from the file
-server's clock, whereas the clocks of hosts differ and may be adjusted during a run.
+Reports are ordered, and distinguished from reports of earlier starts, by file modification time. All modification times
+come from the file server's clock, whereas the clocks of hosts differ and may be adjusted during a run.
 """
 
 import json
@@ -23,7 +23,7 @@ STATUS = "status.json"
 STARTED = ".started"
 """File that every rank touches once its flags are valid. A start that ends later without status.json was killed."""
 _START_SECONDS = 10.0
-"""Maximum time between the starts of two ranks. A starting rank overwrites only older failures in status.json."""
+"""A failure in status.json that is older than this when a rank starts is of a previous start and is overwritten."""
 _SECONDS_BETWEEN_WRITES = 5.0
 _START_SKEW_SECONDS = 1.0
 """Reports in crash/ belong to a previous start if they were written more than this time before this rank started."""
@@ -213,6 +213,6 @@ def _read(path: Path) -> Failure | None:
 
 
 def _blame(failure: Failure) -> tuple[bool, float]:
-    """Sort key: causes before consequences. Causes are sorted from early to late, consequences from late to early,
-    because the rank with the latest report has read the earlier reports."""
+    """Sort key that puts causes first, from early to late. Consequences of other ranks' failures follow, from late to
+    early, because the rank that reported last has read the earlier reports."""
     return (failure.followed, -failure.time if failure.followed else failure.time)

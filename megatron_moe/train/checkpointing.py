@@ -38,7 +38,7 @@ _GRACE_SECONDS = 30.0
 _LONGER_GRACE: Mapping[str, str] = MappingProxyType(
     {"torchrun": "give torchrun --shutdown-timeout {0}", "slurm": "give sbatch --signal=USR1@{0}"}
 )
-"""Launcher -> instruction for the user, so that the launcher waits {0} seconds between exit signal and SIGKILL."""
+"""Launcher name -> advice on how to make the launcher wait {0} seconds between exit signal and SIGKILL."""
 
 
 class ProgressLog:

@@ -27,7 +27,7 @@ class RunEvents:
 class GarbageCollection:
     """Manual garbage collection (`--manual-gc`), at the same steps on all ranks so that no rank delays the others.
 
-    Automatic collection is disabled between `__enter__` and `__exit__`. `enter` is an observer of `RunEvents`.
+    This context manager disables automatic collection. Register the method `enter` as an observer of `RunEvents`.
     """
 
     def __init__(self, config: LoopConfig) -> None:

@@ -56,7 +56,7 @@ def load_upcycled(
 
 
 def _convert(dense: Mapping[str, Tensor], config: MoEConfig, layer: Mapping[str, Parameter]) -> str | None:
-    """Converts a dense MLP to `layer`, this rank's part of an MoE layer. Returns why outputs differ; None if equal."""
+    """Converts a dense MLP to this rank's part `layer` of an MoE layer. Returns why their outputs differ, or None."""
     upcycled = upcycle(dense, _below("router.", layer), config)
     for name, value in upcycled.weights.items():
         parameter = layer[name]

@@ -239,8 +239,8 @@ class Trainer:
     def _update(
         self, loss: Tensor, lr: float, samples: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
-        """Clips gradients, applies the update and updates the routers. Returns the fields `norms`, `figures`, `proceed`
-        and `sound` of `StepOutcome`."""
+        """Clips gradients, applies the update and updates the routers. Returns values for the fields of `StepOutcome`
+        named `norms`, `figures`, `proceed` (False: the update was not applied) and `sound`."""
         figures: dict[str, Tensor] = {}
         norms = gradient_norms(self.buffers, self.context, self.optimizer.nonfinite)
         sound = norms.pop("nonfinite") == 0

@@ -174,7 +174,7 @@ class TrainingLog:
         )
 
     def _details(self, result: StepResult, reports: Sequence[RankReport]) -> str:
-        """Writes a bad step's report on the first rank; returns a clause with its path, or "" if none was written."""
+        """On the first rank, writes the report of a bad step. Returns a clause with the path of the report, or ""."""
         run_dir = self._trainer.logging.run_dir
         path = write_report(run_dir, result, reports) if run_dir and self._trainer.context.is_first else None
         return f"; details in {path}" if path else ""

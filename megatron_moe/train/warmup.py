@@ -138,7 +138,8 @@ def warmed_up(plan: RunPlan) -> RunPlan:
 
 
 def _num_microbatches(plan: RunPlan) -> int:
-    """Number of microbatches: twice `--moe-expert-wgrad-interval`, plus the incomplete last interval of a real step."""
+    """Number of microbatches of two full intervals (`--moe-expert-wgrad-interval`) plus those of the plan's incomplete
+    last interval."""
     interval = plan.memory.moe_expert_wgrad_interval
     return 2 * interval + plan.num_microbatches % interval
 

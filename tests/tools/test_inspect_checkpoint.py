@@ -92,6 +92,19 @@ def test_differences_are_listed_by_tensor(tmp_path: Path, capsys):
     assert rows["model.c"].startswith(f"missing in {tmp_path / 'b'}")
 
 
+def test_nan_on_one_side_is_the_largest_difference(tmp_path: Path, capsys):
+    weight = torch.arange(20.0).view(5, 4)
+    changed = weight.clone()
+    changed[0, 0], changed[4, 1] = torch.nan, 99.0
+    one, other = (
+        save(tmp_path / "a", 1, {"model.a": in_two(weight)}),
+        save(tmp_path / "b", 1, {"model.a": in_two(changed)}),
+    )
+    assert main([str(one), "--against", str(other)]) == ExitCode.DRIFT
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("model.a"))
+    assert row.split() == ["model.a", "values", "nan", "nan"]
+
+
 def test_a_damaged_tensor_is_not_shown(tmp_path: Path, capsys):
     path = saved_folder(tmp_path, 1) / "iter_0000001"
     flip_bit(next(path.glob("model*")), -1, 2)

@@ -63,10 +63,10 @@ def _model_config(hf_config: HFConfig, mtp: bool) -> ModelConfig:
 
 
 def with_latent_norms_of(config: ModelConfig, published: ModelConfig) -> ModelConfig:
-    """Returns `published`, but with rms_norm_eps for the q and kv latent norms in those layers where `config` uses it.
+    """Returns a copy of `published` whose q and kv latent norms use rms_norm_eps in the layers where `config` does so.
 
     A config.json has no epsilon for these norms: transformers uses 1e-6; Megatron-LM, vLLM and SGLang use rms_norm_eps.
-    Callers compare `config` with the returned config, so that `config` may use either epsilon.
+    Callers compare `config` with this copy, so that `config` may use either epsilon.
     """
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, norm=layer.norm))
@@ -169,8 +169,8 @@ def deepseek_v3(config: HFConfig) -> tuple[LayerConfig, ...]:
 def _sigmoid_moe(config: HFConfig) -> MoEConfig:
     """Reads the MoE layer of DeepSeek-V3: sigmoid scores, expert bias, expert groups, shared experts.
 
-    Our router renormalises scores if and only if top-k > 1, and scores a group by its best topk // group_topk experts;
-    transformers scores it by its best two. Options for which the results would differ are rejected.
+    Our router renormalises scores if and only if top-k > 1. Its score of a group is the sum of the topk // group_topk
+    best expert scores; the transformers library always sums two. Options for which the results differ are rejected.
     """
     topk, renormalised = config.integer("num_experts_per_tok"), config.get("norm_topk_prob", True)
     config.refuse_if(topk == 1 and renormalised, "renormalises the score of a single expert (norm_topk_prob)")
@@ -213,7 +213,7 @@ def _attention(
     """Builds the attention config; `options` are further fields of AttentionConfig.
 
     Args:
-        window: sliding window size in tokens, including the query's own (`CoreAttentionConfig.window` excludes it).
+        window: sliding window size in tokens, including the query token (not included in `CoreAttentionConfig.window`).
         rotary_factor: fraction of each head that is rotated if config.json has no `partial_rotary_factor`.
     """
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")

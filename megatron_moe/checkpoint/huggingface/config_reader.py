@@ -157,8 +157,8 @@ def _rope_parameters(config: HFConfig) -> HFConfig:
 def _yarn(config: HFConfig, rope: HFConfig, plain: RopeConfig) -> RopeConfig:
     """Reads YaRN scaling.
 
-    transformers multiplies cos and sin by `attention_factor`. If this key is missing, they are multiplied by
-    f(mscale) / f(mscale_all_dim) if both keys are nonzero, otherwise by f(1), where f(m) = 0.1 m ln(factor) + 1.
+    transformers multiplies cos and sin by `attention_factor`. The default of this key is
+    f(mscale) / f(mscale_all_dim) if both these keys are nonzero, otherwise f(1), where f(m) = 0.1 m ln(factor) + 1.
     """
     original = rope.integer("original_max_position_embeddings")
     factor = float(rope.get("factor", 0.0) or config.integer("max_position_embeddings") / original)

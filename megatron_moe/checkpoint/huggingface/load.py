@@ -102,7 +102,7 @@ def match_weights(
 
 
 def _is_mtp(name: str, published: ModelConfig) -> bool:
-    """True for tensors of MTP layers: their layer numbers are at least the number of layers of `published`."""
+    """True for a tensor of an MTP layer. MTP layers are numbered after the regular layers, `published.layers`."""
     match = _LAYER.fullmatch(name)
     return match is not None and int(match[1]) >= len(published.layers)
 
@@ -121,7 +121,7 @@ def _gather(values: Iterable[str], stages: ProcessGroup | None) -> list[str]:
 
 
 def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -> None:
-    """Copies this rank's shard of the mapped tensors to `target`; does nothing if the rank does not hold the expert."""
+    """Copies this rank's shard of the mapped tensors to `target`; skips experts that this rank does not hold."""
     held = held_experts(target) if mapping.expert is not None and isinstance(target, Parameter) else None
     if held is not None and mapping.expert not in held:
         return
@@ -137,7 +137,7 @@ def _fill(target: Tensor, mapping: weight_map.WeightMapping, source: HFFolder) -
 def _misshaped(
     mappings: Sequence[weight_map.WeightMapping], targets: Mapping[str, Tensor], source: HFFolder
 ) -> list[str]:
-    """Lists existing tensors whose dtype is not floating point or whose shape is wrong after the transform."""
+    """Lists tensors whose dtype is not floating point or whose shape does not fit. Missing tensors are skipped."""
     problems = []
     for mapping in mappings:
         if not source.names.issuperset(mapping.hf_names):
@@ -159,7 +159,7 @@ def _misshaped(
 
 
 def _ignorable(name: str, config: ModelConfig, published: ModelConfig) -> bool:
-    """True for tensors that may be ignored: RoPE tables, copies of embedding or head, MTP layers that are unused."""
+    """True for tensors that may be ignored: RoPE tables, copies of embedding or head, and unused MTP layers."""
     if _ROTARY_BUFFER.fullmatch(name):
         return True
     if name == "lm_head.weight":

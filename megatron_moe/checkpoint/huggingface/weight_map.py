@@ -49,7 +49,7 @@ Weights [E, H, 2F] <-> [E, 2F, H], biases [E, 2F] <-> [E, 2F].
 
 
 def query_key_value(num_groups: int, heads_per_group: int) -> Transform:
-    """Hugging Face q, k and v matrices <-> our fused matrix, whose rows are, per query group, its q heads, k and v."""
+    """Hugging Face q, k and v matrices <-> our fused matrix. Its rows are, for each query group: q heads, k, v."""
 
     def from_hf(tensors: Sequence[Tensor]) -> Tensor:
         parts = [part.reshape(num_groups, -1, *part.shape[1:]) for part in tensors]

@@ -86,7 +86,7 @@ class PickledObject(SimpleNamespace):
 
 
 class Properties(PickledObject):
-    """Substitute for TensorProperties that keeps only the dtype, the first element of the pickled tuple."""
+    """Substitute for TensorProperties. Keeps only the dtype, which is the first element of the pickled tuple."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and state and isinstance(state[0], torch.dtype):

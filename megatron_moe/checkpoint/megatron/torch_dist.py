@@ -25,7 +25,7 @@ from megatron_moe.config.exit_codes import CheckpointProblem
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Byte range of a stored box (n-d slice) of a tensor, or of a stored pickled object."""
+    """Byte range in a checkpoint file that contains one box (n-d slice) of a tensor, or one pickled object."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class TorchDist:
             return file.read(chunk.size)
 
     def _common(self, objects: Mapping[str, StoredChunk]) -> dict[str, Any]:
-        """Reads args, iteration etc. from common.pt, or from `objects`, which hold them since Megatron-Core 0.17."""
+        """Reads args, iteration etc. from common.pt or, since Megatron-Core 0.17, from one of the pickled `objects`."""
         stored = next((chunk for name, chunk in objects.items() if name.startswith("common_state/")), None)
         if (self.folder / "common.pt").is_file() or stored is None:
             content = load_archive(self.folder / "common.pt", f"{self.folder}/common.pt")

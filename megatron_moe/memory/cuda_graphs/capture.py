@@ -101,7 +101,7 @@ def garbage_collection_disabled() -> Iterator[None]:
 
 
 class CaptureReport:
-    """Logs a summary of the captured graphs once. `enter` is an observer of `train.events.RunEvents`.
+    """Logs a summary of the captured graphs once. Its method `enter` is an observer of `train.events.RunEvents`.
 
     The constructor argument `summary` is a function that returns None until the first step with graphs has ended.
     """

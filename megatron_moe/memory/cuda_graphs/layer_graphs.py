@@ -106,7 +106,7 @@ class GraphInstance:
         return torch.empty_like(like, requires_grad=False)
 
     def static_grad(self, like: Tensor, index: int) -> Tensor:
-        """Static buffer for the gradient of a module's output `index`. Modules share it, as they run one at a time."""
+        """Static buffer for the gradient of a module's output number `index`. Modules run in turn and share it."""
         key = index, like.shape, like.stride(), like.dtype
         if key not in self._static_grads:
             self._static_grads[key] = self.static_buffer(like)

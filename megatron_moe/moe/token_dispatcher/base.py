@@ -49,7 +49,7 @@ class DispatchedTokens:
     """Input rows or output rows of this rank's experts."""
 
     data: Tensor
-    """Rows [R, H] sorted by local expert; padding starts at offsets_e[-1]. If `index` is set, tokens [T, H] instead."""
+    """Rows [R, H] sorted by local expert, with padding from offsets_e[-1] on; or tokens [T, H] if `index` is set."""
     probs_R: Tensor
     """Routing probability of each row; 0 for padding rows."""
     offsets_e: Tensor

@@ -86,8 +86,8 @@ def _tiles_of(expert, offsets_ptr, columns, TILE_COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _first_tile(before):
-    """Number of the first of an expert's tiles that this program computes. Tiles are numbered across all experts and
-    assigned to programs round-robin. before: number of tiles of the preceding experts."""
+    """Index of this program's first tile of an expert. Tiles are numbered across all experts and assigned to programs
+    round-robin. before: number of tiles of the preceding experts."""
     programs = gl.num_programs(0)
     return before + (gl.program_id(0) + programs - before % programs) % programs
 

@@ -3,7 +3,7 @@
 Kernels are persistent: one program per multiprocessor processes many tiles. One warp loads the next tiles of both
 operands with the tensor memory accelerator (TMA) as soon as a stage of shared memory is free. Two warpgroups compute
 half a tile each. Every stage has two barriers: `full` completes when both operands have arrived, `empty` when both
-warpgroups have read them. The loads of the next tile can therefore overlap with the end and the store of a tile.
+warpgroups have read them. Loads for the next tile can therefore overlap with the last MMA and store of a tile.
 """
 
 import torch
@@ -33,8 +33,9 @@ def rows_by_slice(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     """TMA descriptor for row slices of a matrix [R, C]: rows beyond the slice are read as zero and not written.
 
     TMA checks the bounds of tensors, not of slices. The matrix is therefore described as a 4-d tensor with strides
-    (2^34 - row stride, row stride, row stride, 1). In a slice that ends before row `end`, element (r, d) has the index
-    (2^30, end, 2^30 - end + r, d): addresses wrap modulo 2^64, and the third bound, 2^30, excludes rows from `end` on.
+    (2^34 - s, s, s, 1), where s is the row stride. For a slice whose last row is end - 1, element (r, d) has the index
+    (2^30, end, 2^30 - end + r, d). Its offset is r s + d + 2^64; addresses wrap, so 2^64 has no effect. The size of the
+    third dimension is 2^30. TMA therefore treats rows r >= end, whose third index is at least 2^30, as out of bounds.
     """
     step = matrix.stride(0)
     shape, strides = [0x7FFF0000, 0x7FFF0000, _FAR.value, matrix.shape[1]], [2**34 - step, step, step, 1]
@@ -109,7 +110,7 @@ def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def add_product(total, a, b, step, first, full, empty):
     """Waits for the operands of pipeline step `step`, starts total += a @ b, waits for the MMA of the previous step and
-    frees that step's stage. first: True for a tile's first step, which frees nothing: `finish` has freed that stage."""
+    frees its stage. first: True for a tile's first step, which frees nothing: `finish` freed the previous stage."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
     total = warpgroup_mma(a, b, total, is_async=True)

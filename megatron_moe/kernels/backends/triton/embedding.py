@@ -42,8 +42,8 @@ def _sum_stretches(
     grad_ptr, ids_ptr, order_ptr, out_ptr, parts_ptr, num_tokens, width, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `out` the gradient sum of each id whose tokens are all in this stretch. Partial sums of other ids go to
-    `parts` [stretches, 2, width], index 0 if the id continues from the previous stretch, index 1 if it starts here."""
+    """Adds to `out` the gradient sum of each id with all tokens in this program's stretch of sorted tokens. Partial
+    sums of other ids go to `parts` [stretches, 2, width]: index 0 if the id started in an earlier stretch, else 1."""
     first = tl.program_id(0) * ROWS
     places = first + tl.arange(0, ROWS)
     inside = places < num_tokens
@@ -74,7 +74,7 @@ def _sum_stretches(
 def _join_stretches(
     ids_ptr, out_ptr, parts_ptr, num_tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Adds to `out` the gradient of each id that spans several stretches; the program of the first stretch sums it."""
+    """Adds the partial sums of each id that spans several stretches to `out`, in the program of its first stretch."""
     stretch = tl.program_id(0).to(tl.int64)
     first, behind = stretch * ROWS, (stretch + 1) * ROWS
     mine = tl.load(ids_ptr + behind - 1, mask=behind <= num_tokens, other=-1)

@@ -279,7 +279,7 @@ def _turn_heads_back(
     NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Backward of a tile of either query heads or key and value heads; a program for both would need more registers."""
+    """Backward of one tile. A program processes query heads, or key and value heads; both would need more registers."""
     num_heads, group_width = num_groups * heads_per_group, (heads_per_group + 2) * width
     q_shares_ptr = shares_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * width
     k_shares_ptr = q_shares_ptr + width

@@ -120,8 +120,8 @@ def _adamw(
 
 @triton.jit
 def _size_bits(wide, ptr, FORMAT: tl.constexpr):
-    """Bit patterns of the absolute values as fp32; inf and nan have patterns of at least 0x7F800000. With PLAIN, values
-    are first rounded to the stored dtype, because rounding may overflow. The other formats have the range of fp32."""
+    """Bit patterns of the absolute values as fp32; inf and nan have patterns of at least 0x7F800000. PLAIN values are
+    first rounded to the stored dtype, in which they may overflow. Other formats cover the full range of fp32."""
     if FORMAT == PLAIN:
         wide = wide.to(ptr.dtype.element_ty).to(tl.float32)
     return wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -156,8 +156,8 @@ def _pack(
     wide, ptr, exponents_ptr, each, held, blocks, here, number, step, SALT: tl.constexpr, FORMAT: tl.constexpr,
     ROOT: tl.constexpr,
 ):  # fmt: skip
-    """Packs the fp32 values `wide`, as `low_precision_state.pack` does, and stores them. Returns (for
-    master weights) the values from which parameters are rounded: `wide` for PLAIN, the stored values for FP16."""
+    """Packs the fp32 values `wide`, as `low_precision_state.pack` does, and stores them. If `wide` are master weights,
+    the caller rounds the returned values to parameters: `wide` for PLAIN, the stored values for FP16."""
     if FORMAT == PLAIN:
         tl.store(ptr + each, wide.to(ptr.dtype.element_ty), mask=held)
     else:

@@ -1,8 +1,8 @@
 """Stable counting sort of the routing choices by expert, in two launches and without atomics.
 
 The choices are divided into blocks, and consecutive blocks are grouped into stretches. In the first launch, each
-program processes one stretch: it stores how many choices each expert has in the stretch, and how many of them precede
-each block. In the second launch, each program sorts one block, whose first row in each expert follows from the counts.
+program counts the choices of every expert in one stretch. It stores the counts before each block and at the end of the
+stretch. In the second launch, each program adds these counts to get each expert's first row, and sorts one block.
 """
 
 import torch
@@ -17,7 +17,7 @@ from megatron_moe.kernels.ops import RowIndex, most_rows
 BLOCK = 128
 """Number of routing choices per block."""
 STRETCHES = 32
-"""Maximum number of stretches. It is small because every program of the second launch reads all their totals."""
+"""Maximum number of stretches. It is small because every sorting program reads the counts of all stretches."""
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int, capacity: int | None, align: int = 1) -> RowIndex:
@@ -49,8 +49,8 @@ def count_tokens(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _counted(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """Counts the choices of each expert, in int32. Returns three values: counts before each block, from the start of
-    the block's stretch [blocks, E]; counts of each stretch [stretches, E]; number of blocks per stretch."""
+    """Counts the choices of each expert. Returns (counts between the start of a stretch and the start of each of its
+    blocks, int32 [blocks, E]; counts in each whole stretch, int32 [stretches, E]; number of blocks per stretch)."""
     num_blocks = triton.cdiv(ids.numel(), BLOCK)
     blocks_each = triton.cdiv(num_blocks, STRETCHES)
     before_BE = torch.empty(num_blocks, num_experts, device=ids.device, dtype=torch.int32)

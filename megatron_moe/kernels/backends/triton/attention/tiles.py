@@ -108,8 +108,8 @@ def visible(rows, keys, of_rows, segments_ptr, num_keys, left, right, SEGMENTS: 
 
 @triton.jit
 def stretches(first, TILE: tl.constexpr, left, right, num_keys, STEP: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Returns (begin, inner_begin, inner_end, end) for a tile of rows. The rows see no key outside [begin, end). All
-    rows see all keys of the inner range, which needs no mask. For the rows that see a key tile, swap left and right."""
+    """Returns key ranges (begin, inner_begin, inner_end, end) for a tile of rows. Rows see no key outside [begin, end).
+    All rows see all keys in [inner_begin, inner_end). To get row ranges for a tile of keys, swap left and right."""
     begin = tl.maximum(first - left, 0) // STEP * STEP
     end = tl.minimum(first + TILE + right, num_keys)
     inner_begin, inner_end = begin, begin

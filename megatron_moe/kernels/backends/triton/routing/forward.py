@@ -107,7 +107,7 @@ def route_forward(
 
 @triton.jit
 def _scores(logits, SCORE: tl.constexpr, ON_LOGITS: tl.constexpr, EPSILON: tl.constexpr):
-    """Returns (scores for the selection and the probabilities, scores normalised to a sum of 1 per token)."""
+    """Returns two tensors: scores for selection and probabilities; scores normalised to a sum of 1 per token."""
     if SCORE == "softmax":
         shares, _ = softmax(logits)
         scores = logits if ON_LOGITS else shares
@@ -196,7 +196,7 @@ def _look_up(
 
 @triton.jit
 def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr, EPSILON: tl.constexpr):
-    """Probabilities of the choices before scaling; 0 where `none` (the token has no such choice)."""
+    """Probabilities of the choices before scaling; 0 where `none` is True (the token has fewer choices)."""
     if ON_LOGITS:
         weights, _ = softmax(tl.where(none, float("-inf"), chosen))
     else:
@@ -210,7 +210,7 @@ def _topk_probs(chosen, none, ON_LOGITS: tl.constexpr, NORMALISED: tl.constexpr,
 def _count_plain(
     scores, held, columns, real, TOPK: tl.constexpr, COLUMNS: tl.constexpr, INT: tl.constexpr, HIGHEST: tl.constexpr
 ):
-    """Number of tokens, per column (expert), whose top-k by score, without bias and groups, contains that expert."""
+    """Number of tokens per expert whose top-k contains this expert, if the top-k ignores the bias and the groups."""
     keys = tl.where(real[None, :], ordered(scores, INT, HIGHEST), -HIGHEST - 1)
     for _ in range(TOPK):
         keys, _, _ = _take_best(keys, columns, COLUMNS, HIGHEST)

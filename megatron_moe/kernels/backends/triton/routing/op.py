@@ -18,7 +18,7 @@ from megatron_moe.kernels.reference_routing import EPSILON, selects_on_logits
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 """Number of elements (tokens times columns) of an fp32 tile. An fp64 tile has half as many elements."""
 FORWARD_PROGRAMS = 4
-"""Forward programs per multiprocessor. Their number is small because the last one adds all partial sums."""
+"""Forward programs per multiprocessor. Their number is small: the last program to finish adds all partial sums."""
 
 
 def route(
