@@ -122,6 +122,7 @@ class ExpertComm:
         *,
         row_capacity_factor: float | None = None,
         num_sms: int | None = None,
+        overlaps_microbatches: bool = False,
     ) -> None:
         """Creates the resources.
 
@@ -130,12 +131,14 @@ class ExpertComm:
             row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
                 dispatchers that can overflow.
             num_sms: multiprocessors of a push; None: all.
+            overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
         """
         self.ctx = ctx
         self.kernels = kernels
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.dispatcher = dispatcher
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
+        self.overlaps_microbatches = overlaps_microbatches
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)
