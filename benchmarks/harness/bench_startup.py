@@ -126,7 +126,8 @@ def report(seconds: Mapping[str, float], total: float) -> None:
 
 def start_table(cold: Mapping[str, float], cached: Mapping[str, float]) -> str:
     """Markdown table with the seconds of every phase of two starts."""
-    rows = [f"| {name} | {cold.get(name, 0.0):.1f} | {cached.get(name, 0.0):.1f} |" for name in (*FIRST, *PHASES, *LAST)]
+    names = (*FIRST, *PHASES, *LAST)
+    rows = [f"| {name} | {cold.get(name, 0.0):.1f} | {cached.get(name, 0.0):.1f} |" for name in names]
     return "\n".join(["| phase | cold, s | cached, s |", "|---|---|---|", *rows])
 
 
