@@ -23,6 +23,7 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.kernels.backends.triton.precompile import compile_recorded, record_launches
 from megatron_moe.kernels.registry import BACKENDS, is_installed
 from megatron_moe.memory_emulation.kernels import triton_kernels
 from megatron_moe.memory_emulation.rank import assume_load, assumed_load, make_batches, with_assumed_choices
@@ -60,38 +61,37 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> tuple[str, flo
     """Compiles kernels, unless an earlier run did so, runs the warm-up step and frees its memory. Returns the message
     of the first error, or "", and the seconds of parallel compilation."""
     begin, done = time.monotonic(), folder / f"warmed-up-{_fingerprint(plan)}"
-    failures = [] if done.exists() else compile_kernels(plan, device, folder)
+    failure = "" if done.exists() else compile_kernels(plan, device, folder)
     seconds = time.monotonic() - begin
     try:
         take_step(plan, device)
     except Exception as problem:  # Triton errors derive from Exception only
-        failures.append(_message(problem))
-    if not failures:
+        failure = failure or _message(problem)
+    if not failure:
         done.touch()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return (failures[0] if failures else ""), seconds
+    return failure, seconds
 
 
-def compile_kernels(plan: RunPlan, device: torch.device, folder: Path) -> list[str]:
-    """Compiles the Triton kernels of the warm-up step for `device` in threads. Returns error messages.
+def compile_kernels(plan: RunPlan, device: torch.device, folder: Path) -> str:
+    """Compiles the Triton kernels of the warm-up step for `device` in threads. Returns the error message or "".
 
     All processor cores of the node are divided among its ranks.
     """
     if not is_installed("triton"):
-        return []
-    from megatron_moe.kernels.backends.triton.precompile import compile_recorded, record_launches
-
+        return ""
     num_threads = max(len(os.sched_getaffinity(0)) // plan.launch.local_world_size, 1)
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with record_launches() as recorded:
             take_step(plan, torch.device("meta"), kernels_of=device)
-        return compile_recorded(recorded, folder / "locks", min(num_threads, _MAX_THREADS))
+        compile_recorded(recorded, folder / "locks", min(num_threads, _MAX_THREADS))
     except Exception as problem:  # the warm-up step compiles the kernels one after the other
-        return [f"parallel compilation: {_message(problem)}"]
+        return f"parallel compilation: {_message(problem)}"
+    return ""
 
 
 def _message(problem: Exception) -> str:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
-from megatron_moe.kernels.backends.triton import precompile
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train import warmup
@@ -106,7 +105,7 @@ def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(
 def test_processor_cores_are_divided_among_the_ranks_of_a_node(tmp_path, monkeypatch):
     num_threads: list[int] = []
     monkeypatch.setattr(warmup, "take_step", lambda *_, **given: None)
-    monkeypatch.setattr(precompile, "compile_recorded", lambda recorded, folder, number: num_threads.append(number))
+    monkeypatch.setattr(warmup, "compile_recorded", lambda recorded, folder, number: num_threads.append(number))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(24))
     for ranks in (1, 2, 4, 64):
         compile_kernels(tiny.plan(launch=Launch(local_world_size=ranks)), torch.device("cpu"), tmp_path)
@@ -121,8 +120,7 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.set_device = lambda device: None
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.run import KernelConfig
-from megatron_moe.kernels.backends.triton import precompile
-from megatron_moe.train.warmup import Path, compile_kernels
+from megatron_moe.train import warmup
 from tests.helpers import tiny
 from tests.kernels.compiled import compiled
 
@@ -130,11 +128,11 @@ model = tiny.model(moe_config=tiny.moe(dispatcher="flex"))
 plan = tiny.plan(model=model, parallel=ParallelConfig(world_size=2, ep=2), kernels=KernelConfig())
 plan = replace(plan, precision=replace(plan.precision, params="bf16", grads="fp32", main_params_dtype="fp32"))
 recorded = []
-precompile.compile_recorded = lambda kernels, folder, number: recorded.append(kernels) or []
+warmup.compile_recorded = lambda kernels, folder, number: recorded.append(kernels)
 for rank in (0, 1):
     launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-    errors = compile_kernels(replace(plan, launch=launch), torch.device("cuda", rank), Path("unused"))
-    assert not errors, errors
+    error = warmup.compile_kernels(replace(plan, launch=launch), torch.device("cuda", rank), warmup.Path("unused"))
+    assert not error, error
 first, second = (
     {key: inspect.getclosurevars(compile).nonlocals["src"].name for key, (compile, _) in kernels.items()}
     for kernels in recorded

@@ -9,47 +9,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import triton
-from triton.runtime.jit import KernelInterface
-
 Recorded = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
 """Cache key -> (function that compiles a kernel, function that stores the compiled kernel in this process)."""
-
-
-class _RecordingMode(triton.AsyncCompileMode):
-    """Mode in which Triton passes kernels to `submit` instead of compiling them."""
-
-    def __init__(self) -> None:
-        super().__init__(executor=None)
-        self.recorded: Recorded = {}
-
-    def submit(self, key: str, compile_kernel: Callable[[], Any], store: Callable[[Any], None]) -> None:
-        self.recorded.setdefault(key, (compile_kernel, store))
 
 
 @contextmanager
 def record_launches() -> Iterator[Recorded]:
     """Context manager that yields the kernels launched in its body by this thread and not yet compiled by this process.
     They are neither compiled nor launched, so their arguments may be tensors without data (`meta`)."""
-    mode, launch = _RecordingMode(), KernelInterface.__getitem__
+    import triton
+    from triton.runtime.jit import KernelInterface
+
+    recorded: Recorded = {}
+    mode, launch = triton.AsyncCompileMode(executor=None), KernelInterface.__getitem__
+    mode.submit = lambda key, compile_kernel, store: recorded.setdefault(key, (compile_kernel, store)) and None
     KernelInterface.__getitem__ = lambda kernel, grid: partial(kernel.warmup, grid=grid)
     try:
         with mode:
-            yield mode.recorded
+            yield recorded
     finally:
         KernelInterface.__getitem__ = launch
 
 
-def compile_recorded(recorded: Recorded, folder: Path, num_threads: int) -> list[str]:
+def compile_recorded(recorded: Recorded, folder: Path, num_threads: int) -> None:
     """Compiles recorded kernels into Triton's cache, each on one rank of the node only.
 
     `folder`: folder of the node with one lock file per kernel. Kernels that another rank is compiling are loaded from
     the cache after all others are compiled. Triton releases the GIL in most of the compilation, so threads suffice.
 
-    Returns the error messages of kernels that cannot be compiled.
+    Raises the first error after all other kernels have been compiled.
     """
     folder.mkdir(exist_ok=True)
-    keys, errors = list(recorded), []
+    keys = list(recorded)
 
     def compile_one(key: str, wait: bool) -> bool:
         with open(folder / hashlib.sha256(key.encode()).hexdigest(), "w") as lock:
@@ -57,21 +48,19 @@ def compile_recorded(recorded: Recorded, folder: Path, num_threads: int) -> list
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 return False
-            try:
-                _compile(*recorded[key])
-            except Exception as problem:  # the launch raises it again
-                errors.append(f"{type(problem).__name__}: {problem}")
+            _compile(*recorded[key])
         return True
 
     with ThreadPoolExecutor(num_threads) as pool:
         for wait in (False, True):
-            done = list(pool.map(partial(compile_one, wait=wait), keys))
-            keys = [key for key, is_done in zip(keys, done, strict=True) if not is_done]
-    return errors
+            done = [pool.submit(compile_one, key, wait) for key in keys]
+            keys = [key for key, each in zip(keys, done, strict=True) if not each.result()]
 
 
 def _compile(compile_kernel: Callable[[], Any], store: Callable[[Any], None]) -> None:
     """Compiles one kernel and the C extension module that launches it, which Triton would compile at the launch."""
+    import triton
+
     kernel = compile_kernel()
     triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     store(kernel)
