@@ -8,6 +8,7 @@ step therefore first runs on the `meta` device: its launches are recorded, and t
 a node share this work and the cache.
 """
 
+import fcntl
 import gc
 import hashlib
 import os
@@ -64,7 +65,10 @@ def attempt(plan: RunPlan, device: torch.device, folder: Path) -> tuple[str, flo
     failure = "" if done.exists() else compile_kernels(plan, device, folder)
     seconds = time.monotonic() - begin
     try:
-        take_step(plan, device)
+        with open(folder / "warmup.lock", "w") as lock:
+            if failure:  # the step compiles: on the first rank of the node, while the others wait for the cache
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            take_step(plan, device)
     except Exception as problem:  # Triton errors derive from Exception only
         failure = failure or _message(problem)
     if not failure:
@@ -89,7 +93,7 @@ def compile_kernels(plan: RunPlan, device: torch.device, folder: Path) -> str:
         with record_launches() as recorded:
             take_step(plan, torch.device("meta"), kernels_of=device)
         compile_recorded(recorded, folder / "locks", min(num_threads, _MAX_THREADS))
-    except Exception as problem:  # the warm-up step compiles the kernels one after the other
+    except Exception as problem:
         return f"parallel compilation: {_message(problem)}"
     return ""
 

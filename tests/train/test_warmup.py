@@ -4,6 +4,8 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import MemoryConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
+from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train import warmup
@@ -100,6 +103,27 @@ def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(
     monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
     attempt(tiny.plan(), torch.device("cpu"), tmp_path)
     assert steps[5:] == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_ranks_run_the_warm_up_step_one_after_the_other_if_it_compiles_the_kernels(tmp_path, monkeypatch, parallel):
+    together = threading.Barrier(2)
+    met: list[bool] = []
+
+    def step(plan: RunPlan, device: torch.device) -> None:
+        try:
+            together.wait(60.0 if parallel else 0.5)
+        except threading.BrokenBarrierError:
+            together.reset()
+            met.append(False)
+        else:
+            met.append(True)
+
+    monkeypatch.setattr(warmup, "compile_kernels", lambda *_: "" if parallel else "no memory")
+    monkeypatch.setattr(warmup, "take_step", step)
+    with ThreadPoolExecutor(2) as ranks:
+        ended = list(ranks.map(lambda _: attempt(tiny.plan(), torch.device("cpu"), tmp_path)[0], range(2)))
+    assert met == [parallel] * 2 and ended == ["" if parallel else "no memory"] * 2
 
 
 def test_processor_cores_are_divided_among_the_ranks_of_a_node(tmp_path, monkeypatch):
