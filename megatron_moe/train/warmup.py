@@ -34,7 +34,7 @@ from megatron_moe.train.train_state import TrainState
 
 _VARIABLE = "TRITON_CACHE_DIR"
 _MAX_THREADS = 16
-"""More threads of one process gain nothing: a fifth of the compilation holds the GIL."""
+"""More threads of one process gain nothing: a fifth of the compilation is Python code, which holds the GIL."""
 
 
 def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:

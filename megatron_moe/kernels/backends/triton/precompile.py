@@ -35,7 +35,7 @@ def compile_recorded(recorded: Recorded, folder: Path, num_threads: int) -> None
     """Compiles recorded kernels into Triton's cache, each on one rank of the node only.
 
     `folder`: folder of the node with one lock file per kernel. Kernels that another rank is compiling are loaded from
-    the cache after all others are compiled. Triton releases the GIL in most of the compilation, so threads suffice.
+    the cache after all others are compiled. Most of the compilation is outside Python, so threads suffice.
 
     Raises the first error after all other kernels have been compiled.
     """
