@@ -115,6 +115,7 @@ def build_saver(
         fresh=config.fresh,
         stop_after=config.max_save_failures,
         expected_bytes=0 if plan.loop.skip_train else checkpoint_bytes(plan),
+        expected_number=config.largest_number(plan.loop.train_iters),
         say=reporter.note,
     )
     stack.callback(saver.close)

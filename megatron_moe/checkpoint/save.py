@@ -154,6 +154,8 @@ class CheckpointSaver:
         fresh: move existing checkpoints of the folder into a subfolder (`--fresh`).
         stop_after: number of consecutive failed saves after which SaveProblem is raised.
         expected_bytes: expected size of one checkpoint, which is compared with the free disk space.
+        expected_number: largest number of checkpoints in the folder during the run; a warning is logged if the disk has
+            no space for all of them.
         say: logs a line; called on the first rank only.
     Raises:
         EnvironmentProblem: the folder is not writable, lacks space for one checkpoint, or is locked by another job.
@@ -170,6 +172,7 @@ class CheckpointSaver:
         fresh: bool = False,
         stop_after: int = 3,
         expected_bytes: int = 0,
+        expected_number: int = 1,
         storage: Storage | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -189,7 +192,7 @@ class CheckpointSaver:
         self._pending: _PendingSave | None = None
         self._buffer = HostBuffer()
         self._lock: RunLock | None = None
-        on_first_rank(partial(self._open, fresh, expected_bytes), context)
+        on_first_rank(partial(self._open, fresh, expected_bytes, expected_number), context)
 
     def close(self) -> int | None:
         """Unlocks the folder. Cancels a save whose files are still being written (call `wait` first to complete it).
@@ -336,7 +339,7 @@ class CheckpointSaver:
             self.last = saved
         return saved
 
-    def _open(self, fresh: bool, expected_bytes: int) -> None:
+    def _open(self, fresh: bool, expected_bytes: int, expected_number: int) -> None:
         directory.check_writable(self.folder)
         self._lock = RunLock(self.folder, does="saves checkpoints to", option="--save")
         if self._lock.warning is None:
@@ -353,6 +356,13 @@ class CheckpointSaver:
                 f"a checkpoint of this run takes {expected_bytes / 1e9:,.2f} GB, and {self.folder} has "
                 f"{free / 1e9:,.2f} GB free: free {(needed - free) / 1e9:,.2f} GB for a margin of 10 %, give another "
                 f"--save folder, or use --no-save-optim to save weights only"
+            )
+        missing = (expected_number - len(directory.list_checkpoints(self.folder))) * needed - free
+        if missing > 0:
+            self._say(
+                f"warning: this run keeps up to {expected_number} checkpoints of {expected_bytes / 1e9:,.2f} GB, and "
+                f"{self.folder} has {free / 1e9:,.2f} GB free, enough for {int(free // needed)} more: free "
+                f"{missing / 1e9:,.2f} GB, give another --save folder, or keep fewer with --keep-last-checkpoints"
             )
 
     def _deduplicate(self, tensors: Mapping[str, TensorShard]) -> dict[str, TensorShard]:

@@ -49,3 +49,12 @@ class CheckpointConfig:
     """Number of iterations between exports of the model as a Hugging Face folder. None: no exports."""
     save_hf_config: Path | None = None
     """Folder whose config.json and tokenizer files are copied into each Hugging Face export."""
+
+    def largest_number(self, train_iters: int) -> int:
+        """Largest number of checkpoints that a run of `train_iters` iterations has in `save` at the same time. A new
+        checkpoint is complete before an old one is deleted."""
+        saves = -(-train_iters // (self.save_interval or train_iters)) if train_iters else 1
+        if self.keep_last_checkpoints is None and self.save_retain_interval is None:
+            return saves
+        retained = train_iters // self.save_retain_interval if self.save_retain_interval else 0
+        return min(saves, (self.keep_last_checkpoints or 1) + 1 + self.keep_best_checkpoint + retained)

@@ -16,6 +16,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.torch_native import backend as torch_native
 from megatron_moe.kernels.fakes import fake_backend
 from megatron_moe.kernels.kernel_set import OPS, KernelSet, Selection
+from megatron_moe.kernels.registry import BACKENDS, discover, select_kernels
 
 
 def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
@@ -31,6 +32,15 @@ def emulated_kernels(config: KernelConfig, dtype: torch.dtype) -> KernelSet:
             Selection(op, name, "emulates memory, computes nothing" if name != reference.NAME else "plain torch")
         )
     return KernelSet.of(functions, tuple(choices))
+
+
+def triton_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
+    """Kernel set for `meta` tensors with the Triton kernels that the registry selects for `device`, and fakes for all
+    other ops. The caller prevents launches (`backends/triton/precompile.py`)."""
+    selected, fakes = select_kernels(config, device, dtype), emulated_kernels(KernelConfig(), dtype)
+    in_triton = {backend.name for backend in discover(BACKENDS) if "triton" in backend.needs}
+    functions = {c.op: getattr(selected if c.backend in in_triton else fakes, c.op) for c in selected.choices}
+    return KernelSet.of(functions, selected.choices)
 
 
 def _selected(op: str, request: str, dtype: torch.dtype) -> tuple[str, Callable[..., Any]]:

@@ -4,6 +4,7 @@
 of one process.
 """
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -188,8 +189,10 @@ class ParallelContext:
         emulates one rank at a time: call `stop` before the next one.
         """
         assert not dist.is_initialized(), "this process belongs to a process group already; stop its context first"
-        # Registers collectives on meta tensors. Imported late, because it imports torch's compiler (a second or more).
-        import torch.distributed._tools.fake_collectives
+        has_meta = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
+        if torch.device(device).type == "meta" and not has_meta:
+            # for older torch versions; imported late, because it imports torch's compiler (seconds)
+            importlib.import_module("torch.distributed._tools.fake_collectives")
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
         launch = Launch(rank=rank, world_size=config.world_size)

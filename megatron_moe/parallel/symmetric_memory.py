@@ -37,7 +37,8 @@ def is_emulated(group: ProcessGroup, ctx: ParallelContext) -> bool:
 
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
     assert group.handle is not None, f"symmetric memory of a group of {group.size}"
-    own = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+    # not `symm_mem.empty`, which imports sympy (more than a second)
+    own = symm_mem._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
     handle = symm_mem.rendezvous(own, group.handle)
     # No rank writes to a buffer that its owner has not cleared yet.

@@ -1,8 +1,11 @@
 """Kernel warm-up on a GPU before the rendezvous: compiles kernels and initialises libraries such as cuDNN.
 
 One layer of every kind, the embedding, the output head and the optimizer run a small step at this rank's sizes in a
-fake process group, so that no rank waits in a collective or a timed step while another rank compiles. Compiled kernels
-are cached per node; a lock lets one rank of a node compile while the others wait and reuse its results.
+fake process group, so that no rank waits in a collective or a timed step while another rank compiles.
+
+Triton compiles a kernel when it is launched, one after the other. If kernels may be missing in the cache, the small
+step therefore first runs on the `meta` device: its launches are recorded, and threads compile the kernels. The ranks of
+a node share this work and the cache.
 """
 
 import fcntl
@@ -11,8 +14,6 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,17 +24,22 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.kernels.backends.triton.precompile import compile_recorded, record_launches
+from megatron_moe.kernels.registry import BACKENDS, is_installed
+from megatron_moe.memory_emulation.kernels import triton_kernels
 from megatron_moe.memory_emulation.rank import assume_load, assumed_load, make_batches, with_assumed_choices
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.resilience.watchdog import Watchdog
 from megatron_moe.train.train_state import TrainState
 
 _VARIABLE = "TRITON_CACHE_DIR"
+_MAX_THREADS = 16
+"""More threads of one process gain nothing: a fifth of the compilation is Python code, which holds the GIL."""
 
 
 def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
-    """Runs the warm-up step on a GPU, without a watchdog timeout, and returns a log line. If the step fails, the log
-    line contains the error, and the run compiles the remaining kernels when they are first needed.
+    """Compiles kernels and runs the warm-up step on a GPU, without a watchdog timeout, and returns a log line. If this
+    fails, the log line contains the error, and the run compiles the remaining kernels when they are first needed.
 
     Raises EnvironmentProblem if the kernel cache folder cannot be created.
     """
@@ -43,27 +49,57 @@ def warm_up_kernels(plan: RunPlan, watchdog: Watchdog) -> str:
     begin = time.monotonic()
     folder = cache_folder(plan)
     before = len(list(folder.glob("*/*.cubin")))
-    failure = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
+    failure, compile_seconds = attempt(plan, torch.device("cuda", plan.launch.local_rank), folder)
     watchdog.enter("start")
     seconds = time.monotonic() - begin
-    done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder}"
+    done = f"kernels: {len(list(folder.glob('*/*.cubin'))) - before} compiled into {folder} in {compile_seconds:.1f} s"
     if failure:
         return f"{done}; the warm-up failed after {seconds:.1f} s, other kernels are compiled when needed: {failure}"
-    return f"{done} and libraries initialised in {seconds:.1f} s before the rendezvous"
+    return f"{done}, libraries initialised in {seconds - compile_seconds:.1f} s, before the rendezvous"
 
 
-def attempt(plan: RunPlan, device: torch.device, folder: Path) -> str:
-    """Runs the warm-up step and frees its memory. Returns the error message if the step fails, else ""."""
-    failure = ""
+def attempt(plan: RunPlan, device: torch.device, folder: Path) -> tuple[str, float]:
+    """Compiles kernels, unless an earlier run did so, runs the warm-up step and frees its memory. Returns the message
+    of the first error, or "", and the seconds of parallel compilation."""
+    begin, done = time.monotonic(), folder / f"warmed-up-{_fingerprint(plan)}"
+    failure = "" if done.exists() else compile_kernels(plan, device, folder)
+    seconds = time.monotonic() - begin
     try:
-        with taking_turns(folder, plan):
+        with open(folder / "warmup.lock", "w") as lock:
+            if failure:  # the step compiles: on the first rank of the node, while the others wait for the cache
+                fcntl.flock(lock, fcntl.LOCK_EX)
             take_step(plan, device)
     except Exception as problem:  # Triton errors derive from Exception only
-        failure = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        failure = failure or _message(problem)
+    if not failure:
+        done.touch()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return failure
+    return failure, seconds
+
+
+def compile_kernels(plan: RunPlan, device: torch.device, folder: Path) -> str:
+    """Compiles the Triton kernels of the warm-up step for `device` in threads. Returns the error message or "".
+
+    All processor cores of the node are divided among its ranks.
+    """
+    if not is_installed("triton"):
+        return ""
+    num_threads = max(len(os.sched_getaffinity(0)) // plan.launch.local_world_size, 1)
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with record_launches() as recorded:
+            take_step(plan, torch.device("meta"), kernels_of=device)
+        compile_recorded(recorded, folder / "locks", min(num_threads, _MAX_THREADS))
+    except Exception as problem:
+        return f"parallel compilation: {_message(problem)}"
+    return ""
+
+
+def _message(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 def cache_folder(plan: RunPlan) -> Path:
@@ -80,20 +116,11 @@ def cache_folder(plan: RunPlan) -> Path:
     return folder
 
 
-@contextmanager
-def taking_turns(folder: Path, plan: RunPlan) -> Iterator[None]:
-    """Context manager that one rank of a node enters alone; after it has finished, the others enter concurrently."""
-    done = folder / f"warmed-up-{_fingerprint(plan)}"
-    with open(folder / "warmup.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if done.exists():
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        yield
-        done.touch()
+def take_step(plan: RunPlan, device: torch.device, *, kernels_of: torch.device | None = None) -> None:
+    """Runs one training step of the reduced plan of `warmed_up`, with random weights in a fake process group.
 
-
-def take_step(plan: RunPlan, device: torch.device) -> None:
-    """Runs one training step of the reduced plan of `warmed_up`, with random weights in a fake process group."""
+    `kernels_of`: device whose Triton kernels are launched if `device` is `meta`.
+    """
     small = warmed_up(plan)
     build.set_algorithms(small)
     if device.type == "cuda":
@@ -105,7 +132,11 @@ def take_step(plan: RunPlan, device: torch.device) -> None:
         device=device,
     )
     try:
-        kernels = with_assumed_choices(build.build_kernels(small, context), assumed_load(context))
+        if kernels_of is None:
+            kernels = build.build_kernels(small, context)
+        else:
+            kernels = triton_kernels(small.kernels, kernels_of, context.dtype)
+        kernels = with_assumed_choices(kernels, assumed_load(context))
         model = build.build_model(small, context, kernels, initial=False)
         assume_load(model, assumed_load(context))
         for parameter in model.parameters():
@@ -145,8 +176,11 @@ def _num_microbatches(plan: RunPlan) -> int:
 
 
 def _fingerprint(plan: RunPlan) -> str:
-    """Hash of the settings that determine the compiled kernels: sizes, formats, backends, versions."""
+    """Hash of everything that determines the compiled kernels of a rank: sizes, formats, rank, sources, versions."""
     sizes = plan.batch.micro_batch_size, plan.data.seq_length, _num_microbatches(plan)
-    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, sizes
-    text = repr((made_of, torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    made_of = plan.model, plan.parallel, plan.precision, plan.kernels, plan.launch.rank, sizes
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    digest = hashlib.blake2b(repr((made_of, torch.__version__, device)).encode(), digest_size=8)
+    for path in sorted(BACKENDS.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -171,6 +171,44 @@ def test_a_folder_without_space_for_one_checkpoint_is_rejected_at_start(tmp_path
     CheckpointSaver(tmp_path, ONE, storage=Small(), expected_bytes=10**9).close()
 
 
+def test_a_folder_without_space_for_all_checkpoints_is_a_warning_at_start(tmp_path: Path) -> None:
+    class Small(FaultyStorage):
+        def free_bytes(self, path: Path) -> int:
+            return 25 * 10**8
+
+    def open_saver(number: int) -> list[str]:
+        said: list[str] = []
+        expected = {"expected_bytes": 10**9, "expected_number": number}
+        CheckpointSaver(tmp_path, ONE, storage=Small(), say=said.append, **expected).close()
+        return said
+
+    assert open_saver(2) == []
+    assert open_saver(4) == [
+        f"warning: this run keeps up to 4 checkpoints of 1.00 GB, and {tmp_path} has 2.50 GB free, enough for 2 more: "
+        "free 1.90 GB, give another --save folder, or keep fewer with --keep-last-checkpoints"
+    ]
+    for iteration in (10, 20):
+        save_some(saver := CheckpointSaver(tmp_path, ONE), iteration)
+        saver.close()
+    assert open_saver(4) == [], "two of the four are in the folder already"
+
+
+@pytest.mark.parametrize(
+    ("number", "retention"),
+    [
+        (10, {}),
+        (4, {"keep_last_checkpoints": 3}),
+        (5, {"keep_last_checkpoints": 3, "keep_best_checkpoint": True}),
+        (4, {"save_retain_interval": 50}),
+        (10, {"keep_last_checkpoints": 30}),
+        (1, {"save_interval": None}),
+        (4, {"save_interval": 33}),
+    ],
+)
+def test_largest_number_of_checkpoints_during_a_run(number: int, retention: dict) -> None:
+    assert CheckpointConfig(**{"save_interval": 10} | retention).largest_number(100) == number
+
+
 def test_the_third_consecutive_failed_save_ends_the_run(tmp_path: Path) -> None:
     broken = True
 

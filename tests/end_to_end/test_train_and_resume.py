@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from megatron_moe.config.exit_codes import ExitCode
 from pretrain_moe import main
-from tests.end_to_end.tiny_run import arguments, generate, losses, records, succeed
+from tests.end_to_end.tiny_run import MODEL, TRAINING, arguments, generate, losses, records, succeed
 from tests.helpers.ranks import REPOSITORY, child_environment, free_port, run_program, run_torchrun
 from tests.helpers.thinned import nightly_only
 from tests.helpers.tolerances import FP64_LAYOUT
@@ -153,6 +153,14 @@ def test_ckpt_step_selects_the_checkpoint(whole_run, data, tmp_path):
     process = succeed(run_program(arguments(data, tmp_path / "run", *load), cwd=tmp_path))
     assert "iter_0000006 at iteration 6" in process.stdout
     assert list(losses(tmp_path / "run")) == [7]
+
+
+@pytest.mark.parametrize(("flags", "saved"), [((), []), (("--save-interval", "2"), ["iter_0000002"])])
+def test_a_run_on_mock_data_saves_a_checkpoint_only_on_request(flags, saved, tmp_path):
+    line = [*MODEL, *TRAINING, "--mock-data", "--run-dir", str(tmp_path), "--train-iters", "2", "--eval-iters", "0"]
+    assert main([*line, "--lr-warmup-iters", "0", *flags], {}) == ExitCode.OK
+    assert set(losses(tmp_path)) == {1, 2}
+    assert sorted(path.name for path in tmp_path.rglob("iter_*")) == saved
 
 
 def test_the_checkpoint_generates_text(whole_run):

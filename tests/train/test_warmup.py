@@ -2,9 +2,11 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ import torch.distributed as dist
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import MemoryConfig
-from megatron_moe.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
+from megatron_moe.config.run import RunPlan
 from megatron_moe.parallel.parameter import Parameter
 from megatron_moe.resilience.watchdog import Watchdog
-from megatron_moe.train.warmup import attempt, cache_folder, take_step, taking_turns, warm_up_kernels, warmed_up
+from megatron_moe.train import warmup
+from megatron_moe.train.warmup import attempt, cache_folder, compile_kernels, take_step, warm_up_kernels, warmed_up
 from tests.helpers import tiny
-
-PATIENCE = 120.0
+from tests.kernels.compiled import compiled
 
 SEVERAL = ParallelConfig(world_size=8, pp=2, tp=2, sequence_parallel=True, ep=4)
 
@@ -47,11 +50,22 @@ def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel, dispa
     assert not dist.is_initialized()
 
 
+def test_warm_up_step_does_not_import_the_compiler_of_torch():
+    """On a GPU machine the import took seconds. Only recording on the `meta` device needs it."""
+    program = (
+        "import sys, torch\nfrom megatron_moe.train.warmup import take_step\nfrom tests.helpers import tiny\n"
+        "take_step(tiny.plan(), torch.device('cpu'))\n"
+        "sys.exit(', '.join(name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stderr.strip() == ""
+
+
 def test_warm_up_frees_its_memory(tmp_path):
     plan = replace(tiny.plan(), data_parallel=DataParallelConfig(overlap_grad_reduce=True))
     gc.collect()
     before = parameters_alive()  # kept alive, so that ids stay unique
-    assert not attempt(plan, torch.device("cpu"), tmp_path)
+    assert attempt(plan, torch.device("cpu"), tmp_path)[0] == ""
     known = set(map(id, before))
     assert [each.shape for each in parameters_alive() if id(each) not in known] == []
 
@@ -70,13 +84,93 @@ class CompilationError(Exception):
 
 @pytest.mark.parametrize("kind", [RuntimeError, CompilationError])
 def test_failed_warm_up_is_reported_and_can_be_repeated(tmp_path, monkeypatch, kind):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **given: object) -> None:
         raise kind("no room\nfor details")
 
-    monkeypatch.setattr("megatron_moe.train.warmup.take_step", fail)
-    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == f"{kind.__name__}: no room"
+    monkeypatch.setattr(warmup, "take_step", fail)
+    failure, _ = attempt(tiny.plan(), torch.device("cpu"), tmp_path)
+    assert failure == f"parallel compilation: {kind.__name__}: no room"
     monkeypatch.undo()
-    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path) == "", "the lock is free again"
+    assert attempt(tiny.plan(), torch.device("cpu"), tmp_path)[0] == ""
+
+
+def test_kernels_are_recorded_and_compiled_only_if_no_earlier_warm_up_succeeded(tmp_path, monkeypatch):
+    steps: list[str] = []
+    monkeypatch.setattr(warmup, "take_step", lambda plan, device, **given: steps.append(device.type))
+    for plan in (tiny.plan(), tiny.plan(), tiny.plan(launch=Launch(rank=1, world_size=2))):
+        attempt(plan, torch.device("cpu"), tmp_path)
+    assert steps == ["meta", "cpu", "cpu", "meta", "cpu"], "kernels can depend on the rank"
+    monkeypatch.setattr(warmup, "BACKENDS", tmp_path)  # other sources
+    attempt(tiny.plan(), torch.device("cpu"), tmp_path)
+    assert steps[5:] == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_ranks_run_the_warm_up_step_one_after_the_other_if_it_compiles_the_kernels(tmp_path, monkeypatch, parallel):
+    together = threading.Barrier(2)
+    met: list[bool] = []
+
+    def step(plan: RunPlan, device: torch.device) -> None:
+        try:
+            together.wait(60.0 if parallel else 0.5)
+        except threading.BrokenBarrierError:
+            together.reset()
+            met.append(False)
+        else:
+            met.append(True)
+
+    monkeypatch.setattr(warmup, "compile_kernels", lambda *_: "" if parallel else "no memory")
+    monkeypatch.setattr(warmup, "take_step", step)
+    with ThreadPoolExecutor(2) as ranks:
+        ended = list(ranks.map(lambda _: attempt(tiny.plan(), torch.device("cpu"), tmp_path)[0], range(2)))
+    assert met == [parallel] * 2 and ended == ["" if parallel else "no memory"] * 2
+
+
+def test_processor_cores_are_divided_among_the_ranks_of_a_node(tmp_path, monkeypatch):
+    num_threads: list[int] = []
+    monkeypatch.setattr(warmup, "take_step", lambda *_, **given: None)
+    monkeypatch.setattr(warmup, "compile_recorded", lambda recorded, folder, number: num_threads.append(number))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(24))
+    for ranks in (1, 2, 4, 64):
+        compile_kernels(tiny.plan(launch=Launch(local_world_size=ranks)), torch.device("cpu"), tmp_path)
+    assert num_threads == [16, 12, 6, 1]
+
+
+RECORDING = """
+import inspect
+from dataclasses import replace
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda device: (9, 0)
+torch.cuda.set_device = lambda device: None
+from megatron_moe.config.parallel import Launch, ParallelConfig
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.train import warmup
+from tests.helpers import tiny
+from tests.kernels.compiled import compiled
+
+model = tiny.model(moe_config=tiny.moe(dispatcher="flex"))
+plan = tiny.plan(model=model, parallel=ParallelConfig(world_size=2, ep=2), kernels=KernelConfig())
+plan = replace(plan, precision=replace(plan.precision, params="bf16", grads="fp32", main_params_dtype="fp32"))
+recorded = []
+warmup.compile_recorded = lambda kernels, folder, number: recorded.append(kernels)
+for rank in (0, 1):
+    launch = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+    error = warmup.compile_kernels(replace(plan, launch=launch), torch.device("cuda", rank), warmup.Path("unused"))
+    assert not error, error
+first, second = (
+    {key: inspect.getclosurevars(compile).nonlocals["src"].name for key, (compile, _) in kernels.items()}
+    for kernels in recorded
+)
+found.append([first[key] for key in first.keys() & second.keys()])
+found.append([second[key] for key in second.keys() - first.keys()])
+"""
+
+
+def test_kernels_of_every_rank_are_recorded_without_a_gpu():
+    """Triton and Gluon kernels of forward, backward, token exchange and optimizer; some depend on the rank."""
+    both, second = map(set, compiled(RECORDING))
+    assert {"_grouped_product", "_expert_grads", "_count_experts", "route_backward", "_adamw"} <= both
+    assert second == {"_push_tokens", "_push_sums", "_acknowledge"}
 
 
 def test_each_node_has_its_own_cache_folder(tmp_path, monkeypatch):
@@ -95,28 +189,3 @@ def test_unwritable_cache_folder_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "kernels"))
     with pytest.raises(EnvironmentProblem, match="use --kernel-cache-dir with another folder"):
         cache_folder(tiny.plan())
-
-
-def enter_in_a_thread(folder: Path, inside: threading.Event, leave: threading.Event) -> threading.Thread:
-    def run() -> None:
-        with taking_turns(folder, tiny.plan()):
-            inside.set()
-            leave.wait()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-def test_first_rank_of_a_node_compiles_alone(tmp_path):
-    inside = [threading.Event() for _ in range(3)]
-    leave = [threading.Event() for _ in range(3)]
-    threads = [enter_in_a_thread(tmp_path, inside[0], leave[0])]
-    assert inside[0].wait(PATIENCE)
-    threads += [enter_in_a_thread(tmp_path, inside[i], leave[i]) for i in (1, 2)]
-    assert not inside[1].wait(0.2) and not inside[2].is_set(), "two ranks compile at once"
-    leave[0].set()
-    assert inside[1].wait(PATIENCE) and inside[2].wait(PATIENCE), "the others wait for one another"
-    for event, thread in zip(leave, threads, strict=True):
-        event.set()
-        thread.join(PATIENCE)
