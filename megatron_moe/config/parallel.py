@@ -45,6 +45,8 @@ class ParallelConfig:
     A microbatch is split over as many ranks as its longest document needs. None: it is split over all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
+    ranks_per_host: int | None = None
+    """Number of ranks per host, which are filled in ascending order of ranks; None: all ranks share one host."""
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
     debug_collectives: bool = False

@@ -21,6 +21,7 @@ from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
@@ -35,15 +36,31 @@ EXPERTS, WIDTH = 8, 3
 STAND_INS = Path(__file__).parents[2] / "stand_ins"
 REFERENCE = reference.bundle()
 NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
-FLEX = (SymmetricDispatcher, DeepEPDispatcher)
+FLEX = (SymmetricDispatcher, DeepEPDispatcher, HierarchicalDispatcher)
 KINDS = (AllGatherDispatcher, AllToAllDispatcher, *FLEX)
 FOLDS = (
     parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp")
 )  # fmt: skip
 MORE_FOLDS = (parallel(4, ep=4), parallel(8, ep=4, etp=2), parallel(8, ep=8), parallel(8, ep=2, etp=4))
+HOSTS = (
+    parallel(2, ep=2, ranks_per_host=1),
+    parallel(4, ep=4, ranks_per_host=2),
+    parallel(4, ep=4, ranks_per_host=1),
+    parallel(4, ep=4, ranks_per_host=3),  # unequal parts of the group on its hosts
+    parallel(4, etp=2, ep=2, ranks_per_host=2),
+    parallel(4, etp=2, ep=2, ranks_per_host=1),  # parts of an expert on different hosts
+    parallel(8, ep=8, ranks_per_host=4),
+    parallel(8, ep=4, etp=2, ranks_per_host=4),
+)
+"""Groups on several hosts."""
 EVERY_DISPATCHER = pytest.mark.parametrize(
     ("kind", "fold"),
-    [(LocalDispatcher, parallel(1)), *product(KINDS, FOLDS), *thinned(list(product(KINDS, MORE_FOLDS)), 4)],
+    [
+        (LocalDispatcher, parallel(1)),
+        *product(KINDS, FOLDS),
+        *thinned(list(product(KINDS, MORE_FOLDS)), 4),
+        *((HierarchicalDispatcher, fold) for fold in HOSTS),
+    ],
     ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
 )
 BOTH = pytest.mark.parametrize("kind", KINDS)
@@ -115,15 +132,22 @@ def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, ca
     on_threads(fold, rank)
 
 
-@pytest.mark.parametrize("fold", [parallel(4, ep=4), parallel(4, etp=2, ep=2)], ids=name_of)
+@pytest.mark.parametrize(
+    ("kind", "fold"),
+    [
+        *product((AllToAllDispatcher, HierarchicalDispatcher), (parallel(4, ep=4), parallel(4, etp=2, ep=2))),
+        *((HierarchicalDispatcher, fold) for fold in HOSTS if fold.world_size == 4),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
+)
 @pytest.mark.parametrize("num_tokens", [[0, 3, 1, 5], [0, 0, 0, 2], [4, 0, 0, 0]], ids=str)
-def test_all_to_all_accepts_different_token_counts_per_rank(fold, num_tokens) -> None:
+def test_dispatchers_that_read_sizes_accept_different_token_counts_per_rank(kind, fold, num_tokens) -> None:
     def rank(ctx: ParallelContext) -> None:
         ids = [[(t + ctx.rank) % EXPERTS, (3 * t + ctx.rank + 1) % EXPERTS] for t in range(num_tokens[ctx.rank])]
         ids = [row if row[0] != row[1] else [row[0], -1] for row in ids]
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(ids, num_experts=EXPERTS)
-        _, back = there_and_back(new(AllToAllDispatcher, ctx), tokens, routing, 1 / fold.etp)
+        _, back = there_and_back(new(kind, ctx), tokens, routing, 1 / fold.etp)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         back.backward(torch.ones_like(back))
         FP64_REF.check(tokens.grad, served(ids).expand(-1, WIDTH), "gradient of tokens")
