@@ -63,6 +63,13 @@ class ParallelConfig:
         """Data-parallel size of the expert grid."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
+    @property
+    def experts_span_hosts(self) -> bool:
+        """True if some of the groups of etp x ep ranks, which are consecutive, are on several hosts."""
+        if self.ranks_per_host is None or self.world_size <= self.ranks_per_host:
+            return False
+        return self.ranks_per_host % (self.etp * self.ep) != 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:

@@ -140,10 +140,11 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual
     held = expert_rows(config, parallel, tokens, sizes.imbalance) * width * sizes.activation
-    if config.dispatcher == "allgather":
+    if config.exchange(parallel) == "allgather":
         gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
-    if config.dispatcher == "flex":  # sums, of this rank's tokens and, if they are computed before the push, of all
+    if config.exchange(parallel) == "flex":
+        # sums, of this rank's tokens and, if they are computed before the push, of all tokens
         summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + parallel.ep * parallel.etp)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
     sent = tokens * config.router.topk * width * sizes.activation
@@ -154,7 +155,7 @@ def receive_slots(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
     """Bytes of the flex dispatcher's symmetric memory. Each of four exchanges (dispatch, combine and their backwards)
     has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
     config, ranks = layer.feed_forward, parallel.ep * parallel.etp
-    if not isinstance(config, MoEConfig) or config.dispatcher != "flex" or ranks == 1:
+    if not isinstance(config, MoEConfig) or config.exchange(parallel) != "flex":
         return 0.0
     per_token = config.experts.hidden_size * sizes.activation + config.router.topk * (4 + sizes.internal)
     return 4.0 * ranks * sizes.residual * per_token

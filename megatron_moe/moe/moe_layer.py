@@ -18,6 +18,7 @@ from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
@@ -29,6 +30,7 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "alltoall": AllToAllDispatcher,
         "flex": SymmetricDispatcher,
         "flex with deepep": DeepEPDispatcher,
+        "hierarchical": HierarchicalDispatcher,
     }
 )
 
@@ -174,7 +176,7 @@ def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -
     """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
     if every rank has all experts."""
     num_ranks = ctx.group("etp_ep").size
-    kind: str = "local" if num_ranks == 1 else config.dispatcher
+    kind: str = config.exchange(ctx.config)
     library = config.flex_dispatcher_backend
     if kind == "flex" and library == "deepep" and has_deepep():
         kind = "flex with deepep"

@@ -124,12 +124,6 @@ def split_by_host(ranks: Sequence[int], ranks_per_host: int | None) -> list[tupl
     return [tuple(members) for members in hosts.values()]
 
 
-def experts_span_hosts(config: ParallelConfig) -> bool:
-    """True if a group of ranks that exchange tokens with each other's experts is on several hosts."""
-    groups = expert_grid(config).groups(("tp", "ep"))
-    return any(len(split_by_host(ranks, config.ranks_per_host)) > 1 for ranks in groups)
-
-
 def context_degrees(cp: int) -> list[int]:
     """Degrees of dynamic context parallelism: 1, 2, 4, ..., `cp`. Raises FoldError if `cp` is not a power of two."""
     if cp.bit_count() != 1:
