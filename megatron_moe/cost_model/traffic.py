@@ -20,6 +20,8 @@ from megatron_moe.cost_model.shards import held_by_rank
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
+_ID = 4
+"""Bytes of an expert id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,14 +201,18 @@ class Communication:
         config, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
         if not isinstance(config, MoEConfig) or parallel.ep * parallel.etp == 1:
             return
-        if config.dispatcher == "allgather":
+        exchange = config.exchange(parallel)
+        if exchange == "allgather":
             yield from self._allgather_dispatch(config)
+            return
+        if exchange == "hierarchical":
+            yield from self._hierarchical_dispatch(config)
             return
         traffic, placement = self.expert_traffic(config), self.placements["ep"]
         far = 1 - placement.near
         for what, rows in (("dispatch", "rows"), ("combine", "results")):
             # twice: forward and backward
-            if config.dispatcher == "flex":
+            if exchange == "flex":
                 sent = 2 * traffic.copies_sent * traffic.row_bytes
                 crossing = 2 * traffic.copies_far * traffic.row_bytes
             else:
@@ -217,6 +223,31 @@ class Communication:
         gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
         size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
         yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
+
+    def _hierarchical_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
+        """Yields the traffic between hosts, where a token is sent once per host, and within hosts, where it is sent
+        once per rank. Ids and probabilities of all choices are sent with dispatched tokens, and the gradients of the
+        probabilities with those of the tokens."""
+        parallel, sizes, topk = self.plan.parallel, self._sizes, config.router.topk
+        choice, ranks, per_host = LoadChoice.of(config.router), parallel.ep * parallel.etp, parallel.ranks_per_host
+        assert per_host is not None, "the number of ranks per host is not known"
+        if ranks % per_host:
+            per_host = 1  # see `split_by_host`
+        hosts = ranks // per_host
+        if per_host % parallel.etp:  # an expert is on several hosts
+            host_copies = self.destinations(choice, parallel.ep).mean * parallel.etp / per_host
+        else:
+            host_copies = self.destinations(choice, hosts).mean
+        rank_copies = self.destinations(choice, parallel.ep).mean * parallel.etp
+        domains = self.placements["etp_ep"].domains[1]
+        hidden, num_tokens = self.plan.pipeline.overlap, sizes.residual
+        row = config.experts.hidden_size * sizes.activation
+        for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):
+            size = num_tokens * row_bytes  # of one copy, forward and backward
+            between, far = host_copies * (1 - 1 / hosts) * size, host_copies * (1 - 1 / domains) * size
+            yield Traffic(group="etp_ep", what=f"{what}: between hosts", bytes=between, far=far, hidden=hidden)
+            within = rank_copies * (1 - 1 / per_host) * size
+            yield Traffic(group="etp_ep", what=f"{what}: within hosts", bytes=within, far=0.0, hidden=hidden)
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
         """Yields the traffic of the all-gather dispatcher. Forward all-gathers tokens (in the activation format) and
