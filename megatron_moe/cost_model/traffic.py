@@ -5,7 +5,7 @@ sends N (n - 1) / n bytes; in an all-reduce, twice as many. docs/communication-v
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_moe.config.attention import MLAConfig
@@ -13,7 +13,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
-from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread
+from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, host_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
@@ -79,10 +79,6 @@ class ExpertTraffic:
     """Bytes per row in the activation format, including the routing probability."""
     low_row_bytes: float
     """Bytes per row in FP8, including scales and routing probability."""
-
-
-Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""Function (random routing, total ranks or domains) -> number of ranks or domains to which a token is sent."""
 
 
 def expert_traffic(
@@ -228,25 +224,15 @@ class Communication:
         """Yields the traffic between hosts, where a token is sent once per host, and within hosts, where it is sent
         once per rank. Ids and probabilities of all choices are sent with dispatched tokens, and the gradients of the
         probabilities with those of the tokens."""
-        parallel, sizes, topk = self.plan.parallel, self._sizes, config.router.topk
-        choice, ranks, per_host = LoadChoice.of(config.router), parallel.ep * parallel.etp, parallel.ranks_per_host
-        assert per_host is not None, "the number of ranks per host is not known"
-        if ranks % per_host:
-            per_host = 1  # see `split_by_host`
-        hosts = ranks // per_host
-        if per_host % parallel.etp:  # an expert is on several hosts
-            host_copies = self.destinations(choice, parallel.ep).mean * parallel.etp / per_host
-        else:
-            host_copies = self.destinations(choice, hosts).mean
-        rank_copies = self.destinations(choice, parallel.ep).mean * parallel.etp
+        sizes, topk = self._sizes, config.router.topk
+        copies = host_copies(config.router, self.plan.parallel, self.destinations)
         domains = self.placements["etp_ep"].domains[1]
-        hidden, num_tokens = self.plan.pipeline.overlap, sizes.residual
-        row = config.experts.hidden_size * sizes.activation
+        row, hidden = config.experts.hidden_size * sizes.activation, self.plan.pipeline.overlap
         for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):
-            size = num_tokens * row_bytes  # of one copy, forward and backward
-            between, far = host_copies * (1 - 1 / hosts) * size, host_copies * (1 - 1 / domains) * size
+            sent = copies.per_token * sizes.residual * row_bytes  # forward and backward
+            between, far = sent * (1 - 1 / copies.num_hosts), sent * (1 - 1 / domains)
             yield Traffic(group="etp_ep", what=f"{what}: between hosts", bytes=between, far=far, hidden=hidden)
-            within = rank_copies * (1 - 1 / per_host) * size
+            within = copies.forwarded * sizes.residual * row_bytes * (1 - 1 / copies.ranks_per_host)
             yield Traffic(group="etp_ep", what=f"{what}: within hosts", bytes=within, far=0.0, hidden=hidden)
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:

@@ -96,8 +96,8 @@ class HierarchicalTransport:
         self._streams = make_streams(ctx.device, _SIZES, _EXCHANGE)
         self._copies = make_host_copies(ctx.device)
         self._is_emulated = is_emulated(comm.etp_ep, ctx)
-        self.read_sizes: Callable[[_Route], list[int]] = self._read_sizes
-        """Returns the numbers of `ExchangeSizes` in its order. Memory emulation replaces it by an estimate."""
+        self.read_sizes: Callable[[ExchangeRoute], ExchangeSizes] = self._read_sizes
+        """Reads the sizes of a routing on the host. Memory emulation replaces it by an estimate."""
         grid, by_host = expert_grid(ctx.config), split_by_host(self._group.ranks, ctx.config.ranks_per_host)
         order = [rank for ranks in by_host for rank in ranks]
         self._order_P = torch.tensor([self._group.ranks.index(rank) for rank in order], device=ctx.device)
@@ -125,8 +125,7 @@ class HierarchicalTransport:
         state: _Route = route.state
         choices = None if probs_TK is None else _packed(route.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
         if choices is not None:
-            state.sizes = self._sizes(self.read_sizes(state))
-            state.keep = ()
+            state.sizes, state.keep = self.read_sizes(route), ()
         with self._streams.fork(_EXCHANGE):
             if choices is None:
                 rows_GH = tokens_TH
@@ -229,13 +228,9 @@ class HierarchicalTransport:
             ]
         )
 
-    def _read_sizes(self, route: _Route) -> list[int]:
-        self._copies.synchronize(route.copied)
-        numbers: list[int] = route.buffer.tolist()
-        return numbers
-
-    def _sizes(self, numbers: list[int]) -> ExchangeSizes:
-        left = iter(numbers)
+    def _read_sizes(self, route: ExchangeRoute) -> ExchangeSizes:
+        self._copies.synchronize(route.state.copied)
+        left = iter(route.state.buffer.tolist())
         hosts, ranks = self._inter.size, self._intra.size
         to_hosts, from_hosts, to_ranks, from_ranks = (tuple(islice(left, n)) for n in (hosts, hosts, ranks, ranks))
         return ExchangeSizes(to_hosts, from_hosts, to_ranks, from_ranks, next(left))
