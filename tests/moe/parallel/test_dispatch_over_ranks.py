@@ -1,7 +1,7 @@
 """Token dispatchers without the layer: combine inverts dispatch, row order, communication volume and host reads."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
@@ -193,7 +196,12 @@ def test_each_expert_receives_its_tokens_of_all_ranks_once_and_in_order(fold, ki
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(AllGatherDispatcher, 1 + 6 * 2.0**-10), (AllToAllDispatcher, 1 + 6 * 2.0**-10), (SymmetricDispatcher, 1.0)],
+    [
+        (AllGatherDispatcher, 1 + 6 * 2.0**-10),
+        (AllToAllDispatcher, 1 + 6 * 2.0**-10),
+        (SymmetricDispatcher, 1.0),
+        (HierarchicalDispatcher, 1.0),
+    ],
 )
 def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) -> None:
     """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounding to bf16 before the last sum loses both, as where
@@ -213,6 +221,28 @@ def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) 
         return dispatcher.finish_combine(pending)
 
     for out in on_threads(parallel(2, ep=2), rank):
+        EXACT.check(out, torch.tensor([[expected]]).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "expected"),
+    [(None, 1 + 3 * 2.0**-9), (1, 1 + 3 * 2.0**-9), (2, 1.0)],
+    ids=["one host", "four hosts", "two hosts"],
+)
+def test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host(ranks_per_host, expected) -> None:
+    """1 on the first rank, 2^-9 on three others. A bf16 sum of rank after rank is 1. Two hosts send bf16(1 + 2^-9) = 1
+    and 2^-8, whose sum rounds to 1."""
+
+    def rank(ctx: ParallelContext) -> Tensor:
+        routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
+        dispatcher = new(HierarchicalDispatcher, ctx, 4)
+        tokens = torch.ones(1, 1, dtype=torch.bfloat16)
+        rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+        value = 1.0 if ctx.rank == 0 else 2.0**-9
+        pending = dispatcher.start_combine(replace(rows, data=torch.full_like(rows.data, value)), handle)
+        return dispatcher.finish_combine(pending)
+
+    for out in on_threads(parallel(4, ep=4, ranks_per_host=ranks_per_host), rank):
         EXACT.check(out, torch.tensor([[expected]]).bfloat16())
 
 
@@ -308,6 +338,61 @@ def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
         )
 
 
+def test_hierarchical_exchange_sends_a_token_once_per_host_and_counts_once() -> None:
+    """The four tokens of a rank have experts on 2 + 2 hosts of one rank each and on 2 x 2 of both: 6 copies between
+    hosts. A rank forwards 8 copies within its host. Choices are 2 ids and 2 probabilities of 8 bytes, in int32."""
+    for sent in traffic_of(parallel(4, ep=4, ranks_per_host=2), HierarchicalDispatcher, None):
+        assert sent == Counter(
+            {
+                ("all_gather", 4, 2 + 4 + 4): 1,  # tokens for each host and rank, rows for each rank
+                ("all_to_all", 2, 6 * (2 + 2 * 2)): 1,
+                ("all_to_all", 2, 8 * (2 + 2 * 2)): 1,
+                ("all_to_all", 2, 6 * WIDTH): 4,  # dispatch, combine, and each backward
+                ("all_to_all", 2, 8 * WIDTH): 4,
+                ("all_to_all", 2, 6 * 2): 1,  # gradients of probabilities
+                ("all_to_all", 2, 8 * 2): 1,
+            }
+        )
+
+
+def test_hierarchical_exchange_has_one_stage_on_one_host() -> None:
+    """The tokens have experts on two ranks each."""
+    for sent in traffic_of(parallel(4, ep=4), HierarchicalDispatcher, None):
+        assert sent == Counter(
+            {
+                ("all_gather", 4, 1 + 4 + 4): 1,
+                ("all_to_all", 4, 8 * (2 + 2 * 2)): 1,
+                ("all_to_all", 4, 8 * WIDTH): 4,
+                ("all_to_all", 4, 8 * 2): 1,
+            }
+        )
+
+
+def test_sizes_are_exchanged_before_tokens_are_sorted_and_before_any_token_is_sent() -> None:
+    order: dict[int, list[str]] = defaultdict(list)
+
+    def sort_rows(*args: Any) -> Any:
+        order[dist.get_rank()].append("sort")
+        return reference.sort_rows(*args)
+
+    kernels = KernelSet.of({op: getattr(REFERENCE, op) for op in OPS} | {"sort_rows": sort_rows}, REFERENCE.choices)
+
+    def rank(ctx: ParallelContext) -> None:
+        dispatcher = new(HierarchicalDispatcher, ctx, kernels=kernels)
+        transport = dispatcher.transport
+        read, transport.read_sizes = (
+            transport.read_sizes,
+            lambda route: (order[ctx.rank].append("read"), read(route))[1],
+        )
+        dispatcher.start_dispatch(draw(4, WIDTH), sparse(CASES["spread"](0), num_experts=EXPERTS))
+
+    with counted_traffic(lambda op: order[dist.get_rank()].append(op)):
+        on_threads(parallel(4, ep=4, ranks_per_host=2), rank)
+    assert len(order) == 4
+    for steps in order.values():
+        assert steps[:5] == ["all_gather", "sort", "read", "all_to_all", "all_to_all"]
+
+
 def test_padded_all_to_all_sends_every_expert_its_capacity_and_no_counts() -> None:
     for sent in traffic_of(parallel(4, ep=4), AllToAllDispatcher, 3):
         rows = EXPERTS * 3
@@ -344,7 +429,7 @@ def test_all_gather_sends_tokens_ids_and_probabilities_and_reduce_scatters_sums(
         )
 
 
-def test_only_all_to_all_reads_on_the_host_once_for_its_split_sizes(monkeypatch) -> None:
+def test_dispatchers_read_split_sizes_on_the_host_once(monkeypatch) -> None:
     """Reads in the in-memory process group are not counted."""
     reads: list[str] = []
 
@@ -367,12 +452,39 @@ def test_only_all_to_all_reads_on_the_host_once_for_its_split_sizes(monkeypatch)
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
         dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
-    for kind, capacity, ep in product((AllToAllDispatcher, AllGatherDispatcher, LocalDispatcher), (None, 3), (1, 2)):
+    kinds = (AllToAllDispatcher, HierarchicalDispatcher, AllGatherDispatcher, LocalDispatcher)
+    for kind, capacity, ep in product(kinds, (None, 3), (1, 2)):
         if (kind is LocalDispatcher) == (ep == 1):
             reads.clear()
             on_threads(parallel(ep, ep=ep), lambda ctx, k=kind, c=capacity: rank(ctx, k, c))
-            expected = ep * (kind.host_reads if capacity is None else 0)
+            padded_read = kind is AllToAllDispatcher and capacity is not None
+            expected = ep * (0 if padded_read else kind.host_reads)
             assert len(reads) == expected, f"{kind.__name__} with capacity {capacity}: {len(reads)} reads"
+
+
+def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
+    """Not for expert choice or padded experts, whose sizes are known."""
+    dense_router = {"balancing": ("expert_choice",)}
+    padded = CapacityConfig(factor=1.0, pad=True)
+    expected = {
+        ("alltoall", "sparse"): HierarchicalDispatcher,
+        ("flex", "sparse"): HierarchicalDispatcher,
+        ("allgather", "sparse"): AllGatherDispatcher,
+        ("alltoall", "dense"): AllToAllDispatcher,
+        ("alltoall", "padded"): AllToAllDispatcher,
+        ("flex", "padded"): HierarchicalDispatcher,
+    }
+
+    def rank(ctx: ParallelContext) -> dict[tuple[str, str], type]:
+        found = {}
+        for name, routing in expected:
+            changes = {"dense": {"router": dense_router}, "padded": {"capacity": padded}}.get(routing, {})
+            config = moe_config(dispatcher=name, **changes)
+            found[name, routing] = new_expert_comm(config, ctx, REFERENCE).dispatcher
+        return found
+
+    assert on_threads(parallel(4, ep=4, ranks_per_host=2), rank) == [expected] * 4
+    assert on_threads(parallel(4, ep=2, ranks_per_host=2), rank)[0]["alltoall", "sparse"] is AllToAllDispatcher
 
 
 def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None:
