@@ -263,6 +263,7 @@ def test_local_combine_sums_bf16_rows_in_fp32() -> None:
         (LocalDispatcher, parallel(1)),
         (AllGatherDispatcher, parallel(4, ep=2, etp=2)),
         (AllToAllDispatcher, parallel(4, ep=2, etp=2)),
+        (HierarchicalDispatcher, parallel(4, ep=4, ranks_per_host=2)),
     ],
 )
 @pytest.mark.parametrize("case", CASES)
@@ -379,11 +380,13 @@ def test_sizes_are_exchanged_before_tokens_are_sorted_and_before_any_token_is_se
 
     def rank(ctx: ParallelContext) -> None:
         dispatcher = new(HierarchicalDispatcher, ctx, kernels=kernels)
-        transport = dispatcher.transport
-        read, transport.read_sizes = (
-            transport.read_sizes,
-            lambda route: (order[ctx.rank].append("read"), read(route))[1],
-        )
+        read = dispatcher.transport.read_sizes
+
+        def noting(route: Any) -> Any:
+            order[ctx.rank].append("read")
+            return read(route)
+
+        dispatcher.transport.read_sizes = noting
         dispatcher.start_dispatch(draw(4, WIDTH), sparse(CASES["spread"](0), num_experts=EXPERTS))
 
     with counted_traffic(lambda op: order[dist.get_rank()].append(op)):
