@@ -123,9 +123,9 @@ def flex_library_needs_one_host(flags: RuleFlags) -> Violations:
         return
     if ranks > flags.ranks_per_host:
         yield (
-            f"--moe-flex-dispatcher-backend {library} over {ranks} expert ranks, with {flags.ranks_per_host} on a "
-            "host, is not available yet",
-            "leave it out to send tokens between hosts over NCCL",
+            f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host and "
+            f"--moe-flex-dispatcher-backend {library} is not available yet",
+            "leave out --moe-flex-dispatcher-backend to send tokens between hosts over NCCL",
         )
 
 

@@ -188,6 +188,11 @@ def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
     )
+    if kind == "hierarchical":
+        comm.note = (
+            f"--moe-token-dispatcher-type {config.dispatcher}: {num_ranks} expert ranks on hosts of "
+            f"{ctx.config.ranks_per_host} ranks send each token once per host"
+        )
     if kind == "flex" and library != "symmetric":
         reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"
         comm.note = f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"

@@ -41,7 +41,7 @@ class ExchangeSizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _ExchangeStage:
     """Exchange in which each token is sent once to every rank of a group that needs it."""
 
     kernels: Kernels
@@ -61,10 +61,10 @@ class _Stage:
         return lambda: self.kernels.unpermute(wait(), self.index, num_tokens)
 
 
-class _Route:
+class _HierarchicalRoute:
     """Stages of a routing."""
 
-    stages: tuple[_Stage, ...] = ()
+    stages: tuple[_ExchangeStage, ...] = ()
     sizes: ExchangeSizes
 
     def __init__(self, index: RowIndex | None, buffer: Tensor, copied: Event, keep: tuple[Tensor, ...]) -> None:
@@ -75,7 +75,7 @@ class _Route:
 
 
 @dataclass
-class _Work:
+class _HierarchicalWork:
     """An exchange in progress on the exchange stream."""
 
     results: Any
@@ -119,10 +119,10 @@ class HierarchicalTransport:
             buffer = self._copies.host_buffer(len(sizes), sizes.dtype, exact=False)
             copied = self._copies.to_host(buffer, sizes)
         index = None if self._inter.size == 1 else self._by_rank(needed_TN)
-        return ExchangeRoute(ids_TK, _Route(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes)))
+        return ExchangeRoute(ids_TK, _HierarchicalRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes)))
 
-    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _Work:
-        state: _Route = route.state
+    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _HierarchicalWork:
+        state: _HierarchicalRoute = route.state
         choices = None if probs_TK is None else _packed(route.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
         if choices is not None:
             state.sizes, state.keep = self.read_sizes(route), ()
@@ -134,14 +134,16 @@ class HierarchicalTransport:
                 received = ReceivedTokens(rows_GH, None, None)
             else:
                 received = self._send_all(tokens_TH, choices, route)
-            return _Work(received, self._streams.record(), (tokens_TH, choices, route))
+            return _HierarchicalWork(received, self._streams.record(), (tokens_TH, choices, route))
 
-    def finish_tokens(self, work: _Work) -> ReceivedTokens:
+    def finish_tokens(self, work: _HierarchicalWork) -> ReceivedTokens:
         received: ReceivedTokens = self._finished(work)
         return received
 
-    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _Work:
-        stages: tuple[_Stage, ...] = route.state.stages
+    def start_sums(
+        self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None
+    ) -> _HierarchicalWork:
+        stages: tuple[_ExchangeStage, ...] = route.state.stages
         assert index.rows_TK is not None
         sums_TH = self._kernels.unpermute(rows_RH, index, len(index.rows_TK))
         values_TK = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
@@ -151,16 +153,16 @@ class HierarchicalTransport:
                 finish_sums = stage.send_back(sums_TH)
                 values_TK = None if values_TK is None else stage.send_back(values_TK)()
                 sums_TH = finish_sums()
-            return _Work((sums_TH, values_TK), self._streams.record(), keep)
+            return _HierarchicalWork((sums_TH, values_TK), self._streams.record(), keep)
 
-    def finish_sums(self, work: _Work, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_sums(self, work: _HierarchicalWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         sums_TH, values_TK = self._finished(work)
         return sums_TH, values_TK
 
     def missing_rank(self) -> None:
         """None: collectives end by their own timeout."""
 
-    def release(self, work: _Work) -> None:
+    def release(self, work: _HierarchicalWork) -> None:
         """Nothing: received tensors are not reused."""
 
     def _send_all(self, tokens_TH: Tensor, choices_TC: Tensor, route: ExchangeRoute) -> ReceivedTokens:
@@ -175,7 +177,7 @@ class HierarchicalTransport:
                 continue
             index = state.index if over is between_hosts else self._by_rank(self._needed_on_host(ids_TK))
             assert over.send is not None
-            stage = _Stage(self._kernels, over, first_rows(index, sum(over.send)))
+            stage = _ExchangeStage(self._kernels, over, first_rows(index, sum(over.send)))
             # inter or intra, backward the same: 4 K + (4 or 8) K bytes and then H elements per token
             wait_choices = over.launch(choices_TC[stage.index.token_R])
             wait = stage.send(wait() if wait else tokens_TH)
@@ -235,7 +237,7 @@ class HierarchicalTransport:
         to_hosts, from_hosts, to_ranks, from_ranks = (tuple(islice(left, n)) for n in (hosts, hosts, ranks, ranks))
         return ExchangeSizes(to_hosts, from_hosts, to_ranks, from_ranks, next(left))
 
-    def _finished(self, work: _Work) -> Any:
+    def _finished(self, work: _HierarchicalWork) -> Any:
         """Results of an exchange, for which the current stream waits."""
         self._streams.wait(work.done)
         for result in work.results:
