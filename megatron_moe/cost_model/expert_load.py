@@ -102,7 +102,7 @@ class LoadChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostCopies:
+class TokenCopies:
     """Mean number of copies of a token in the hierarchical exchange, of groups of etp x ep ranks on several hosts."""
 
     num_hosts: int
@@ -117,9 +117,9 @@ Destinations = Callable[[LoadChoice, int], LoadSpread]
 """Function (random routing, total ranks or domains) -> number of ranks or domains to which a token is sent."""
 
 
-def host_copies(
+def token_copies(
     router: RouterConfig, parallel: ParallelConfig, destinations: Destinations = LoadChoice.destinations
-) -> HostCopies:
+) -> TokenCopies:
     """Copies of a token between the hosts of `parallel`. If a group has different numbers of ranks on its hosts, every
     rank counts as a host (`parallel.grid.split_by_host`)."""
     choice, num_ranks = LoadChoice.of(router), parallel.ep * parallel.etp
@@ -131,7 +131,7 @@ def host_copies(
         per_token = destinations(choice, parallel.ep).mean * parallel.etp / ranks_per_host
     else:
         per_token = destinations(choice, num_hosts).mean
-    return HostCopies(
+    return TokenCopies(
         num_hosts=num_hosts,
         ranks_per_host=ranks_per_host,
         per_token=per_token,

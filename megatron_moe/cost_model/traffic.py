@@ -13,7 +13,7 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
-from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, host_copies
+from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
@@ -225,7 +225,7 @@ class Communication:
         once per rank. Ids and probabilities of all choices are sent with dispatched tokens, and the gradients of the
         probabilities with those of the tokens."""
         sizes, topk = self._sizes, config.router.topk
-        copies = host_copies(config.router, self.plan.parallel, self.destinations)
+        copies = token_copies(config.router, self.plan.parallel, self.destinations)
         domains = self.placements["etp_ep"].domains[1]
         row, hidden = config.experts.hidden_size * sizes.activation, self.plan.pipeline.overlap
         for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):

@@ -13,7 +13,7 @@ from megatron_moe.config.model import LayerConfig, ModelConfig
 from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, saves_pairs
-from megatron_moe.cost_model.expert_load import host_copies
+from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
@@ -150,7 +150,7 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
     if config.exchange(parallel) == "hierarchical":
         # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
-        copies = host_copies(config.router, parallel)
+        copies = token_copies(config.router, parallel)
         sums = tokens * (2 * copies.forwarded + copies.per_token)
         return Workspace(dispatch=sums * width * sizes.activation, other=held)
     sent = tokens * config.router.topk * width * sizes.activation

@@ -19,7 +19,7 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.activations import ActivationSizes
-from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, fullest, host_copies
+from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
@@ -335,7 +335,7 @@ def test_the_example_of_the_document_is_what_the_formulas_give():
     sizes = ActivationSizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)
     traffic = expert_traffic(MoEConfig(router=router, experts=experts), 64, 8, sizes)
     rows = fullest(traffic.rows_taken, 64)
-    copies = host_copies(router, ParallelConfig(ep=64, world_size=64, ranks_per_host=8))
+    copies = token_copies(router, ParallelConfig(ep=64, world_size=64, ranks_per_host=8))
     row = 2048 * (7168 * 2 + 8 * 8) * 7 / 8
     for figure in (
         f"{copies.per_token * row / 1e6:.0f} MB between hosts and {copies.forwarded * row / 1e6:.0f} MB within hosts",

@@ -61,7 +61,7 @@ class _ExchangeStage:
         return lambda: self.kernels.unpermute(wait(), self.index, num_tokens)
 
 
-class _HierarchicalRoute:
+class _StagedRoute:
     """Stages of a routing."""
 
     stages: tuple[_ExchangeStage, ...] = ()
@@ -75,7 +75,7 @@ class _HierarchicalRoute:
 
 
 @dataclass
-class _HierarchicalWork:
+class _StagedWork:
     """An exchange in progress on the exchange stream."""
 
     results: Any
@@ -119,10 +119,10 @@ class HierarchicalTransport:
             buffer = self._copies.host_buffer(len(sizes), sizes.dtype, exact=False)
             copied = self._copies.to_host(buffer, sizes)
         index = None if self._inter.size == 1 else self._by_rank(needed_TN)
-        return ExchangeRoute(ids_TK, _HierarchicalRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes)))
+        return ExchangeRoute(ids_TK, _StagedRoute(index, buffer, copied, (ids_TK, needed_TP, needed_TN, sizes)))
 
-    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _HierarchicalWork:
-        state: _HierarchicalRoute = route.state
+    def start_tokens(self, tokens_TH: Tensor, route: ExchangeRoute, probs_TK: Tensor | None) -> _StagedWork:
+        state: _StagedRoute = route.state
         choices = None if probs_TK is None else _packed(route.ids_TK, probs_TK.to(internal_dtype(tokens_TH.dtype)))
         if choices is not None:
             state.sizes, state.keep = self.read_sizes(route), ()
@@ -134,15 +134,13 @@ class HierarchicalTransport:
                 received = ReceivedTokens(rows_GH, None, None)
             else:
                 received = self._send_all(tokens_TH, choices, route)
-            return _HierarchicalWork(received, self._streams.record(), (tokens_TH, choices, route))
+            return _StagedWork(received, self._streams.record(), (tokens_TH, choices, route))
 
-    def finish_tokens(self, work: _HierarchicalWork) -> ReceivedTokens:
+    def finish_tokens(self, work: _StagedWork) -> ReceivedTokens:
         received: ReceivedTokens = self._finished(work)
         return received
 
-    def start_sums(
-        self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None
-    ) -> _HierarchicalWork:
+    def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _StagedWork:
         stages: tuple[_ExchangeStage, ...] = route.state.stages
         assert index.rows_TK is not None
         sums_TH = self._kernels.unpermute(rows_RH, index, len(index.rows_TK))
@@ -153,16 +151,16 @@ class HierarchicalTransport:
                 finish_sums = stage.send_back(sums_TH)
                 values_TK = None if values_TK is None else stage.send_back(values_TK)()
                 sums_TH = finish_sums()
-            return _HierarchicalWork((sums_TH, values_TK), self._streams.record(), keep)
+            return _StagedWork((sums_TH, values_TK), self._streams.record(), keep)
 
-    def finish_sums(self, work: _HierarchicalWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
+    def finish_sums(self, work: _StagedWork, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         sums_TH, values_TK = self._finished(work)
         return sums_TH, values_TK
 
     def missing_rank(self) -> None:
         """None: collectives end by their own timeout."""
 
-    def release(self, work: _HierarchicalWork) -> None:
+    def release(self, work: _StagedWork) -> None:
         """Nothing: received tensors are not reused."""
 
     def _send_all(self, tokens_TH: Tensor, choices_TC: Tensor, route: ExchangeRoute) -> ReceivedTokens:
@@ -237,7 +235,7 @@ class HierarchicalTransport:
         to_hosts, from_hosts, to_ranks, from_ranks = (tuple(islice(left, n)) for n in (hosts, hosts, ranks, ranks))
         return ExchangeSizes(to_hosts, from_hosts, to_ranks, from_ranks, next(left))
 
-    def _finished(self, work: _HierarchicalWork) -> Any:
+    def _finished(self, work: _StagedWork) -> Any:
         """Results of an exchange, for which the current stream waits."""
         self._streams.wait(work.done)
         for result in work.results:
