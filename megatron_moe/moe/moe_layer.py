@@ -190,8 +190,8 @@ def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -
     )
     if kind == "hierarchical":
         comm.note = (
-            f"--moe-token-dispatcher-type {config.dispatcher}: {num_ranks} expert ranks on hosts of "
-            f"{ctx.config.ranks_per_host} ranks send each token once per host"
+            f"--moe-token-dispatcher-type {config.dispatcher}: {num_ranks} expert ranks, with "
+            f"{ctx.config.ranks_per_host} on a host, send each token once per host"
         )
     if kind == "flex" and library != "symmetric":
         reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"

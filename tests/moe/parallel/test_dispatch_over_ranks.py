@@ -489,7 +489,7 @@ def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
     fold = parallel(4, ep=4, ranks_per_host=2)
     assert on_threads(fold, rank) == [expected] * 4
     for comm in on_threads(fold, lambda ctx: new_expert_comm(moe_config(), ctx, REFERENCE)):
-        assert comm.note and "4 expert ranks on hosts of 2 ranks" in comm.note
+        assert comm.note and "4 expert ranks, with 2 on a host" in comm.note
     assert on_threads(parallel(4, ep=2, ranks_per_host=2), rank)[0]["alltoall", "sparse"] is AllToAllDispatcher
 
 
