@@ -54,6 +54,7 @@ HOSTS = (
     parallel(4, etp=2, ep=2, ranks_per_host=1),  # parts of an expert on different hosts
     parallel(8, ep=8, ranks_per_host=4),
     parallel(8, ep=4, etp=2, ranks_per_host=4),
+    parallel(8, ep=4, ranks_per_host=6),  # one group on one host, one on two
 )
 """Groups on several hosts."""
 EVERY_DISPATCHER = pytest.mark.parametrize(
