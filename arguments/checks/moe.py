@@ -116,14 +116,16 @@ def etp_divides_expert_width(flags: RuleFlags) -> Violations:
 
 
 @missing_feature
-def flex_needs_one_host(flags: RuleFlags) -> Violations:
-    """The flex dispatcher writes to the memory of the other expert ranks, which must be on the same host."""
-    ranks = derive.expert_tensor_parallel_size(flags) * flags.expert_model_parallel_size
-    if flags.num_experts and flags.moe_token_dispatcher_type == "flex" and ranks > flags.ranks_per_host:
+def flex_library_needs_one_host(flags: RuleFlags) -> Violations:
+    """Communication libraries exchange tokens within one host. Between hosts, tokens are sent over NCCL."""
+    ranks, library = derive.expert_ranks(flags), flags.moe_flex_dispatcher_backend
+    if not flags.num_experts or flags.moe_token_dispatcher_type != "flex" or library == "symmetric":
+        return
+    if ranks > flags.ranks_per_host:
         yield (
-            f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host, is "
-            "not available yet",
-            "use --moe-token-dispatcher-type alltoall",
+            f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host and "
+            f"--moe-flex-dispatcher-backend {library} is not available yet",
+            "leave out --moe-flex-dispatcher-backend to send tokens between hosts over NCCL",
         )
 
 

@@ -106,7 +106,8 @@ class MoEFlags:
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = close(
         "allgather",
-        "if one rank holds all experts, every type is the same local permutation; flex works within one host",
+        "if one rank holds all experts, every type is the same local permutation; between hosts, flex and alltoall "
+        "send a token once per host",
     )
     """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), each token is sent once
     per selected expert (alltoall), or once per rank that holds selected experts (flex)."""

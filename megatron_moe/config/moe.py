@@ -159,6 +159,18 @@ class MoEConfig:
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
+    def exchange(self, parallel: ParallelConfig) -> Literal["local", "allgather", "alltoall", "flex", "hierarchical"]:
+        """Dispatcher over the ranks of `parallel`. On several hosts, "alltoall" and "flex" send tokens hierarchically,
+        except with expert choice and with padded experts, whose rows need no sizes."""
+        if parallel.etp * parallel.ep == 1:
+            return "local"
+        if self.dispatcher == "flex" and parallel.experts_span_hosts:
+            return "hierarchical"
+        is_dense = "expert_choice" in self.router.balancing or (self.capacity is not None and self.capacity.pad)
+        if self.dispatcher == "alltoall" and parallel.experts_span_hosts and not is_dense:
+            return "hierarchical"
+        return self.dispatcher
+
     @property
     def latent_elements(self) -> int:
         """Number of weight elements of the projections into and out of the latent space."""

@@ -18,6 +18,7 @@ from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
@@ -29,6 +30,7 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "alltoall": AllToAllDispatcher,
         "flex": SymmetricDispatcher,
         "flex with deepep": DeepEPDispatcher,
+        "hierarchical": HierarchicalDispatcher,
     }
 )
 
@@ -176,7 +178,7 @@ def new_expert_comm(
     """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
     if every rank has all experts. `overlaps_microbatches`: see `ExpertComm`."""
     num_ranks = ctx.group("etp_ep").size
-    kind: str = "local" if num_ranks == 1 else config.dispatcher
+    kind: str = config.exchange(ctx.config)
     library = config.flex_dispatcher_backend
     if kind == "flex" and library == "deepep" and has_deepep():
         kind = "flex with deepep"
@@ -189,6 +191,11 @@ def new_expert_comm(
         num_sms=config.flex_dispatcher_num_sms,
         overlaps_microbatches=overlaps_microbatches,
     )
+    if kind == "hierarchical":
+        comm.note = (
+            f"--moe-token-dispatcher-type {config.dispatcher}: {num_ranks} expert ranks, with "
+            f"{ctx.config.ranks_per_host} on a host, send each token once per host"
+        )
     if kind == "flex" and library != "symmetric":
         reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"
         comm.note = f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"

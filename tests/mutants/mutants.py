@@ -166,6 +166,39 @@ def every_rank_holds_the_first_experts(original: Any) -> Any:
     return init
 
 
+@mutant(
+    "moe.token_dispatcher.hierarchical:_ExchangeStage.send_back",
+    "tests/moe/parallel/test_dispatch_over_ranks.py::"
+    "test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host",
+)
+def partial_sums_of_ranks_are_added_in_bf16(original: Any) -> Any:
+    """Every addition is rounded."""
+
+    def send_back(self: Any, sums: torch.Tensor) -> Callable[[], torch.Tensor]:
+        wait, totals = self.over.transposed.launch(sums), sums.new_zeros(len(self.index.rows_TK), sums.shape[1])
+
+        def finish() -> torch.Tensor:
+            for token, row in zip(self.index.token_R.tolist(), wait(), strict=True):
+                totals[token] += row
+            return totals
+
+        return finish
+
+    return send_back
+
+
+@mutant(
+    "moe.token_dispatcher.hierarchical:HierarchicalTransport.start_sums", f"{PARITY}[dp=4 ep=4 dispatcher=hierarchical]"
+)
+def probabilities_have_no_gradient_between_hosts(original: Any) -> Any:
+    """The router learns from the balancing loss alone."""
+
+    def start_sums(self: Any, rows: Any, index: Any, route: Any, grad: torch.Tensor | None) -> Any:
+        return original(self, rows, index, route, None if grad is None else torch.zeros_like(grad))
+
+    return start_sums
+
+
 @mutant("moe.experts:ExpertStack.__init__", "tests/moe/parallel/test_layer_over_ranks.py")
 def every_etp_rank_adds_the_bias(original: Any) -> Any:
     """The bias counts etp times."""
