@@ -39,7 +39,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
-    model = model_config(flags, vocab_size)
+    model = model_config(flags, vocab_size, launch.local_world_size)
     layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
     return from_flags(
         RunPlan,

@@ -136,6 +136,17 @@ class SharedExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridEPConfig:
+    """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`); None: the library's default."""
+
+    fuse_permute: bool = False
+    """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
+    num_blocks_permute: int | None = None
+    num_blocks_unpermute: int | None = None
+    num_sms_preprocessing: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """An MoE layer: router, token dispatch, experts, combine, and optional shared experts."""
 
@@ -148,16 +159,27 @@ class MoEConfig:
     """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
+    symmetric_ranks: int = 0
+    """Number of ranks per host, among which "alltoall" exchanges tokens as "flex" does, through symmetric memory; 0: it
+    uses NCCL (`--moe-alltoall-backend`)."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
     flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = "symmetric"
-    """Transport of the flex dispatcher (`--moe-flex-dispatcher-backend`). Symmetric memory also replaces a library that
-    is not installed."""
+    """Transport of the flex dispatcher (`--moe-flex-dispatcher-backend`). Within one host, symmetric memory replaces a
+    library that is not installed."""
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
+    hybridep: HybridEPConfig = HybridEPConfig()
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
+
+    def exchange(self, num_ranks: int) -> Literal["local", "allgather", "alltoall", "flex"]:
+        """Dispatcher that `num_ranks` ranks of etp x ep use."""
+        if num_ranks == 1:
+            return "local"
+        on_one_host = num_ranks <= self.symmetric_ranks and self.symmetric_ranks % num_ranks == 0
+        return "flex" if self.dispatcher == "alltoall" and on_one_host else self.dispatcher
 
     @property
     def latent_elements(self) -> int:

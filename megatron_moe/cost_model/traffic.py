@@ -199,14 +199,15 @@ class Communication:
         config, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
         if not isinstance(config, MoEConfig) or parallel.ep * parallel.etp == 1:
             return
-        if config.dispatcher == "allgather":
+        exchange = config.exchange(parallel.ep * parallel.etp)
+        if exchange == "allgather":
             yield from self._allgather_dispatch(config)
             return
         traffic, placement = self.expert_traffic(config), self.placements["ep"]
         far = 1 - placement.near
         for what, rows in (("dispatch", "rows"), ("combine", "results")):
             # twice: forward and backward
-            if config.dispatcher == "flex":
+            if exchange == "flex":
                 sent = 2 * traffic.copies_sent * traffic.row_bytes
                 crossing = 2 * traffic.copies_far * traffic.row_bytes
             else:

@@ -136,15 +136,18 @@ def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSi
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
     """Workspace of the token dispatcher: buffers for sent rows, for received rows and for rows sorted by expert."""
-    if parallel.ep * parallel.etp == 1:
+    ranks = parallel.ep * parallel.etp
+    if ranks == 1:
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual
     held = expert_rows(config, parallel, tokens, sizes.imbalance) * width * sizes.activation
-    if config.dispatcher == "allgather":
-        gathered = tokens * parallel.ep * parallel.etp
+    if config.exchange(ranks) == "allgather":
+        gathered = tokens * ranks
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
-    if config.dispatcher == "flex":  # sums, of this rank's tokens and, if they are computed before the push, of all
-        summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + parallel.ep * parallel.etp)
+    if (
+        config.exchange(ranks) == "flex"
+    ):  # sums, of this rank's tokens and, if they are computed before the push, of all
+        summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + ranks)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
     sent = tokens * config.router.topk * width * sizes.activation
     return Workspace(dispatch=sent + held, other=held)
@@ -154,7 +157,7 @@ def receive_slots(layer: LayerConfig, parallel: ParallelConfig, sizes: Activatio
     """Bytes of the flex dispatcher's symmetric memory. Each of four exchanges (dispatch, combine and their backwards)
     has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
     config, ranks = layer.feed_forward, parallel.ep * parallel.etp
-    if not isinstance(config, MoEConfig) or config.dispatcher != "flex" or ranks == 1:
+    if not isinstance(config, MoEConfig) or config.exchange(ranks) != "flex":
         return 0.0
     per_token = config.experts.hidden_size * sizes.activation + config.router.topk * (4 + sizes.internal)
     return 4.0 * ranks * sizes.residual * per_token

@@ -18,10 +18,13 @@ from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
+from megatron_moe.resilience.packages import has_hybridep
 
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
     {
@@ -29,8 +32,10 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "alltoall": AllToAllDispatcher,
         "flex": SymmetricDispatcher,
         "flex with deepep": DeepEPDispatcher,
+        "flex with hybridep": HybridEPDispatcher,
     }
 )
+_MODULES = {"deepep": "deep_ep", "hybridep": "hybrid_ep_cpp"}
 
 
 class ModelResources(NamedTuple):
@@ -172,21 +177,41 @@ class MoELayer(nn.Module):
 
 def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
     """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
-    if every rank has all experts."""
-    num_ranks = ctx.group("etp_ep").size
-    kind: str = "local" if num_ranks == 1 else config.dispatcher
-    library = config.flex_dispatcher_backend
-    if kind == "flex" and library == "deepep" and has_deepep():
-        kind = "flex with deepep"
-    assert kind == "local" or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {num_ranks} ranks"
+    if every rank has all experts.
+
+    Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
+    """
+    group = ctx.group("etp_ep")
+    kind: str = config.exchange(group.size)
+    kind, note = _available(kind, config, group, ctx)
     comm = ExpertComm(
         ctx,
         kernels,
         LocalDispatcher if kind == "local" else DISPATCHERS[kind],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
+        hybridep=config.hybridep,
     )
-    if kind == "flex" and library != "symmetric":
-        reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"
-        comm.note = f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"
+    comm.note = note
     return comm
+
+
+def _available(kind: str, config: MoEConfig, group: ProcessGroup, ctx: ParallelContext) -> tuple[str, str | None]:
+    """(key of `DISPATCHERS`, log line about the choice): replaces a library that is not installed, and symmetric memory
+    where GPUs cannot read each other's memory."""
+    library = config.flex_dispatcher_backend
+    if config.dispatcher == "alltoall" and kind == "flex":
+        if ctx.device.type == "cpu":
+            return "alltoall", None
+        exchange = (
+            f"--moe-token-dispatcher-type alltoall: {group.size} expert ranks on one host exchange tokens through"
+        )
+        if not has_peer_access(group, ctx):
+            return "alltoall", f"{exchange} NCCL, because their GPUs cannot access each other's memory"
+        return "flex", f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL"
+    if kind != "flex" or library == "symmetric" or is_emulated(group, ctx):
+        return kind, None
+    if (library == "deepep" and has_deepep()) or (library == "hybridep" and has_hybridep()):
+        return f"flex with {library}", None
+    reason = "it is not supported" if library == "ncclep" else f"{_MODULES[library]} is not installed"
+    return kind, f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"

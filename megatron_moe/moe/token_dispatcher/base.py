@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_moe.config.moe import HybridEPConfig
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
@@ -112,7 +113,7 @@ class ExpertComm:
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
     note: str | None = None
-    """Log line about a requested communication library that is replaced; None if none is."""
+    """Log line about the transport, if it is not the one that a flag names."""
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class ExpertComm:
         *,
         row_capacity_factor: float | None = None,
         num_sms: int | None = None,
+        hybridep: HybridEPConfig | None = None,
     ) -> None:
         """Creates the resources.
 
@@ -129,13 +131,15 @@ class ExpertComm:
             dispatcher: dispatcher class that every layer instantiates.
             row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
                 dispatchers that can overflow.
-            num_sms: multiprocessors of a push; None: all.
+            num_sms: multiprocessors of an exchange; None: all, or the library's default.
+            hybridep: settings of the HybridEP library; None: its defaults.
         """
         self.ctx = ctx
         self.kernels = kernels
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.dispatcher = dispatcher
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
+        self.hybridep = hybridep or HybridEPConfig()
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)

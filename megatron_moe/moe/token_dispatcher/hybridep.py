@@ -1,0 +1,313 @@
+"""Dispatcher over HybridEP (`deep_ep.HybridEPBuffer`, branch hybrid-ep of DeepEP), within a host or across hosts.
+
+Dispatch delivers the rows of this rank's experts, sorted by expert; combine sums the rows of each token. The library
+all-gathers the routing map, so that all ranks compute the same layout. Tokens are bf16, probabilities fp32. Its
+dispatches and combines share one buffer and run one after the other, on a stream of their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_moe.kernels.ops import internal_dtype
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
+from megatron_moe.moe.token_dispatcher.flex import Pending, Work
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.grid import expert_grid
+from megatron_moe.parallel.streams import Event, make_streams
+
+_STREAM = "expert exchange"
+_TOKEN_MULTIPLE = 64
+"""Tokens per chunk of the library's kernels."""
+
+
+@dataclass
+class HybridEPHandle:
+    """State of a dispatch for combine and for the gradients of both."""
+
+    columns_TX: Tensor
+    """int64 [T, K * etp]: column of the library's routing map for each choice and rank that holds a part of its expert;
+    the number of columns if there is none."""
+    num_rows: int
+    """Number of rows that are allocated."""
+    value: Any = None
+    """The library's handle; None before the dispatch."""
+    counts_e: Tensor | None = None
+    """int64 number of rows per local expert; it may exceed `num_rows`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.columns_TX)
+
+    @property
+    def unused_R1(self) -> Tensor:
+        """bool [R, 1]: True for rows that the library does not write."""
+        assert self.counts_e is not None
+        rows = torch.arange(self.num_rows, device=self.columns_TX.device)
+        return (rows >= self.counts_e.sum())[:, None]
+
+
+@dataclass
+class HybridEPCall:
+    """A call of the library in progress, on the exchange stream."""
+
+    results: tuple[Tensor | None, Tensor | None]
+    event: Event
+    keep: tuple[Any, ...]
+    """Tensors that the library reads, until the stream that allocated them has waited for it."""
+
+
+class HybridEPTransport:
+    """Calls one `deep_ep.HybridEPBuffer`, which serves all layers. Over etp every choice is sent to all ranks that hold
+    a part of the expert, as if they were different experts."""
+
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        self._comm, self._group, self._config = comm, comm.etp_ep, comm.hybridep
+        self._num_local = num_experts // comm.ep.size
+        self.num_columns = self._num_local * self._group.size
+        self._buffer: Any = None
+        self._streams = make_streams(comm.ctx.device, _STREAM)
+        grid = expert_grid(comm.ctx.config)
+        places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
+        holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
+        self._holders = torch.tensor(holders, device=comm.ctx.device)
+        """int64 [ep, etp]: ranks of the group that hold the experts of an ep rank."""
+
+    def new_handle(self, ids_TK: Tensor, num_rows: int) -> HybridEPHandle:
+        """Handle of a dispatch of choices `ids_TK` (global expert ids; -1: none)."""
+        ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
+        columns_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
+        columns_TX = columns_TKP.masked_fill((ids_TK < 0)[..., None], self.num_columns).flatten(1)
+        return HybridEPHandle(columns_TX, num_rows)
+
+    def start_dispatch(
+        self, tokens_TH: Tensor, probs_TK: Tensor, counts_E: Tensor, handle: HybridEPHandle
+    ) -> HybridEPCall:
+        """Starts to send tokens and probabilities to the ranks of their experts."""
+
+        def dispatch() -> tuple[Tensor, Tensor]:
+            # etp x ep: 8 * E bytes
+            counts_e = all_reduce_(counts_E.clone(), self._group).view(-1, self._num_local)[self._comm.ep.rank]
+            handle.counts_e = counts_e
+            map_TC = self._by_column(torch.ones_like(handle.columns_TX, dtype=torch.bool), handle)
+            etp = handle.columns_TX.shape[1] // probs_TK.shape[1]
+            wide_TX = probs_TK.to(internal_dtype(tokens_TH.dtype)).repeat_interleave(etp, dim=1)
+            rows_RH, probs_R, _, _, handle.value = self._buffer_for(tokens_TH).dispatch_with_permute(
+                hidden=_padded(tokens_TH),
+                routing_map=_padded(map_TC),
+                probs=_padded(self._by_column(wide_TX, handle)),
+                num_of_experts_per_rank=self._num_local,
+                **self._static(handle),
+            )
+            return rows_RH, probs_R
+
+        return self._start(dispatch, tokens_TH, probs_TK, counts_E, handle)
+
+    def start_dispatch_of_gradients(self, grad_TH: Tensor, handle: HybridEPHandle) -> HybridEPCall:
+        """Starts to send gradients of combined tokens in the same way."""
+
+        def dispatch() -> tuple[Tensor, None]:
+            buffer = self._buffer_for(grad_TH)
+            rows_RH, *_ = buffer.dispatch_with_permute(
+                hidden=_padded(grad_TH), handle=handle.value, **self._static(handle)
+            )
+            return rows_RH, None
+
+        return self._start(dispatch, grad_TH, handle)
+
+    def finish_dispatch(self, work: HybridEPCall, handle: HybridEPHandle) -> tuple[Tensor, Tensor | None]:
+        """Makes the current stream wait for the rows [R, H] and their probabilities [R]; unused rows are zeros."""
+        rows_RH, probs_R = self._finish(work)
+        assert rows_RH is not None and handle.counts_e is not None
+        self._streams.record_use(handle.counts_e)
+        unused_R1 = handle.unused_R1
+        rows_RH.masked_fill_(unused_R1, 0)
+        return rows_RH, None if probs_R is None else probs_R.masked_fill(unused_R1[:, 0], 0)
+
+    def start_combine(self, rows_RH: Tensor, probs_R: Tensor | None, handle: HybridEPHandle) -> HybridEPCall:
+        """Starts to sum the rows of each token, and to return `probs_R`, gradients of the probabilities."""
+
+        def combine() -> tuple[Tensor, Tensor | None]:
+            probs = None if probs_R is None else probs_R.to(internal_dtype(rows_RH.dtype))
+            sums_TH, grad_TC = self._buffer_for(rows_RH).combine_with_unpermute(
+                hidden=rows_RH, probs=probs, handle=handle.value, **self._fused("fuse_unpermute_combine")
+            )
+            return sums_TH, grad_TC
+
+        return self._start(combine, rows_RH, probs_R, handle)
+
+    def finish_combine(self, work: HybridEPCall, handle: HybridEPHandle) -> tuple[Tensor, Tensor | None]:
+        """Makes the current stream wait for the sums [T, H] and the gradients of the probabilities [T, K]."""
+        sums_TH, grad_TC = self._finish(work)
+        assert sums_TH is not None
+        sums_TH = sums_TH[: handle.num_tokens]
+        if grad_TC is None:
+            return sums_TH, None
+        grad_TC = pad(grad_TC[: handle.num_tokens], (0, 1))  # a column of zeros for choices without expert
+        grad_TX = grad_TC.gather(1, handle.columns_TX)
+        return sums_TH, grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
+
+    def missing_rank(self) -> None:
+        """None: HybridEP has no timeout of its own; the watchdog ends the run."""
+
+    def _by_column(self, values_TX: Tensor, handle: HybridEPHandle) -> Tensor:
+        """[T, C]: `values_TX` at `handle.columns_TX`, zeros elsewhere."""
+        wide = values_TX.new_zeros(handle.num_tokens, self.num_columns + 1)
+        return wide.scatter_(1, handle.columns_TX, values_TX)[:, :-1].contiguous()
+
+    def _static(self, handle: HybridEPHandle) -> dict[str, Any]:
+        """Arguments of a dispatch whose host code does not read the number of rows."""
+        return {"num_permuted_tokens": handle.num_rows, "non_blocking": True, **self._fused("fuse_permute_dispatch")}
+
+    def _fused(self, name: str) -> dict[str, bool]:
+        return {name: True} if self._config.fuse_permute else {}
+
+    def _start(self, call: Callable[[], tuple[Tensor | None, Tensor | None]], *keep: Any) -> HybridEPCall:
+        with self._streams.fork(_STREAM):
+            return HybridEPCall(call(), self._streams.record(), keep)
+
+    def _finish(self, work: HybridEPCall) -> tuple[Tensor | None, Tensor | None]:
+        self._streams.wait(work.event)
+        for tensor in work.results:
+            if tensor is not None:
+                self._streams.record_use(tensor)
+        work.keep = ()
+        return work.results
+
+    def _buffer_for(self, rows: Tensor) -> Any:
+        """The library's buffer, created for the first rows. The library enlarges it for more or wider tokens."""
+        if self._buffer is None:
+            from deep_ep import HybridEPBuffer
+
+            config, num_sms = self._config, self._comm.num_sms
+            settings = {
+                "num_sms_dispatch_api": num_sms,
+                "num_sms_combine_api": num_sms,
+                "num_sms_preprocessing_api": config.num_sms_preprocessing,
+                "num_blocks_permute": config.num_blocks_permute,
+                "num_blocks_unpermute": config.num_blocks_unpermute,
+            }
+            self._buffer = HybridEPBuffer(
+                group=self._group.handle,
+                hidden_dim=rows.shape[1],
+                max_num_of_tokens_per_rank=len(_padded(rows)),
+                num_local_experts=self._num_local,
+                **{name: value for name, value in settings.items() if value is not None},
+            )
+        return self._buffer
+
+
+class HybridEPPendingDispatch(Pending):
+    """A dispatch in progress; in the backward, the exchange of the gradients of tokens and probabilities."""
+
+    def __init__(self, dispatcher: "HybridEPDispatcher", tokens_TH: Tensor, routing: Routing) -> None:
+        super().__init__()
+        assert routing.ids_TK is not None and routing.probs_TK is not None, "a dense routing needs another dispatcher"
+        self.transport, self.counts_E, self.probs_dtype = dispatcher.transport, routing.counts_E, routing.probs_TK.dtype
+        self.handle = self.transport.new_handle(routing.ids_TK, dispatcher.num_rows(routing))
+        self.exchange(tokens_TH, routing.probs_TK)
+
+    def start(self, *inputs: Tensor) -> Work:
+        tokens_TH, probs_TK = inputs
+        # etp x ep: a row of H elements per token and rank that holds one of its experts, and one probability per row;
+        # the routing map, T * E bytes, to every rank
+        return self.transport.start_dispatch(tokens_TH, probs_TK, self.counts_E, self.handle)
+
+    def finish(self, work: Work) -> tuple[Tensor, Tensor]:
+        rows_RH, probs_R = self.transport.finish_dispatch(work, self.handle)
+        assert probs_R is not None
+        return rows_RH, probs_R.to(self.probs_dtype)
+
+    def start_backward(self, *grads: Tensor) -> Work:
+        grad_RH, grad_R = grads
+        # etp x ep: a row of H elements per token of another rank that has rows here, and one gradient per row
+        return self.transport.start_combine(grad_RH, grad_R, self.handle)
+
+    def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
+        grad_TH, grad_TK = self.transport.finish_combine(work, self.handle)
+        assert grad_TK is not None
+        return grad_TH, grad_TK.to(self.probs_dtype)
+
+
+class HybridEPPendingCombine(Pending):
+    """A combine in progress; in the backward, the exchange of the gradient of its result."""
+
+    def __init__(self, dispatcher: "HybridEPDispatcher", rows_RH: Tensor, handle: HybridEPHandle) -> None:
+        super().__init__()
+        self.transport, self.handle = dispatcher.transport, handle
+        self.exchange(rows_RH)
+
+    def start(self, *inputs: Tensor) -> Work:
+        # etp x ep: a row of H elements per token of another rank that has rows here
+        return self.transport.start_combine(inputs[0], None, self.handle)
+
+    def finish(self, work: Work) -> Tensor:
+        return self.transport.finish_combine(work, self.handle)[0]
+
+    def start_backward(self, *grads: Tensor) -> Work:
+        # etp x ep: a row of H elements per token and rank that holds one of its experts
+        return self.transport.start_dispatch_of_gradients(grads[0], self.handle)
+
+    def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
+        return (self.transport.finish_dispatch(work, self.handle)[0],)
+
+
+class HybridEPDispatcher:
+    """Dispatches without host synchronisation. The number of rows of a rank is bounded as with the flex dispatcher;
+    more rows are counted as overflow. All ranks must have equally many tokens. Rows are sorted by expert. Experts that
+    are padded to their capacity get no padding rows: only the bound is that of padded experts."""
+
+    host_reads = 0
+    can_overflow = True
+
+    def __init__(self, num_experts: int, comm: ExpertComm) -> None:
+        comm.transport = comm.transport or HybridEPTransport(num_experts, comm)
+        self.comm, self.transport = comm, comm.transport
+        self.num_local = num_experts // comm.ep.size
+
+    def num_rows(self, routing: Routing) -> int:
+        """Number of rows to allocate for the experts of this rank."""
+        assert routing.ids_TK is not None
+        (num_tokens, topk), ranks = routing.ids_TK.shape, self.comm.etp_ep.size
+        if routing.capacity is not None:
+            return ranks * self.num_local * routing.capacity
+        most, factor = ranks * num_tokens * min(topk, self.num_local), self.comm.row_capacity_factor
+        return most if factor is None else min(most, int(factor * self.comm.etp.size * num_tokens * topk))
+
+    def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> HybridEPPendingDispatch:
+        """Starts to send tokens and probabilities."""
+        return HybridEPPendingDispatch(self, tokens_TH, routing)
+
+    def finish_dispatch(self, pending: HybridEPPendingDispatch) -> tuple[DispatchedTokens, HybridEPHandle]:
+        """Waits for the rows of this rank's experts."""
+        handle = pending.handle
+        rows_RH, probs_R = pending.received()
+        assert handle.counts_e is not None
+        ends_e = handle.counts_e.cumsum(0)
+        rows = DispatchedTokens(
+            data=rows_RH,
+            probs_R=probs_R,
+            offsets_e=ends_e.clamp_max(handle.num_rows).int(),
+            bound=handle.num_rows,
+            overflow=None if self.comm.overflow is None else (ends_e[-1] - handle.num_rows).clamp_min(0).int(),
+        )
+        return rows, handle
+
+    def start_combine(self, rows: DispatchedTokens, handle: HybridEPHandle) -> HybridEPPendingCombine:
+        """Starts to sum the rows of every token."""
+        return HybridEPPendingCombine(self, rows.data, handle)
+
+    def finish_combine(self, pending: HybridEPPendingCombine) -> Tensor:
+        """[T, H]: the sum of every token's rows."""
+        out_TH: Tensor = pending.received()
+        return out_TH
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Adds rows of zeros up to a multiple of `_TOKEN_MULTIPLE`."""
+    missing = -len(rows) % _TOKEN_MULTIPLE
+    return pad(rows, (0, 0, 0, missing)) if missing else rows
