@@ -16,6 +16,7 @@ from megatron_moe.config.moe import HybridEPConfig
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.grid import expert_grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +182,14 @@ class ExpertComm:
             return None
         # world: 4 bytes
         return all_reduce_(self.overflow.clone(), self.ctx.group("world"), "max")
+
+
+def holders_of_experts(comm: ExpertComm) -> Tensor:
+    """int64 [ep, etp]: indices, in the etp x ep group, of the ranks that hold the experts of each ep rank."""
+    grid = expert_grid(comm.ctx.config)
+    places = [grid.coordinates(rank)["ep"] for rank in comm.etp_ep.ranks]
+    holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
+    return torch.tensor(holders, device=comm.ctx.device)
 
 
 def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:

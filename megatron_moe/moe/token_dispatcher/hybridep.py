@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_moe.kernels.ops import internal_dtype
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import Pending, Work
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.streams import Event, make_streams
 
 _STREAM = "expert exchange"
@@ -71,11 +70,7 @@ class HybridEPTransport:
         self.num_columns = self._num_local * self._group.size
         self._buffer: Any = None
         self._streams = make_streams(comm.ctx.device, _STREAM)
-        grid = expert_grid(comm.ctx.config)
-        places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
-        holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
-        self._holders = torch.tensor(holders, device=comm.ctx.device)
-        """int64 [ep, etp]: ranks of the group that hold the experts of an ep rank."""
+        self._holders = holders_of_experts(comm)
 
     def new_handle(self, ids_TK: Tensor, num_rows: int) -> HybridEPHandle:
         """Handle of a dispatch of choices `ids_TK` (global expert ids; -1: none)."""

@@ -32,6 +32,8 @@ class HybridEPBuffer:
     ) -> None:
         assert not use_fp8, "not in this stand-in"
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.fused: list[bool] = []
+        """For every call, whether it sorts rows in the kernels that send and receive them."""
         self.settings = {
             "num_sms_dispatch_api": num_sms_dispatch_api,
             "num_sms_combine_api": num_sms_combine_api,
@@ -60,6 +62,7 @@ class HybridEPBuffer:
     ) -> tuple[Tensor, Tensor | None, None, Tensor, tuple[Tensor, ...]]:
         assert topk_idx is None and not use_fp8 and scaling_factor is None and pad_multiple is None, "not here"
         assert hidden.dim() == 2 and hidden.shape[0] % TOKENS_PER_CHUNK == 0
+        self.fused.append(fuse_permute_dispatch)
         assert not non_blocking or num_permuted_tokens is not None, "num_permuted_tokens is required"
         if handle is None:
             assert routing_map is not None and routing_map.dtype is torch.bool and len(routing_map) == len(hidden)
@@ -88,6 +91,7 @@ class HybridEPBuffer:
         fuse_unpermute_combine: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         assert handle is not None and len(handle) == HANDLE_FIELDS, "a handle of dispatch_with_permute"
+        self.fused.append(fuse_unpermute_combine)
         tokens_R, experts_R, counts_e, num_tokens, *_ = handle
         total = int(num_tokens) * self.group_size
         sums = torch.zeros(total, hidden.shape[1], dtype=hidden.dtype)
