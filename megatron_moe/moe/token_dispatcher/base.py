@@ -7,11 +7,12 @@ function, so that a schedule can launch other work in between.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_moe.config.exit_codes import OtherRankProblem
 from megatron_moe.config.moe import HybridEPConfig
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
@@ -104,6 +105,16 @@ class Dispatcher(Protocol, Generic[Handle]):
         ...
 
 
+class LateRank(NamedTuple):
+    """Rank that did not take part in an exchange within the timeout."""
+
+    rank: int
+    """Global rank."""
+    exchange: str
+    """Purpose of the slots that did not arrive: "dispatch", "combine", or the backward of one of them."""
+    timeout_s: float
+
+
 class ExpertComm:
     """Process groups, kernels and overflow flag that the token dispatchers of all layers share."""
 
@@ -172,9 +183,18 @@ class ExpertComm:
         yield
         self.row_capacity_factor = factor
 
-    def missing_rank(self) -> int | None:
-        """Global rank whose tokens did not arrive within the timeout of collectives; None: all arrived so far."""
-        return None if self.transport is None else self.transport.missing_rank()
+    def peer_problem(self) -> OtherRankProblem | None:
+        """Error about a rank whose tokens did not arrive in time; None: all arrived so far. Does not synchronise with
+        the device."""
+        late = None if self.transport is None else self.transport.late_rank()
+        if late is None:
+            return None
+        return OtherRankProblem(
+            f"rank {late.rank} did not take part in the {late.exchange} of expert tokens within {late.timeout_s:g} s, "
+            f"{late.timeout_s / self.ctx.timeout_s:.0%} of the timeout of collectives (--distributed-timeout-minutes, "
+            "--distributed-timeout-seconds-after-init); see what it printed",
+            late.rank,
+        )
 
     def largest_overflow(self) -> Tensor | None:
         """Maximum of `overflow` over all ranks; fp32 scalar on the device. Collective; called once per step."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, LateRank, Routing, first_rows
 
 Work = Any
 """An exchange between its start and its finish."""
@@ -66,9 +66,9 @@ class Transport(Protocol):
         """(sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
         ...
 
-    def missing_rank(self) -> int | None:
-        """Global rank that did not send within the timeout; None: all did so far, or it is not known. Does not
-        synchronise with the device."""
+    def late_rank(self) -> LateRank | None:
+        """Rank that did not send within the timeout; None: all did so far, or it is not known. Does not synchronise
+        with the device."""
         ...
 
     def release(self, work: Work) -> None:

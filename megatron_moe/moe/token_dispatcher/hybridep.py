@@ -146,7 +146,7 @@ class HybridEPTransport:
         grad_TX = grad_TC.gather(1, handle.columns_TX)
         return sums_TH, grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
 
-    def missing_rank(self) -> None:
+    def late_rank(self) -> None:
         """None: HybridEP has no timeout of its own; the watchdog ends the run."""
 
     def _by_column(self, values_TX: Tensor, handle: HybridEPHandle) -> Tensor:
