@@ -175,9 +175,11 @@ class MoELayer(nn.Module):
         return state.evolve(out_SBH=out_SBH, normed_SBH=None, routed_TH=None, shared=None)
 
 
-def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -> ExpertComm:
+def new_expert_comm(
+    config: MoEConfig, ctx: ParallelContext, kernels: Kernels, *, overlaps_microbatches: bool = False
+) -> ExpertComm:
     """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
-    if every rank has all experts.
+    if every rank has all experts. `overlaps_microbatches`: see `ExpertComm`.
 
     Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
     """
@@ -191,6 +193,7 @@ def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
         hybridep=config.hybridep,
+        overlaps_microbatches=overlaps_microbatches,
     )
     comm.note = note
     return comm

@@ -76,7 +76,7 @@ def test_killed_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
         both.end()
     text = both.text(0)
     assert "exchange tokens through symmetric memory" in text
-    assert f"rank 1 did not take part in the dispatch of expert tokens within {0.9 * TIMEOUT_S:g} s" in text, text[
+    assert f"rank 1 did not take part in the exchange of expert tokens within {0.9 * TIMEOUT_S:g} s" in text, text[
         -3000:
     ]
     assert sorted(losses(both.run / "run"))[:2] == [1, 2]

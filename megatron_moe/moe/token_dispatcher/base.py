@@ -110,8 +110,9 @@ class LateRank(NamedTuple):
 
     rank: int
     """Global rank."""
-    exchange: str
-    """Purpose of the slots that did not arrive: "dispatch", "combine", or the backward of one of them."""
+    content: str
+    """Content of the slots that did not arrive: "tokens" (dispatch and the gradient of combine) or "sums" (combine and
+    the gradient of dispatch)."""
     timeout_s: float
 
 
@@ -136,6 +137,7 @@ class ExpertComm:
         row_capacity_factor: float | None = None,
         num_sms: int | None = None,
         hybridep: HybridEPConfig | None = None,
+        overlaps_microbatches: bool = False,
     ) -> None:
         """Creates the resources.
 
@@ -145,6 +147,7 @@ class ExpertComm:
                 dispatchers that can overflow.
             num_sms: multiprocessors of an exchange; None: all, or the library's default.
             hybridep: settings of the HybridEP library; None: its defaults.
+            overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
         """
         self.ctx = ctx
         self.kernels = kernels
@@ -152,6 +155,7 @@ class ExpertComm:
         self.dispatcher = dispatcher
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
         self.hybridep = hybridep or HybridEPConfig()
+        self.overlaps_microbatches = overlaps_microbatches
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)
@@ -190,7 +194,7 @@ class ExpertComm:
         if late is None:
             return None
         return OtherRankProblem(
-            f"rank {late.rank} did not take part in the {late.exchange} of expert tokens within {late.timeout_s:g} s, "
+            f"rank {late.rank} did not take part in the exchange of expert {late.content} within {late.timeout_s:g} s, "
             f"{late.timeout_s / self.ctx.timeout_s:.0%} of the timeout of collectives (--distributed-timeout-minutes, "
             "--distributed-timeout-seconds-after-init); see what it printed",
             late.rank,
