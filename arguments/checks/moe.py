@@ -3,7 +3,7 @@
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, divisors, missing_feature, unfit_pattern
 from megatron_moe.config.exit_codes import counted
-from megatron_moe.resilience.packages import has_hybridep
+from megatron_moe.config.moe import HybridEPConfig
 
 _BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
@@ -128,15 +128,15 @@ def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
     """Symmetric memory replaces a communication library only within one host. Across hosts, HybridEP must be installed
     with support for networks; DeepEP is used within one host only."""
     backend = flags.moe_flex_dispatcher_backend
-    if not _flex_spans_hosts(flags) or backend == "symmetric" or (backend == "hybridep" and has_hybridep()):
+    if (
+        not _flex_spans_hosts(flags)
+        or backend == "symmetric"
+        or (backend == "hybridep" and HybridEPConfig.is_installed())
+    ):
         return
-    across = f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend}"
-    if backend == "hybridep":
-        problem = "is not available yet: the package hybrid_ep_cpp is not installed"
-    else:
-        problem = "is not available yet"
+    reason = ": the package hybrid_ep_cpp is not installed" if backend == "hybridep" else ""
     yield (
-        f"{across}, {problem}",
+        f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend}, is not available yet{reason}",
         "install the branch hybrid-ep of DeepEP with HYBRID_EP_MULTINODE=1 and use --moe-flex-dispatcher-backend "
         "hybridep, or use --moe-token-dispatcher-type alltoall",
     )

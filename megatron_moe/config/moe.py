@@ -1,6 +1,7 @@
 """Feed-forward blocks: dense MLP, and Mixture of Experts with router, experts and shared experts."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 from megatron_moe.config.parallel import ParallelConfig
@@ -137,13 +138,19 @@ class SharedExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridEPConfig:
-    """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`); None: the library's default."""
+    """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
+    `deep_ep.HybridEPBuffer`. None: the library's default."""
 
     fuse_permute: bool = False
     """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
     num_blocks_permute: int | None = None
     num_blocks_unpermute: int | None = None
     num_sms_preprocessing: int | None = None
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether the library is installed."""
+        return find_spec("hybrid_ep_cpp") is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.moe import HybridEPConfig, MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
@@ -24,7 +24,6 @@ from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
-from megatron_moe.resilience.packages import has_hybridep
 
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
     {
@@ -35,7 +34,6 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "flex with hybridep": HybridEPDispatcher,
     }
 )
-_MODULES = {"deepep": "deep_ep", "hybridep": "hybrid_ep_cpp"}
 
 
 class ModelResources(NamedTuple):
@@ -214,7 +212,9 @@ def _available(kind: str, config: MoEConfig, group: ProcessGroup, ctx: ParallelC
         return "flex", f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL"
     if kind != "flex" or library == "symmetric" or is_emulated(group, ctx):
         return kind, None
-    if (library == "deepep" and has_deepep()) or (library == "hybridep" and has_hybridep()):
+    installed = {"deepep": has_deepep(), "hybridep": HybridEPConfig.is_installed()}
+    if installed.get(library):
         return f"flex with {library}", None
-    reason = "it is not supported" if library == "ncclep" else f"{_MODULES[library]} is not installed"
+    module = "deep_ep" if library == "deepep" else "hybrid_ep_cpp"
+    reason = f"{module} is not installed" if library in installed else "it is not supported"
     return kind, f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"

@@ -167,11 +167,6 @@ def summary(found: Iterable[InstalledPackage]) -> list[str]:
     return lines
 
 
-def has_hybridep() -> bool:
-    """Whether HybridEP is installed: the branch of DeepEP that has `deep_ep.HybridEPBuffer`."""
-    return find_spec("hybrid_ep_cpp") is not None
-
-
 def _version(package: Package) -> str | None:
     if find_spec(package.module) is None:
         return None

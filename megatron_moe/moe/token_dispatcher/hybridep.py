@@ -2,7 +2,7 @@
 
 Dispatch delivers the rows of this rank's experts, sorted by expert; combine sums the rows of each token. The library
 all-gathers the routing map, so that all ranks compute the same layout. Tokens are bf16, probabilities fp32. Its
-dispatches and combines share one buffer and run one after the other, on a stream of their own.
+dispatches and combines share one buffer and run one after the other, on the exchange stream.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from megatron_moe.kernels.ops import internal_dtype
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import Pending, Work
 from megatron_moe.parallel.collectives import all_reduce_
-from megatron_moe.parallel.streams import Event, make_streams
+from megatron_moe.parallel.streams import make_streams
 
 _STREAM = "expert exchange"
 _TOKEN_MULTIPLE = 64
@@ -33,31 +33,10 @@ class HybridEPHandle:
     the number of columns if there is none."""
     num_rows: int
     """Number of rows that are allocated."""
+    counts_e: Tensor
+    """int64 number of rows per local expert; they may exceed `num_rows` together."""
     value: Any = None
     """The library's handle; None before the dispatch."""
-    counts_e: Tensor | None = None
-    """int64 number of rows per local expert; it may exceed `num_rows`."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.columns_TX)
-
-    @property
-    def unused_R1(self) -> Tensor:
-        """bool [R, 1]: True for rows that the library does not write."""
-        assert self.counts_e is not None
-        rows = torch.arange(self.num_rows, device=self.columns_TX.device)
-        return (rows >= self.counts_e.sum())[:, None]
-
-
-@dataclass
-class HybridEPCall:
-    """A call of the library in progress, on the exchange stream."""
-
-    results: tuple[Tensor | None, Tensor | None]
-    event: Event
-    keep: tuple[Any, ...]
-    """Tensors that the library reads, until the stream that allocated them has waited for it."""
 
 
 class HybridEPTransport:
@@ -67,63 +46,53 @@ class HybridEPTransport:
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self._comm, self._group, self._config = comm, comm.etp_ep, comm.hybridep
         self._num_local = num_experts // comm.ep.size
-        self.num_columns = self._num_local * self._group.size
+        self._num_columns = self._num_local * self._group.size
         self._buffer: Any = None
         self._streams = make_streams(comm.ctx.device, _STREAM)
         self._holders = holders_of_experts(comm)
 
-    def new_handle(self, ids_TK: Tensor, num_rows: int) -> HybridEPHandle:
-        """Handle of a dispatch of choices `ids_TK` (global expert ids; -1: none)."""
+    def new_handle(self, ids_TK: Tensor, counts_E: Tensor, num_rows: int) -> HybridEPHandle:
+        """Handle of a dispatch of choices `ids_TK` (global ids; -1: none). `counts_E`: number of choices per expert."""
         ranks_TKP = self._holders[ids_TK.clamp_min(0) // self._num_local]
         columns_TKP = ranks_TKP * self._num_local + (ids_TK % self._num_local)[..., None]
-        columns_TX = columns_TKP.masked_fill((ids_TK < 0)[..., None], self.num_columns).flatten(1)
-        return HybridEPHandle(columns_TX, num_rows)
+        columns_TX = columns_TKP.masked_fill((ids_TK < 0)[..., None], self._num_columns).flatten(1)
+        counts_E = counts_E.clone()
+        with self._streams.fork(_STREAM):
+            all_reduce_(counts_E, self._group)  # etp x ep: 8 * E bytes
+        return HybridEPHandle(columns_TX, num_rows, counts_E.view(-1, self._num_local)[self._comm.ep.rank])
 
-    def start_dispatch(
-        self, tokens_TH: Tensor, probs_TK: Tensor, counts_E: Tensor, handle: HybridEPHandle
-    ) -> HybridEPCall:
-        """Starts to send tokens and probabilities to the ranks of their experts."""
+    def start_dispatch(self, tokens_TH: Tensor, probs_TK: Tensor | None, handle: HybridEPHandle) -> Work:
+        """Starts to send tokens and probabilities to the ranks of their experts; None: gradients of combine, which go
+        the same way."""
 
-        def dispatch() -> tuple[Tensor, Tensor]:
-            # etp x ep: 8 * E bytes
-            counts_e = all_reduce_(counts_E.clone(), self._group).view(-1, self._num_local)[self._comm.ep.rank]
-            handle.counts_e = counts_e
-            map_TC = self._by_column(torch.ones_like(handle.columns_TX, dtype=torch.bool), handle)
-            etp = handle.columns_TX.shape[1] // probs_TK.shape[1]
-            wide_TX = probs_TK.to(internal_dtype(tokens_TH.dtype)).repeat_interleave(etp, dim=1)
+        def dispatch() -> tuple[Tensor, Tensor | None]:
+            routing: dict[str, Any] = {"handle": handle.value}
+            if probs_TK is not None:
+                wide_TX = probs_TK.to(internal_dtype(tokens_TH.dtype)).repeat_interleave(self._comm.etp.size, dim=1)
+                routing = {
+                    "routing_map": self._by_column(torch.ones_like(wide_TX, dtype=torch.bool), handle),
+                    "probs": self._by_column(wide_TX, handle),
+                    "num_of_experts_per_rank": self._num_local,
+                }
             rows_RH, probs_R, _, _, handle.value = self._buffer_for(tokens_TH).dispatch_with_permute(
                 hidden=_padded(tokens_TH),
-                routing_map=_padded(map_TC),
-                probs=_padded(self._by_column(wide_TX, handle)),
-                num_of_experts_per_rank=self._num_local,
-                **self._static(handle),
+                num_permuted_tokens=handle.num_rows,
+                non_blocking=True,
+                **routing,
+                **self._fused("fuse_permute_dispatch"),
             )
             return rows_RH, probs_R
 
-        return self._start(dispatch, tokens_TH, probs_TK, counts_E, handle)
+        return self._start(dispatch, tokens_TH, probs_TK)
 
-    def start_dispatch_of_gradients(self, grad_TH: Tensor, handle: HybridEPHandle) -> HybridEPCall:
-        """Starts to send gradients of combined tokens in the same way."""
-
-        def dispatch() -> tuple[Tensor, None]:
-            buffer = self._buffer_for(grad_TH)
-            rows_RH, *_ = buffer.dispatch_with_permute(
-                hidden=_padded(grad_TH), handle=handle.value, **self._static(handle)
-            )
-            return rows_RH, None
-
-        return self._start(dispatch, grad_TH, handle)
-
-    def finish_dispatch(self, work: HybridEPCall, handle: HybridEPHandle) -> tuple[Tensor, Tensor | None]:
+    def finish_dispatch(self, work: Work, handle: HybridEPHandle) -> tuple[Tensor, Tensor | None]:
         """Makes the current stream wait for the rows [R, H] and their probabilities [R]; unused rows are zeros."""
         rows_RH, probs_R = self._finish(work)
-        assert rows_RH is not None and handle.counts_e is not None
-        self._streams.record_use(handle.counts_e)
-        unused_R1 = handle.unused_R1
-        rows_RH.masked_fill_(unused_R1, 0)
-        return rows_RH, None if probs_R is None else probs_R.masked_fill(unused_R1[:, 0], 0)
+        unused_R = torch.arange(handle.num_rows, device=rows_RH.device) >= handle.counts_e.sum()
+        rows_RH.masked_fill_(unused_R[:, None], 0)
+        return rows_RH, None if probs_R is None else probs_R.masked_fill(unused_R, 0)
 
-    def start_combine(self, rows_RH: Tensor, probs_R: Tensor | None, handle: HybridEPHandle) -> HybridEPCall:
+    def start_combine(self, rows_RH: Tensor, probs_R: Tensor | None, handle: HybridEPHandle) -> Work:
         """Starts to sum the rows of each token, and to return `probs_R`, gradients of the probabilities."""
 
         def combine() -> tuple[Tensor, Tensor | None]:
@@ -133,45 +102,41 @@ class HybridEPTransport:
             )
             return sums_TH, grad_TC
 
-        return self._start(combine, rows_RH, probs_R, handle)
+        return self._start(combine, rows_RH, probs_R)
 
-    def finish_combine(self, work: HybridEPCall, handle: HybridEPHandle) -> tuple[Tensor, Tensor | None]:
+    def finish_combine(self, work: Work, handle: HybridEPHandle) -> tuple[Tensor, Tensor | None]:
         """Makes the current stream wait for the sums [T, H] and the gradients of the probabilities [T, K]."""
         sums_TH, grad_TC = self._finish(work)
-        assert sums_TH is not None
-        sums_TH = sums_TH[: handle.num_tokens]
+        num_tokens = len(handle.columns_TX)
         if grad_TC is None:
-            return sums_TH, None
-        grad_TC = pad(grad_TC[: handle.num_tokens], (0, 1))  # a column of zeros for choices without expert
-        grad_TX = grad_TC.gather(1, handle.columns_TX)
-        return sums_TH, grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
+            return sums_TH[:num_tokens], None
+        # a column of zeros for choices without expert
+        grad_TX = pad(grad_TC[:num_tokens], (0, 1)).gather(1, handle.columns_TX)
+        return sums_TH[:num_tokens], grad_TX.unflatten(1, (-1, self._comm.etp.size)).sum(dim=-1)
 
     def late_rank(self) -> None:
-        """None: HybridEP has no timeout of its own; the watchdog ends the run."""
+        """None: HybridEP has no timeout; the watchdog ends the run."""
 
     def _by_column(self, values_TX: Tensor, handle: HybridEPHandle) -> Tensor:
-        """[T, C]: `values_TX` at `handle.columns_TX`, zeros elsewhere."""
-        wide = values_TX.new_zeros(handle.num_tokens, self.num_columns + 1)
-        return wide.scatter_(1, handle.columns_TX, values_TX)[:, :-1].contiguous()
-
-    def _static(self, handle: HybridEPHandle) -> dict[str, Any]:
-        """Arguments of a dispatch whose host code does not read the number of rows."""
-        return {"num_permuted_tokens": handle.num_rows, "non_blocking": True, **self._fused("fuse_permute_dispatch")}
+        """[T, C]: `values_TX` at `handle.columns_TX`, zeros elsewhere, padded."""
+        wide = values_TX.new_zeros(len(values_TX), self._num_columns + 1)
+        return _padded(wide.scatter_(1, handle.columns_TX, values_TX)[:, :-1].contiguous())
 
     def _fused(self, name: str) -> dict[str, bool]:
         return {name: True} if self._config.fuse_permute else {}
 
-    def _start(self, call: Callable[[], tuple[Tensor | None, Tensor | None]], *keep: Any) -> HybridEPCall:
+    def _start(self, call: Callable[[], tuple[Tensor, Tensor | None]], *read: Any) -> Work:
+        """Calls the library on the exchange stream. `read`: tensors that it reads, kept until `_finish`."""
         with self._streams.fork(_STREAM):
-            return HybridEPCall(call(), self._streams.record(), keep)
+            return call(), self._streams.record(), read
 
-    def _finish(self, work: HybridEPCall) -> tuple[Tensor | None, Tensor | None]:
-        self._streams.wait(work.event)
-        for tensor in work.results:
+    def _finish(self, work: Work) -> tuple[Tensor, Tensor | None]:
+        results, event, _ = work
+        self._streams.wait(event)
+        for tensor in results:
             if tensor is not None:
                 self._streams.record_use(tensor)
-        work.keep = ()
-        return work.results
+        return results  # type: ignore[no-any-return]
 
     def _buffer_for(self, rows: Tensor) -> Any:
         """The library's buffer, created for the first rows. The library enlarges it for more or wider tokens."""
@@ -202,15 +167,15 @@ class HybridEPPendingDispatch(Pending):
     def __init__(self, dispatcher: "HybridEPDispatcher", tokens_TH: Tensor, routing: Routing) -> None:
         super().__init__()
         assert routing.ids_TK is not None and routing.probs_TK is not None, "a dense routing needs another dispatcher"
-        self.transport, self.counts_E, self.probs_dtype = dispatcher.transport, routing.counts_E, routing.probs_TK.dtype
-        self.handle = self.transport.new_handle(routing.ids_TK, dispatcher.num_rows(routing))
+        self.transport, self.probs_dtype = dispatcher.transport, routing.probs_TK.dtype
+        self.handle = self.transport.new_handle(routing.ids_TK, routing.counts_E, dispatcher.num_rows(routing))
         self.exchange(tokens_TH, routing.probs_TK)
 
     def start(self, *inputs: Tensor) -> Work:
         tokens_TH, probs_TK = inputs
         # etp x ep: a row of H elements per token and rank that holds one of its experts, and one probability per row;
         # the routing map, T * E bytes, to every rank
-        return self.transport.start_dispatch(tokens_TH, probs_TK, self.counts_E, self.handle)
+        return self.transport.start_dispatch(tokens_TH, probs_TK, self.handle)
 
     def finish(self, work: Work) -> tuple[Tensor, Tensor]:
         rows_RH, probs_R = self.transport.finish_dispatch(work, self.handle)
@@ -245,7 +210,7 @@ class HybridEPPendingCombine(Pending):
 
     def start_backward(self, *grads: Tensor) -> Work:
         # etp x ep: a row of H elements per token and rank that holds one of its experts
-        return self.transport.start_dispatch_of_gradients(grads[0], self.handle)
+        return self.transport.start_dispatch(grads[0], None, self.handle)
 
     def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
         return (self.transport.finish_dispatch(work, self.handle)[0],)
@@ -281,7 +246,6 @@ class HybridEPDispatcher:
         """Waits for the rows of this rank's experts."""
         handle = pending.handle
         rows_RH, probs_R = pending.received()
-        assert handle.counts_e is not None
         ends_e = handle.counts_e.cumsum(0)
         rows = DispatchedTokens(
             data=rows_RH,

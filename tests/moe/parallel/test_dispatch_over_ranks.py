@@ -374,8 +374,8 @@ def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None
 def test_symmetric_memory_replaces_a_missing_library(
     monkeypatch: pytest.MonkeyPatch, backend: str, reason: str
 ) -> None:
-    for name in ("has_deepep", "has_hybridep"):
-        monkeypatch.setattr(f"megatron_moe.moe.moe_layer.{name}", lambda: False)
+    monkeypatch.setattr("megatron_moe.moe.moe_layer.has_deepep", lambda: False)
+    monkeypatch.setattr(HybridEPConfig, "is_installed", lambda: False)
     config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend=backend)
     for comm in on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE)):
         assert comm.dispatcher is SymmetricDispatcher and comm.note
