@@ -16,7 +16,7 @@ from tests.helpers.ranks import REPOSITORY, free_port
 
 pytestmark = pytest.mark.gpu2
 
-TIMEOUT_S = 8
+TIMEOUT_S = 6
 KILL_AT = 150
 FLAGS = f"""
 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --log-interval 1 --eval-iters 0 --bf16 --mock-data --no-plots
