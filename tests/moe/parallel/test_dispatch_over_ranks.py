@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.symmetric_memory import has_peer_access
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_REF
@@ -416,6 +418,19 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
     kind, note = kind_and_note(emulated)
     assert kind is AllToAllDispatcher and note is not None and note.endswith("cannot access each other's memory")
     emulated.stop()
+
+
+def test_peer_access_is_asked_for_every_two_gpus_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 4 and 6 of a host whose GPUs 0 and 1 are not connected, and ranks 4 and 5."""
+    connected = {(0, 2), (2, 0)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in connected)
+    monkeypatch.setattr("megatron_moe.parallel.symmetric_memory.is_emulated", lambda group, ctx: False)
+    ctx = SimpleNamespace(launch=SimpleNamespace(local_world_size=4), device=torch.device("cuda"))
+    assert has_peer_access(SimpleNamespace(ranks=(4, 6)), ctx)
+    assert not has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own GPU only
+    assert has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
 
 
 def test_symmetric_memory_for_alltoall_equals_alltoall_in_fp64() -> None:
