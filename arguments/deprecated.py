@@ -8,6 +8,7 @@ from typing import Any
 from arguments.values import BadValue, is_off, parse
 
 Words = tuple[str, ...]
+_NUM_SMS = ("--moe-deepep-num-sms", "--moe-hybridep-num-sms")
 ValueOf = Callable[[str], Any]
 """Function that takes the name of a current flag and returns its value, as set by the flags parsed so far."""
 
@@ -70,7 +71,25 @@ def depends_on_other_flags(option: str, words: Sequence[str]) -> bool:
     """Whether a deprecated flag must be translated after all other flags, because it uses or changes them."""
     if option == "--cuda-graph-scope":
         return "full_iteration" in words
-    return option in ("--moe-layer-recompute", "--error-injection-rate")
+    return option in ("--moe-layer-recompute", "--error-injection-rate", "--moe-enable-deepep", *_NUM_SMS)
+
+
+def _moe_enable_deepep(words: Sequence[str], value_of: ValueOf) -> Translated:
+    """--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"""
+    if is_off(words):
+        return Translated((), "is off, which is the default")
+    if value_of("moe_flex_dispatcher_backend") == "hybridep":
+        raise BadValue("selects deepep, but --moe-flex-dispatcher-backend is hybridep; remove one of them")
+    flags = (("--moe-token-dispatcher-type", ("flex",)), ("--moe-flex-dispatcher-backend", ("deepep",)))
+    return Translated(flags, f"is now written {_text(flags)}")
+
+
+def _num_sms(words: Sequence[str], value_of: ValueOf) -> Translated:
+    """--moe-flex-dispatcher-num-sms"""
+    current = value_of("moe_flex_dispatcher_num_sms")
+    if current is not None and current != parse(int, words):
+        raise BadValue(f"contradicts --moe-flex-dispatcher-num-sms {current}; remove one of them")
+    return Translated((("--moe-flex-dispatcher-num-sms", tuple(words)),), "is now called --moe-flex-dispatcher-num-sms")
 
 
 def _cuda_graph_scope(words: Sequence[str], _: ValueOf) -> Translated:
@@ -112,8 +131,6 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         "--encoder-num-layers": "--num-layers",
         "--encoder-seq-length": "--seq-length",
         "--moe-token-capacity-factor": "--moe-expert-capacity-factor",
-        "--moe-deepep-num-sms": "--moe-flex-dispatcher-num-sms",
-        "--moe-hybridep-num-sms": "--moe-flex-dispatcher-num-sms",
         "--linear-attention-type": "--experimental-attention-variant",
         "--qk-nope-head-dim": "--qk-head-dim",
         "--qk-rope-head-dim": "--qk-pos-emb-head-dim",
@@ -128,10 +145,6 @@ _SWITCHES: Mapping[str, tuple[tuple[str, Words], ...]] = MappingProxyType(
             ("--rotary-scaling-factor", ("32",)),
             ("--yarn-original-max-position-embeddings", ("4096",)),
             ("--no-yarn-correction-range-round-to-int", ()),
-        ),
-        "--moe-enable-deepep": (
-            ("--moe-token-dispatcher-type", ("flex",)),
-            ("--moe-flex-dispatcher-backend", ("deepep",)),
         ),
         "--enable-cuda-graph": (("--cuda-graph-impl", ("local",)),),
         "--external-cuda-graph": (("--cuda-graph-impl", ("transformer_engine",)),),
@@ -156,6 +169,8 @@ _FOREIGN: Mapping[str, str] = MappingProxyType(
 _TRANSLATED: Mapping[str, Callable[[Sequence[str], ValueOf], Translated]] = MappingProxyType(
     {
         "--moe-layer-recompute": _moe_layer_recompute,
+        "--moe-enable-deepep": _moe_enable_deepep,
+        **dict.fromkeys(_NUM_SMS, _num_sms),
         "--error-injection-rate": _error_injection_rate,
         "--cuda-graph-scope": _cuda_graph_scope,
         "--no-weight-decay-cond-type": _no_weight_decay_cond_type,

@@ -52,6 +52,25 @@ def expert_ranks(flags: Flags) -> int:
     return flags.expert_model_parallel_size * expert_tensor_parallel_size(flags)
 
 
+def row_capacity_factor(flags: Flags) -> float:
+    """Bound on the rows of a rank's experts as a multiple of the mean over ranks; defaults to 1.25."""
+    factor = flags.moe_expert_rank_capacity_factor
+    return 1.25 if factor is None else factor
+
+
+def symmetric_alltoall(flags: Flags) -> bool:
+    """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory if the expert ranks are on one host."""
+    exchanges = flags.moe_alltoall_backend == "auto" and flags.moe_token_dispatcher_type == "alltoall"
+    # with expert choice, a token has no list of choices; the push kernels have no fp64
+    is_sparse = "expert_choice" not in flags.moe_router_load_balancing_type
+    return exchanges and is_sparse and flags.device != "cpu" and not flags.fp64
+
+
+def uses_symmetric_memory(flags: Flags, ranks_per_host: int) -> bool:
+    """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory: the expert ranks are on one host."""
+    return symmetric_alltoall(flags) and ranks_per_host % expert_ranks(flags) == 0
+
+
 def experts_are_captured(flags: Flags) -> bool:
     """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured
     if tokens are exchanged, or if GEMMs use fp32 or are not grouped: the host then reads token counts."""

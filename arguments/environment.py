@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from arguments import derive
 from arguments.flags import Flags
 
 FROM_A_FILE = "set by a file"
@@ -81,8 +82,10 @@ def _needed(flags: Flags) -> Iterator[Variable]:
     if flags.overlap_moe_expert_parallel_comm:
         reason = "--overlap-moe-expert-parallel-comm: kernels of two microbatches must not share a hardware queue"
         yield Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", reason)
-    if flags.moe_token_dispatcher_type == "flex":
-        reason = "--moe-token-dispatcher-type flex: tokens are written to single GPUs, without NVLink multicast"
+    kind = flags.moe_token_dispatcher_type
+    spreads = derive.expert_ranks(flags) > 1
+    if kind == "flex" or (kind == "alltoall" and flags.moe_alltoall_backend == "auto" and spreads):
+        reason = f"--moe-token-dispatcher-type {kind}: tokens are written to single GPUs, without NVLink multicast"
         yield Variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", reason)
     if flags.expert_model_parallel_size > 1:
         reason = "--expert-model-parallel-size: token counts per rank vary between steps, which fragments memory"

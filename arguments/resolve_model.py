@@ -19,6 +19,7 @@ from megatron_moe.config.moe import (
     ActivationConfig,
     CapacityConfig,
     ExpertsConfig,
+    HybridEPConfig,
     MLPConfig,
     MoEConfig,
     RouterConfig,
@@ -214,9 +215,16 @@ def moe_config(flags: Flags) -> MoEConfig:
         shared=_shared(flags),
         latent_size=flags.moe_latent_size,
         dispatcher=flags.moe_token_dispatcher_type,
-        expert_rank_capacity_factor=flags.moe_expert_rank_capacity_factor,
+        symmetric_alltoall=derive.symmetric_alltoall(flags),
+        expert_rank_capacity_factor=derive.row_capacity_factor(flags),
         flex_dispatcher_backend=flags.moe_flex_dispatcher_backend,
         flex_dispatcher_num_sms=flags.moe_flex_dispatcher_num_sms,
+        hybridep=HybridEPConfig(
+            fuse_permute=flags.moe_permute_fusion_into_hybridep,
+            num_blocks_permute=flags.moe_hybridep_num_blocks_permute,
+            num_blocks_unpermute=flags.moe_hybridep_num_blocks_unpermute,
+            num_sms_preprocessing=flags.moe_hybridep_num_sms_preprocessing,
+        ),
         shared_overlap=flags.moe_shared_expert_overlap,
     )
 

@@ -310,6 +310,8 @@ def build_run_events(
     stack.callback(profile.close)
     if plan.profile.nvtx_ranges:
         mark_parts(trainer.model, context.device)
+    if trainer.model.expert_comm is not None and trainer.model.expert_comm.transport is not None:
+        watchdog.monitor(trainer.model.expert_comm.peer_problem)
     faults = plan.resilience.faults
     for fault in faults:
         reporter.note(f"--inject: {fault}")

@@ -75,6 +75,16 @@ def ep_divides_experts(flags: RuleFlags) -> Violations:
         )
 
 
+def flex_library_has_peers(flags: RuleFlags) -> Violations:
+    """deepep and ncclep exchange tokens between expert ranks, of which they need more than one."""
+    library, is_flex = flags.moe_flex_dispatcher_backend, flags.moe_token_dispatcher_type == "flex"
+    if flags.num_experts and is_flex and library in ("deepep", "ncclep") and derive.expert_ranks(flags) == 1:
+        yield (
+            f"--moe-flex-dispatcher-backend {library} with all experts on one rank",
+            "set --expert-model-parallel-size above 1, or leave out the flags of the dispatcher",
+        )
+
+
 def global_batch_is_whole_microbatches(flags: RuleFlags) -> Violations:
     """Every data-parallel rank runs the same whole number of microbatches per step."""
     unit = flags.micro_batch_size * flags.data_parallel_size

@@ -124,9 +124,10 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
             "leave out one of them",
         )
     ranks = derive.expert_ranks(flags)
-    if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall":
+    sends_exact_rows = not derive.uses_symmetric_memory(flags, flags.ranks_per_host)
+    if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and sends_exact_rows:
         yield (
-            f"{_PAGED} with --moe-token-dispatcher-type alltoall, whose buffers hold only received rows",
+            f"{_PAGED} with --moe-token-dispatcher-type alltoall over NCCL, whose buffers hold only received rows",
             f"leave out {_PAGED}, or use --moe-token-dispatcher-type allgather",
         )
 

@@ -3,6 +3,7 @@
 from arguments import derive
 from arguments.checks.violation import RuleFlags, Violations, divisors, missing_feature, unfit_pattern
 from megatron_moe.config.exit_codes import counted
+from megatron_moe.config.moe import HybridEPConfig
 
 _BALANCING_WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "expert_choice", "none")
 
@@ -116,17 +117,69 @@ def etp_divides_expert_width(flags: RuleFlags) -> Violations:
 
 
 @missing_feature
-def flex_library_needs_one_host(flags: RuleFlags) -> Violations:
-    """Communication libraries exchange tokens within one host. Between hosts, tokens are sent over NCCL."""
-    ranks, library = derive.expert_ranks(flags), flags.moe_flex_dispatcher_backend
-    if not flags.num_experts or flags.moe_token_dispatcher_type != "flex" or library == "symmetric":
+def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
+    """Symmetric memory replaces a communication library only within one host. Across hosts, HybridEP must be installed
+    with support for networks; DeepEP is used within one host only."""
+    backend = flags.moe_flex_dispatcher_backend
+    if (
+        not _flex_spans_hosts(flags)
+        or backend == "symmetric"
+        or (backend == "hybridep" and HybridEPConfig.is_installed())
+    ):
         return
-    if ranks > flags.ranks_per_host:
+    reason = ": the package hybrid_ep_cpp is not installed" if backend == "hybridep" else ""
+    yield (
+        f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend}, is not available yet{reason}",
+        "install the branch hybrid-ep of DeepEP with HYBRID_EP_MULTINODE=1 and use --moe-flex-dispatcher-backend "
+        "hybridep, or leave out --moe-flex-dispatcher-backend to send tokens between hosts over NCCL",
+    )
+
+
+def flex_needs_choices_of_tokens(flags: RuleFlags) -> Violations:
+    """The flex dispatcher sends the list of experts that each token has chosen. With expert choice, experts choose
+    tokens, and a token can have any number of experts."""
+    chosen = "expert_choice" in flags.moe_router_load_balancing_type
+    if flags.num_experts and flags.moe_token_dispatcher_type == "flex" and derive.expert_ranks(flags) > 1 and chosen:
         yield (
-            f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host and "
-            f"--moe-flex-dispatcher-backend {library} is not available yet",
-            "leave out --moe-flex-dispatcher-backend to send tokens between hosts over NCCL",
+            "--moe-token-dispatcher-type flex with --moe-router-load-balancing-type expert_choice",
+            "use --moe-token-dispatcher-type alltoall or allgather",
         )
+
+
+def deepep_does_not_pad_experts(flags: RuleFlags) -> Violations:
+    """DeepEP delivers tokens, not expert inputs of a fixed size."""
+    if _is_flex_with(flags, "deepep") and flags.moe_pad_expert_input_to_capacity:
+        yield (
+            "--moe-flex-dispatcher-backend deepep with --moe-pad-expert-input-to-capacity",
+            "use --moe-flex-dispatcher-backend symmetric or hybridep, or --moe-token-dispatcher-type alltoall",
+        )
+
+
+def rank_capacity_has_bounded_buffers(flags: RuleFlags) -> Violations:
+    """--moe-expert-rank-capacity-factor bounds the rows that symmetric memory, hybridep and ncclep deliver. deepep and
+    allgather deliver the tokens of all ranks."""
+    if not flags.num_experts or flags.moe_expert_rank_capacity_factor is None:
+        return
+    factor = f"--moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g}"
+    if _is_flex_with(flags, "deepep"):
+        yield f"{factor} with --moe-flex-dispatcher-backend deepep", f"leave out {factor}, or use hybridep or symmetric"
+    elif flags.moe_token_dispatcher_type == "allgather":
+        yield f"{factor} with --moe-token-dispatcher-type allgather", f"leave out {factor}, or use flex or alltoall"
+
+
+def _is_flex_with(flags: RuleFlags, *backends: str) -> bool:
+    is_flex = bool(flags.num_experts) and flags.moe_token_dispatcher_type == "flex"
+    return is_flex and flags.moe_flex_dispatcher_backend in backends
+
+
+def _flex_spans_hosts(flags: RuleFlags) -> bool:
+    ranks = derive.expert_ranks(flags)
+    return bool(flags.num_experts) and flags.moe_token_dispatcher_type == "flex" and ranks > flags.ranks_per_host
+
+
+def _across_hosts(flags: RuleFlags) -> str:
+    ranks = derive.expert_ranks(flags)
+    return f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host,"
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:

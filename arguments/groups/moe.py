@@ -73,11 +73,14 @@ class MoEFlags:
     """Tokens to drop if an expert exceeds its capacity: the least probable (probs) or the last (position) tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(False)
     """Pad the input of every expert to its capacity."""
-    moe_expert_rank_capacity_factor: float = close(
-        1.25, "used by flex; a step that needs more rows is repeated with a larger bound, no token is dropped", least=0
+    moe_expert_rank_capacity_factor: float | None = close(
+        None,
+        "used by the exchange through symmetric memory and by hybridep; a step that needs more rows is repeated with a "
+        "larger bound, no token is dropped",
+        least=0,
     )
     """Bound on the tokens that the experts of a rank receive, as a multiple of the mean over ranks; it sizes the
-    buffers."""
+    buffers. Not set: 1.25."""
 
     moe_grouped_gemm: bool = flag(False)
     """Compute all experts of a rank with one grouped GEMM instead of a loop."""
@@ -111,14 +114,25 @@ class MoEFlags:
     )
     """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), each token is sent once
     per selected expert (alltoall), or once per rank that holds selected experts (flex)."""
+    moe_alltoall_backend: Literal["auto", "nccl"] = ours("auto")
+    """Transport of `--moe-token-dispatcher-type alltoall`. auto: symmetric memory, as in flex, if the expert ranks are
+    GPUs of one host and no expert selects its tokens; otherwise NCCL."""
     moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
         "symmetric",
-        "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; it replaces deepep if "
-        "deep_ep is not installed, and hybridep and ncclep",
+        "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; within one host it "
+        "replaces ncclep, and deepep and hybridep if the library is not installed",
     )
     """Communication library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, least=1)
     """Number of streaming multiprocessors that the flex dispatcher uses. Not set: all, or the library's default."""
+    moe_permute_fusion_into_hybridep: bool = flag(False)
+    """Let hybridep sort tokens by expert in the kernels that send and receive them."""
+    moe_hybridep_num_blocks_permute: int | None = flag(None, least=1)
+    """Thread blocks with which hybridep sorts received tokens. Not set: the library's default."""
+    moe_hybridep_num_blocks_unpermute: int | None = flag(None, least=1)
+    """Thread blocks with which hybridep sums rows before it returns them. Not set: the library's default."""
+    moe_hybridep_num_sms_preprocessing: int = flag(108, least=1)
+    """Streaming multiprocessors with which hybridep computes the layout of an exchange."""
     moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
     moe_routing_trace_path: str | None = not_yet(

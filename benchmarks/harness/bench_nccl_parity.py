@@ -33,7 +33,7 @@ GLOBAL_BATCH = 8
 FP64_RTOL = 1e-9  # largest relative difference of a loss in fp64
 TIMEOUT_S = 180  # of the runs of the recipe
 EP, TP, PP, CP = (f"--{axis}-parallel-size" for axis in ("expert-model", "tensor-model", "pipeline-model", "context"))
-ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
+ALLTOALL = ("--moe-token-dispatcher-type", "alltoall", "--moe-alltoall-backend", "nccl")
 TP2 = (TP, "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
 
 

@@ -1,6 +1,7 @@
 """Feed-forward blocks: dense MLP, and Mixture of Experts with router, experts and shared experts."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 from megatron_moe.config.parallel import ParallelConfig
@@ -136,6 +137,23 @@ class SharedExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridEPConfig:
+    """Settings of the HybridEP library (`--moe-flex-dispatcher-backend hybridep`): the branch of DeepEP that has
+    `deep_ep.HybridEPBuffer`. None: the library's default."""
+
+    fuse_permute: bool = False
+    """Sorts rows in the kernels that send and receive them (`--moe-permute-fusion-into-hybridep`)."""
+    num_blocks_permute: int | None = None
+    num_blocks_unpermute: int | None = None
+    num_sms_preprocessing: int | None = None
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether the library is installed."""
+        return find_spec("hybrid_ep_cpp") is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """An MoE layer: router, token dispatch, experts, combine, and optional shared experts."""
 
@@ -148,28 +166,32 @@ class MoEConfig:
     """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
+    symmetric_alltoall: bool = False
+    """Whether "alltoall" exchanges tokens on one host as "flex" does, through symmetric memory; otherwise over NCCL
+    (`--moe-alltoall-backend`)."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
     flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = "symmetric"
-    """Transport of the flex dispatcher (`--moe-flex-dispatcher-backend`). Symmetric memory also replaces a library that
-    is not installed."""
+    """Transport of the flex dispatcher (`--moe-flex-dispatcher-backend`). Within one host, symmetric memory replaces a
+    library that is not installed."""
     flex_dispatcher_num_sms: int | None = None
     """Multiprocessors of a push (`--moe-flex-dispatcher-num-sms`); None: all."""
+    hybridep: HybridEPConfig = HybridEPConfig()
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
     def exchange(self, parallel: ParallelConfig) -> Literal["local", "allgather", "alltoall", "flex", "hierarchical"]:
         """Dispatcher over the ranks of `parallel`. On several hosts, "alltoall" and "flex" send tokens hierarchically,
-        except with expert choice and with padded experts, whose rows need no sizes."""
+        except with HybridEP, with expert choice and with padded experts, whose rows need no sizes."""
         if parallel.etp * parallel.ep == 1:
             return "local"
-        if self.dispatcher == "flex" and parallel.experts_span_hosts:
+        if self.dispatcher == "flex" and parallel.experts_span_hosts and self.flex_dispatcher_backend != "hybridep":
             return "hierarchical"
         is_dense = "expert_choice" in self.router.balancing or (self.capacity is not None and self.capacity.pad)
-        if self.dispatcher == "alltoall" and parallel.experts_span_hosts and not is_dense:
-            return "hierarchical"
-        return self.dispatcher
+        if self.dispatcher == "alltoall" and parallel.experts_span_hosts:
+            return "alltoall" if is_dense else "hierarchical"
+        return "flex" if self.dispatcher == "alltoall" and self.symmetric_alltoall else self.dispatcher
 
     @property
     def latent_elements(self) -> int:

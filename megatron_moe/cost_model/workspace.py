@@ -138,7 +138,8 @@ def _in_experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSi
 
 def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes) -> Workspace:
     """Workspace of the token dispatcher: buffers for sent rows, for received rows and for rows sorted by expert."""
-    if parallel.ep * parallel.etp == 1:
+    ranks = parallel.ep * parallel.etp
+    if ranks == 1:
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual
     held = expert_rows(config, parallel, tokens, sizes.imbalance) * width * sizes.activation

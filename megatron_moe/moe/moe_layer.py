@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megatron_moe.config.moe import MoEConfig
+from megatron_moe.config.moe import HybridEPConfig, MoEConfig
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.memory.saved_tensors import SavedTensorPolicy
@@ -19,10 +19,12 @@ from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
 from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
+from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
-from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.context import ParallelContext, ProcessGroup
 from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.symmetric_memory import has_peer_access, is_emulated
 
 DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
     {
@@ -31,6 +33,7 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "flex": SymmetricDispatcher,
         "flex with deepep": DeepEPDispatcher,
         "hierarchical": HierarchicalDispatcher,
+        "flex with hybridep": HybridEPDispatcher,
     }
 )
 
@@ -176,27 +179,47 @@ def new_expert_comm(
     config: MoEConfig, ctx: ParallelContext, kernels: Kernels, *, overlaps_microbatches: bool = False
 ) -> ExpertComm:
     """Creates the communication state of the token dispatchers of `--moe-token-dispatcher-type`; the local dispatcher
-    if every rank has all experts. `overlaps_microbatches`: see `ExpertComm`."""
-    num_ranks = ctx.group("etp_ep").size
+    if every rank has all experts. `overlaps_microbatches`: see `ExpertComm`.
+
+    Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
+    """
+    group = ctx.group("etp_ep")
     kind: str = config.exchange(ctx.config)
-    library = config.flex_dispatcher_backend
-    if kind == "flex" and library == "deepep" and has_deepep():
-        kind = "flex with deepep"
-    assert num_ranks == 1 or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {num_ranks} ranks"
+    kind, note = _available(kind, config, group, ctx)
     comm = ExpertComm(
         ctx,
         kernels,
         LocalDispatcher if kind == "local" else DISPATCHERS[kind],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
+        hybridep=config.hybridep,
         overlaps_microbatches=overlaps_microbatches,
     )
-    if kind == "hierarchical":
-        comm.note = (
-            f"--moe-token-dispatcher-type {config.dispatcher}: {num_ranks} expert ranks, with "
-            f"{ctx.config.ranks_per_host} on a host, send each token once per host"
-        )
-    if kind == "flex" and library != "symmetric":
-        reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"
-        comm.note = f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"
+    comm.note = note
     return comm
+
+
+def _available(kind: str, config: MoEConfig, group: ProcessGroup, ctx: ParallelContext) -> tuple[str, str | None]:
+    """(key of `DISPATCHERS`, log line about the choice): replaces a library that is not installed, and symmetric memory
+    where GPUs cannot read each other's memory."""
+    library = config.flex_dispatcher_backend
+    if kind == "hierarchical":
+        hosts = f"{group.size} expert ranks, with {ctx.config.ranks_per_host} on a host"
+        return kind, f"--moe-token-dispatcher-type {config.dispatcher}: {hosts}, send each token once per host"
+    if config.dispatcher == "alltoall" and kind == "flex":
+        if ctx.device.type == "cpu":
+            return "alltoall", None
+        exchange = (
+            f"--moe-token-dispatcher-type alltoall: {group.size} expert ranks on one host exchange tokens through"
+        )
+        if not has_peer_access(group, ctx):
+            return "alltoall", f"{exchange} NCCL, because their GPUs cannot access each other's memory"
+        return "flex", f"{exchange} symmetric memory; --moe-alltoall-backend nccl selects NCCL"
+    if kind != "flex" or library == "symmetric" or is_emulated(group, ctx):
+        return kind, None
+    installed = {"deepep": has_deepep(), "hybridep": HybridEPConfig.is_installed()}
+    if installed.get(library):
+        return f"flex with {library}", None
+    module = "deep_ep" if library == "deepep" else "hybrid_ep_cpp"
+    reason = f"{module} is not installed" if library in installed else "it is not supported"
+    return kind, f"--moe-flex-dispatcher-backend {library}: {reason}, so symmetric memory is used instead"

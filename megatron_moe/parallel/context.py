@@ -85,6 +85,7 @@ class ParallelContext:
 
     def __post_init__(self) -> None:
         self.config = replace(self.config, world_size=self.launch.world_size)
+        self.timeout_s = 60 * self.config.distributed_timeout_minutes
         self._groups: dict[str, ProcessGroup] = {}
         for name, lists in all_groups(self.config).items():
             for ranks in lists:
@@ -204,6 +205,7 @@ class ParallelContext:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Sets the timeout of later collectives of all groups."""
+        self.timeout_s = timeout_s
         for handle in dict.fromkeys(self.handles.values()):
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), handle)
 

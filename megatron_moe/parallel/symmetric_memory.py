@@ -35,6 +35,16 @@ def is_emulated(group: ProcessGroup, ctx: ParallelContext) -> bool:
     return ctx.device.type == "meta" or (group.handle is not None and dist.get_backend(group.handle) == "fake")
 
 
+def has_peer_access(group: ProcessGroup, ctx: ParallelContext) -> bool:
+    """False if two GPUs of the group, which are on one host, cannot access each other's memory. True if this process
+    does not see the GPUs of the other ranks, or if they do not exist."""
+    on_host = ctx.launch.local_world_size
+    if ctx.device.type != "cuda" or is_emulated(group, ctx) or torch.cuda.device_count() < on_host:
+        return True
+    devices = [rank % on_host for rank in group.ranks]
+    return all(a == b or torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices)
+
+
 def _from_torch(num_bytes: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
     assert group.handle is not None, f"symmetric memory of a group of {group.size}"
     # not `symm_mem.empty`, which imports sympy (more than a second)

@@ -73,6 +73,10 @@ PACKAGES: tuple[Package, ...] = (
         (("--moe-flex-dispatcher-backend", "deepep"),), obsolete="1.0.",
     ),
     _kernels(
+        "hybrid-ep", "hybrid_ep_cpp", _FROM_SOURCE, "expert all-to-all between GPUs, also across hosts",
+        (("--moe-flex-dispatcher-backend", "hybridep"),),
+    ),
+    _kernels(
         "apex", "apex", _FROM_SOURCE, "NVIDIA's fused optimizers and weight gradients", inside="multi_tensor_apply"
     ),
     _kernels(
@@ -97,6 +101,11 @@ HOW_TO_BUILD: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "pip install nvidia-nvshmem-cu13   # for several hosts; NVSHMEM_DIR selects another installation",
             "git clone --branch v1.2.1 https://github.com/deepseek-ai/DeepEP && cd DeepEP",
             "TORCH_CUDA_ARCH_LIST=9.0 pip install -v --no-build-isolation .   # Hopper; another list for other GPUs",
+        ),
+        "hybrid-ep": (
+            "pip uninstall deep-ep   # the branch has both deep_ep.Buffer and deep_ep.HybridEPBuffer",
+            "git clone --branch hybrid-ep https://github.com/deepseek-ai/DeepEP && cd DeepEP",
+            "TORCH_CUDA_ARCH_LIST=9.0 pip install -v --no-build-isolation .   # HYBRID_EP_MULTINODE=1: across hosts",
         ),
     }
 )

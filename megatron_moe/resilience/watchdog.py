@@ -14,13 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
 from megatron_moe.parallel.context import ProcessGroup
 from megatron_moe.resilience.run_status import RunStatus
 
 _PEER_STACKS_S = 2.0
 """Time to wait for the stacks of other ranks before naming ranks that have written none."""
 _JOIN_S = 5.0
+_POLL_S = 0.2
+"""Interval of the calls of the function given to `Watchdog.monitor`."""
 _STACKS = "stacks_{:05d}.txt"
 _C_TIMER_DELAY_S = 10.0
 """Time from the deadline of the watchdog thread to the deadline of the C timer (`faulthandler`)."""
@@ -59,6 +61,7 @@ class Watchdog:
         self._begin = time.monotonic()
         self._deadline: float | None = None
         self._closed = False
+        self._check: Callable[[], OtherRankProblem | None] | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -89,16 +92,38 @@ class Watchdog:
         if seconds is not None and sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds + _C_TIMER_DELAY_S, exit=True, file=sys.__stderr__)
 
-    def _watch(self) -> None:
+    def monitor(self, check: Callable[[], OtherRankProblem | None]) -> None:
+        """Calls `check` every `_POLL_S` and ends the process with the problem that it returns: a rank that waits for
+        another one on the device blocks the main thread."""
         with self._change:
-            while not self._closed:
+            self._check = check
+            self._change.notify()
+
+    def _watch(self) -> None:
+        problem = None
+        with self._change:
+            while not self._closed and problem is None:
                 left = None if self._deadline is None else self._deadline - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                self._change.wait(left)
+                problem = None if self._check is None else self._check()
+                if problem is None:
+                    self._change.wait(left if self._check is None else min(_POLL_S, left or _POLL_S))
             if self._closed:
                 return
-        self._report_timeout()
+        if problem is None:
+            self._report_timeout()
+        else:
+            self._report_peer(problem)
+
+    def _report_peer(self, problem: OtherRankProblem) -> None:
+        at = f"iteration {self._iteration}: " if self._iteration else ""
+        with suppress(OSError, ValueError):  # stderr may be closed
+            print(f"rank {self._rank}: {at}{problem}", file=sys.stderr, flush=True)
+        if self._status is not None:
+            self._status.fail(problem.code, f"{at}{problem}", first=problem.rank)
+        faulthandler.cancel_dump_traceback_later()
+        self._exit_process(int(problem.code))
 
     def _report_timeout(self) -> None:
         stacks = self._write_stacks()

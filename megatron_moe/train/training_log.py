@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_moe.config.exit_codes import NumericsProblem, OtherRankProblem
+from megatron_moe.config.exit_codes import NumericsProblem
 from megatron_moe.data.batch import MicroBatch
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.logs.log_line import StepResult
@@ -111,14 +111,9 @@ class TrainingLog:
         if result is None:
             return
         comm = self._trainer.model.expert_comm
-        missing = None if comm is None else comm.missing_rank()
-        if missing is not None:
-            minutes = self._trainer.context.config.distributed_timeout_minutes
-            raise OtherRankProblem(
-                f"iteration {result.iteration}: rank {missing} sent no tokens to the experts of this rank within "
-                f"{minutes:g} minutes (--distributed-timeout-minutes); see what it printed",
-                missing,
-            )
+        problem = None if comm is None else comm.peer_problem()
+        if problem is not None:
+            raise problem
         self._reporter.observe(result)
         if self._stragglers:
             self._stragglers.step_took(result.seconds)

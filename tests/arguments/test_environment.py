@@ -31,14 +31,16 @@ def test_overlap_of_expert_communication_needs_many_queues():
 
 
 def test_rows_that_change_in_every_step_need_memory_that_can_grow():
-    assert environment_of(SPREAD, EP2) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert environment_of(f"{SPREAD} --moe-alltoall-backend nccl", EP2) == growing
+    assert environment_of(SPREAD, EP2) == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", **growing}
     graphs = environment_of(f"{SPREAD} --cuda-graph-impl local {NO_DROPOUT}", EP2)
     assert graphs["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_each_variable_has_a_reason_that_names_its_flag():
     plan = plan_of(f"{SPREAD} --deterministic-mode --overlap-moe-expert-parallel-comm", environ=EP2)
-    assert len(plan.environment) == len(plan.environment_reasons) == 5
+    assert len(plan.environment) == len(plan.environment_reasons) == 6
     assert all(reason.startswith("--") for reason in plan.environment_reasons)
     assert [note for note in plan.notes if note.startswith("environment: ")] == [
         f"environment: {name}={value} ({reason})"

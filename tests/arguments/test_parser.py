@@ -136,6 +136,22 @@ def test_an_old_name_means_todays_flag_and_is_noted(name, words, value):
     assert any(note.startswith(words.split()[0]) for note in settings.notes)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--moe-enable-deepep --moe-flex-dispatcher-backend hybridep",
+        "--moe-flex-dispatcher-num-sms 16 --moe-deepep-num-sms 24",
+        "--moe-hybridep-num-sms 16 --moe-flex-dispatcher-num-sms 24",
+        "--moe-hybridep-num-sms 16 --moe-deepep-num-sms 24",
+    ],
+)
+def test_old_names_of_the_dispatcher_must_not_contradict_other_flags(words):
+    (problem,) = settings_of(words).problems
+    assert problem.what.endswith("remove one of them")
+    same = words.replace("backend hybridep", "backend deepep").replace("24", "16")
+    assert settings_of(same).problems == []
+
+
 def test_an_old_switch_that_is_off_changes_nothing():
     assert value_of("moe_token_dispatcher_type", "--moe-enable-deepep=false") == "allgather"
     assert value_of("recompute_modules", "--moe-layer-recompute=false") is None

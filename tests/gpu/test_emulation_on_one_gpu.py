@@ -13,7 +13,11 @@ from tests.helpers.tolerances import PREDICTED_PEAK
 pytestmark = pytest.mark.gpu1
 
 ROOT = Path(__file__).resolve().parents[2]
-EP4 = "--recipe q6 --world-size 4 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"
+EP4 = (
+    "--recipe q6 --world-size 4 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall "
+    "--moe-alltoall-backend nccl"
+)
+"""NCCL, because --device cpu predicts a run on CPUs, which has no symmetric memory of GPUs."""
 
 
 def figures(words: list[str], path: Path) -> dict:

@@ -6,6 +6,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -192,16 +193,22 @@ def test_memory_options_agree(memory: MemoryConfig) -> None:
     assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
 
 
-@pytest.mark.parametrize("num_sms", [None, 16])
-@pytest.mark.parametrize("factor", [None, 1.1])
-def test_receive_slots_of_the_flex_dispatcher_agree(factor: float | None, num_sms: int | None) -> None:
+@pytest.mark.parametrize(
+    ("factor", "num_sms", "dispatcher"),
+    [(None, None, "flex"), (None, 16, "flex"), (1.1, None, "flex"), (1.1, 16, "flex"), (1.1, None, "alltoall")],
+)
+def test_receive_slots_of_the_flex_dispatcher_agree(
+    factor: float | None, num_sms: int | None, dispatcher: Literal["flex", "alltoall"]
+) -> None:
+    """Dispatcher alltoall uses the same exchange among the ranks of one host."""
     plan = plan_of("m8")
     layers = tuple(
         replace(
             layer,
             feed_forward=replace(
                 layer.feed_forward,
-                dispatcher="flex",
+                dispatcher=dispatcher,
+                symmetric_alltoall=True,
                 expert_rank_capacity_factor=factor,
                 flex_dispatcher_num_sms=num_sms,
             ),

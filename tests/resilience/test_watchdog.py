@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.config.exit_codes import ExitCode, OtherRankProblem
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
@@ -50,6 +50,26 @@ def test_timeout_writes_stacks_and_status(tmp_path: Path, capsys: pytest.Capture
     assert (found["state"], found["code"]) == ("failed", 10)
     assert re.match(r"rank 0 made no progress for \d+ s: phase step, iteration 7\b", found["sentence"]), found
     assert "--step-deadline" in capsys.readouterr().err
+
+
+def test_problem_with_another_rank_ends_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended, codes, found = threading.Event(), [], []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with Watchdog({"step": PATIENCE}, tmp_path, status=RunStatus(tmp_path), exit_process=leave) as dog:
+        dog.monitor(lambda: found[0] if found else None)
+        dog.enter("step", 7)
+        assert not ended.wait(3 * watchdog._POLL_S)
+        found.append(OtherRankProblem("rank 1 is late", 1))
+        assert ended.wait(PATIENCE)
+    assert codes == [ExitCode.OTHER_RANK]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["code"], status["rank"]) == ("failed", ExitCode.OTHER_RANK, 1)
+    assert status["sentence"] == "iteration 7: rank 1 is late"
+    assert "rank 0: iteration 7: rank 1 is late" in capsys.readouterr().err
 
 
 def test_ranks_without_stacks_are_named(

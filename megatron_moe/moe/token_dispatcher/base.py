@@ -7,14 +7,17 @@ function, so that a schedule can launch other work in between.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_moe.config.exit_codes import OtherRankProblem
+from megatron_moe.config.moe import HybridEPConfig
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.grid import expert_grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,17 @@ class Dispatcher(Protocol, Generic[Handle]):
         ...
 
 
+class LateRank(NamedTuple):
+    """Rank that did not take part in an exchange within the timeout."""
+
+    rank: int
+    """Global rank."""
+    content: str
+    """Content of the slots that did not arrive: "tokens" (dispatch and the gradient of combine) or "sums" (combine and
+    the gradient of dispatch)."""
+    timeout_s: float
+
+
 class ExpertComm:
     """Process groups, kernels and overflow flag that the token dispatchers of all layers share."""
 
@@ -112,7 +126,7 @@ class ExpertComm:
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
     note: str | None = None
-    """Log line about a requested communication library that is replaced; None if none is."""
+    """Log line about the transport, if it is not the one that a flag names."""
 
     def __init__(
         self,
@@ -122,6 +136,7 @@ class ExpertComm:
         *,
         row_capacity_factor: float | None = None,
         num_sms: int | None = None,
+        hybridep: HybridEPConfig | None = None,
         overlaps_microbatches: bool = False,
     ) -> None:
         """Creates the resources.
@@ -130,7 +145,8 @@ class ExpertComm:
             dispatcher: dispatcher class that every layer instantiates.
             row_capacity_factor: bound on the rows of a rank, relative to T * K; None: what no routing exceeds. Only for
                 dispatchers that can overflow.
-            num_sms: multiprocessors of a push; None: all.
+            num_sms: multiprocessors of an exchange; None: all, or the library's default.
+            hybridep: settings of the HybridEP library; None: its defaults.
             overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
         """
         self.ctx = ctx
@@ -138,6 +154,7 @@ class ExpertComm:
         self.ep, self.etp, self.etp_ep = ctx.group("ep"), ctx.group("etp"), ctx.group("etp_ep")
         self.dispatcher = dispatcher
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
+        self.hybridep = hybridep or HybridEPConfig()
         self.overlaps_microbatches = overlaps_microbatches
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
@@ -170,9 +187,18 @@ class ExpertComm:
         yield
         self.row_capacity_factor = factor
 
-    def missing_rank(self) -> int | None:
-        """Global rank whose tokens did not arrive within the timeout of collectives; None: all arrived so far."""
-        return None if self.transport is None else self.transport.missing_rank()
+    def peer_problem(self) -> OtherRankProblem | None:
+        """Error about a rank whose tokens did not arrive in time; None: all arrived so far. Does not synchronise with
+        the device."""
+        late = None if self.transport is None else self.transport.late_rank()
+        if late is None:
+            return None
+        return OtherRankProblem(
+            f"rank {late.rank} did not take part in the exchange of expert {late.content} within {late.timeout_s:g} s, "
+            f"{late.timeout_s / self.ctx.timeout_s:.0%} of the timeout of collectives (--distributed-timeout-minutes, "
+            "--distributed-timeout-seconds-after-init); see what it printed",
+            late.rank,
+        )
 
     def largest_overflow(self) -> Tensor | None:
         """Maximum of `overflow` over all ranks; fp32 scalar on the device. Collective; called once per step."""
@@ -180,6 +206,14 @@ class ExpertComm:
             return None
         # world: 4 bytes
         return all_reduce_(self.overflow.clone(), self.ctx.group("world"), "max")
+
+
+def holders_of_experts(comm: ExpertComm) -> Tensor:
+    """int64 [ep, etp]: indices, in the etp x ep group, of the ranks that hold the experts of each ep rank."""
+    grid = expert_grid(comm.ctx.config)
+    places = [grid.coordinates(rank)["ep"] for rank in comm.etp_ep.ranks]
+    holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
+    return torch.tensor(holders, device=comm.ctx.device)
 
 
 def index_rows(routing: Routing, kernels: Kernels, max_rows: int | None = None) -> tuple[RowIndex, Tensor]:

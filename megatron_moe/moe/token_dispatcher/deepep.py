@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex, internal_dtype
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, holders_of_experts
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
-from megatron_moe.parallel.grid import expert_grid
 
 DEFAULT_SMS = 20
 """DeepEP's own default."""
@@ -52,11 +50,7 @@ class DeepEPTransport:
         self._etp = comm.etp.size
         Buffer.set_num_sms(comm.num_sms or DEFAULT_SMS)
         self._make_buffer, self._buffer, self._row_bytes = Buffer, None, 0
-        grid = expert_grid(comm.ctx.config)
-        places = [grid.coordinates(rank)["ep"] for rank in self._group.ranks]
-        holders = [[rank for rank, place in enumerate(places) if place == ep] for ep in range(comm.ep.size)]
-        self._holders = torch.tensor(holders, device=comm.ctx.device)
-        """int64 [ep, etp]: ranks of the group that hold the experts of an ep rank."""
+        self._holders = holders_of_experts(comm)
 
     def new_route(self, ids_TK: Tensor) -> ExchangeRoute:
         return ExchangeRoute(ids_TK, _Handle())
@@ -103,7 +97,7 @@ class DeepEPTransport:
         grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
         return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
 
-    def missing_rank(self) -> None:
+    def late_rank(self) -> None:
         """None: DeepEP ends the process after its own timeout."""
 
     def release(self, work: _DeepEPWork) -> None:

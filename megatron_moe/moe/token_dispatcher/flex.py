@@ -7,6 +7,7 @@ dispatch, and the gradient of dispatch as in combine. All shapes are static and 
 device, so exchanges can be captured in CUDA graphs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels.ops import RowIndex
-from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, Routing, first_rows
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, LateRank, Routing, first_rows
 
 Work = Any
 """An exchange between its start and its finish."""
@@ -67,9 +68,9 @@ class Transport(Protocol):
         """(sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
         ...
 
-    def missing_rank(self) -> int | None:
-        """Global rank that did not send within the timeout; None: all did so far, or it is not known. Does not
-        synchronise with the device."""
+    def late_rank(self) -> LateRank | None:
+        """Rank that did not send within the timeout; None: all did so far, or it is not known. Does not synchronise
+        with the device."""
         ...
 
     def release(self, work: Work) -> None:
@@ -86,19 +87,44 @@ class FlexHandle:
     """Rows of this rank's experts; tokens count over those received."""
 
 
-class _Pending:
-    """An exchange in progress; after the forward, its gradient's exchange."""
+class Pending(ABC):
+    """An exchange in progress; after the forward, its gradient's exchange. `exchange` starts and `received`
+    finishes it."""
 
-    anchor: Any
-    """Empty tensor that connects the graphs of both halves."""
-
-    def __init__(self, dispatcher: "FlexDispatcher") -> None:
-        self.dispatcher, self.transport = dispatcher, dispatcher.transport
+    def __init__(self) -> None:
+        self._anchor: Any = None
+        """Empty tensor that connects the graphs of both halves."""
         self._work: Work = None
+
+    @abstractmethod
+    def start(self, *inputs: Tensor) -> Work:
+        """Starts to send the inputs."""
+
+    @abstractmethod
+    def finish(self, work: Work) -> Any:
+        """Returns what was received: a tensor or a tuple of tensors."""
+
+    @abstractmethod
+    def start_backward(self, *grads: Tensor) -> Work:
+        """Starts to send the gradients of what was received."""
+
+    @abstractmethod
+    def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the inputs."""
+
+    def exchange(self, *inputs: Tensor) -> None:
+        """Starts the exchange."""
+        self._anchor = _StartExchange.apply(self, *inputs)  # type: ignore[no-untyped-call]
+
+    def received(self) -> Any:
+        """Finishes the exchange and returns what was received."""
+        anchor, self._anchor = self._anchor, None
+        assert isinstance(anchor, Tensor), f"finished with {anchor} in place of the boundary tensor"
+        return _FinishExchange.apply(anchor, self)  # type: ignore[no-untyped-call]
 
     def replace_boundary(self, change: Callable[[Any], Any]) -> None:
         """Applies `change` to the tensor that connects the graphs of both halves."""
-        self.anchor = change(self.anchor)
+        self._anchor = change(self._anchor)
 
     def started(self, work: Work) -> None:
         """Keeps the work of a started exchange."""
@@ -111,32 +137,99 @@ class _Pending:
         assert work is not None, "no exchange is in progress"
         return work
 
-    def take_anchor(self) -> Tensor:
-        anchor, self.anchor = self.anchor, None
-        assert isinstance(anchor, Tensor), f"finished with {anchor} in place of the boundary tensor"
-        return anchor
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, *inputs: Tensor) -> Tensor:
+        ctx.pending = pending
+        pending.started(pending.start(*inputs))
+        return inputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.pending.finish_backward(ctx.pending.take_work())
 
 
-class PendingDispatch(_Pending):
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, pending: Pending) -> Any:
+        ctx.pending = pending
+        return pending.finish(pending.take_work())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.pending.started(ctx.pending.start_backward(*grads))
+        return grads[0].new_empty(0), None
+
+
+class PendingDispatch(Pending):
     """A dispatch in progress; in the backward, the exchange of the gradients of tokens and probabilities."""
 
     def __init__(self, dispatcher: "FlexDispatcher", tokens_TH: Tensor, routing: Routing) -> None:
-        super().__init__(dispatcher)
+        super().__init__()
         assert routing.ids_TK is not None and routing.probs_TK is not None, "a dense routing needs another dispatcher"
+        self.dispatcher, self.transport = dispatcher, dispatcher.transport
         self.route = self.transport.new_route(routing.ids_TK)
         self.capacity, self.probs_dtype = routing.capacity, routing.probs_TK.dtype
         self.handle: FlexHandle | None = None
         self.needed_rows: Tensor | None = None
-        self.anchor = _StartDispatch.apply(tokens_TH, routing.probs_TK, self)  # type: ignore[no-untyped-call]
+        self.exchange(tokens_TH, routing.probs_TK)
+
+    def start(self, *inputs: Tensor) -> Work:
+        tokens_TH, probs_TK = inputs
+        # etp x ep: a row of H elements per token and rank that holds one of its experts, and T * K ids and
+        # probabilities to every rank
+        return self.transport.start_tokens(tokens_TH, self.route, probs_TK)
+
+    def finish(self, work: Work) -> tuple[Tensor, Tensor]:
+        tokens_GH, ids_GK, probs_GK, num_rows = self.transport.finish_tokens(work)
+        assert ids_GK is not None and probs_GK is not None
+        index, self.needed_rows = self.dispatcher.sort(ids_GK, self.capacity, num_rows)
+        rows_RH = self.dispatcher.kernels.permute(tokens_GH, index)
+        probs_GK = probs_GK.to(self.probs_dtype, copy=True)
+        self.transport.release(work)
+        self.handle = FlexHandle(self.route, index)
+        return rows_RH, probs_GK
+
+    def start_backward(self, *grads: Tensor) -> Work:
+        grad_RH, grad_GK = grads
+        assert self.handle is not None
+        # etp x ep: a row of H elements per token of another rank that has rows here, and G * K gradients
+        return self.transport.start_sums(grad_RH, self.handle.index, self.handle.route, grad_GK)
+
+    def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
+        grad_TH, grad_TK = self.transport.finish_sums(work, self.route)
+        self.transport.release(work)
+        assert grad_TK is not None
+        return grad_TH, grad_TK.to(self.probs_dtype)
 
 
-class PendingCombine(_Pending):
+class PendingCombine(Pending):
     """A combine in progress; in the backward, the exchange of the gradient of its result."""
 
     def __init__(self, dispatcher: "FlexDispatcher", rows_RH: Tensor, handle: FlexHandle) -> None:
-        super().__init__(dispatcher)
-        self.handle = handle
-        self.anchor = _StartCombine.apply(rows_RH, self)  # type: ignore[no-untyped-call]
+        super().__init__()
+        self.kernels, self.transport, self.handle = dispatcher.kernels, dispatcher.transport, handle
+        self.exchange(rows_RH)
+
+    def start(self, *inputs: Tensor) -> Work:
+        # etp x ep: a row of H elements per token of another rank that has rows here
+        return self.transport.start_sums(inputs[0], self.handle.index, self.handle.route, None)
+
+    def finish(self, work: Work) -> Tensor:
+        out_TH, _ = self.transport.finish_sums(work, self.handle.route)
+        self.transport.release(work)
+        return out_TH
+
+    def start_backward(self, *grads: Tensor) -> Work:
+        # etp x ep: a row of H elements per token and rank that holds one of its experts
+        return self.transport.start_tokens(grads[0], self.handle.route, None)
+
+    def finish_backward(self, work: Work) -> tuple[Tensor | None, ...]:
+        tokens_GH = self.transport.finish_tokens(work).tokens_GH
+        grad_RH = self.kernels.permute(tokens_GH, self.handle.index)
+        self.transport.release(work)
+        return (grad_RH,)
 
 
 class FlexDispatcher:
@@ -159,7 +252,7 @@ class FlexDispatcher:
 
     def finish_dispatch(self, pending: PendingDispatch) -> tuple[DispatchedTokens, FlexHandle]:
         """Waits for the tokens of all ranks and copies them to the rows of this rank's experts."""
-        rows_RH, probs_GK = _FinishDispatch.apply(pending.take_anchor(), pending)  # type: ignore[no-untyped-call]
+        rows_RH, probs_GK = pending.received()
         assert pending.handle is not None
         index, needed = pending.handle.index, pending.needed_rows
         rows = DispatchedTokens(
@@ -177,7 +270,7 @@ class FlexDispatcher:
 
     def finish_combine(self, pending: PendingCombine) -> Tensor:
         """[T, H]: the sum of every token's partial sums."""
-        out_TH: Tensor = _FinishCombine.apply(pending.take_anchor(), pending)  # type: ignore[no-untyped-call]
+        out_TH: Tensor = pending.received()
         return out_TH
 
     def sort(
@@ -204,81 +297,3 @@ class FlexDispatcher:
             offsets_E=index.offsets_E.clamp_max(bound),
         )
         return bounded, index.offsets_E[-1]
-
-
-class _StartDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, probs_TK: Tensor, pending: PendingDispatch) -> Tensor:
-        ctx.pending = pending
-        # etp x ep: a row of H elements per token and rank that holds one of its experts, and T * K ids and
-        # probabilities to every rank
-        pending.started(pending.transport.start_tokens(tokens_TH, pending.route, probs_TK))
-        return tokens_TH.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pending: PendingDispatch = ctx.pending
-        work = pending.take_work()
-        grad_TH, grad_TK = pending.transport.finish_sums(work, pending.route)
-        pending.transport.release(work)
-        assert grad_TK is not None
-        return grad_TH, grad_TK.to(pending.probs_dtype), None
-
-
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pending: PendingDispatch) -> tuple[Tensor, Tensor]:
-        ctx.pending, dispatcher = pending, pending.dispatcher
-        work = pending.take_work()
-        tokens_GH, ids_GK, probs_GK, num_rows = pending.transport.finish_tokens(work)
-        assert ids_GK is not None and probs_GK is not None
-        index, pending.needed_rows = dispatcher.sort(ids_GK, pending.capacity, num_rows)
-        rows_RH = dispatcher.kernels.permute(tokens_GH, index)
-        probs_GK = probs_GK.to(pending.probs_dtype, copy=True)
-        pending.transport.release(work)
-        pending.handle = FlexHandle(pending.route, index)
-        return rows_RH, probs_GK
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pending: PendingDispatch = ctx.pending
-        (grad_RH, grad_GK), handle = grads, pending.handle
-        assert handle is not None
-        # etp x ep: a row of H elements per token of another rank that has rows here, and G * K gradients
-        pending.started(pending.transport.start_sums(grad_RH, handle.index, handle.route, grad_GK))
-        return grad_RH.new_empty(0), None
-
-
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, pending: PendingCombine) -> Tensor:
-        ctx.pending, handle = pending, pending.handle
-        # etp x ep: a row of H elements per token of another rank that has rows here
-        pending.started(pending.transport.start_sums(rows_RH, handle.index, handle.route, None))
-        return rows_RH.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pending: PendingCombine = ctx.pending
-        work = pending.take_work()
-        tokens_GH = pending.transport.finish_tokens(work).tokens_GH
-        grad_RH = pending.dispatcher.kernels.permute(tokens_GH, pending.handle.index)
-        pending.transport.release(work)
-        return grad_RH, None
-
-
-class _FinishCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pending: PendingCombine) -> Tensor:
-        ctx.pending = pending
-        work = pending.take_work()
-        out_TH, _ = pending.transport.finish_sums(work, pending.handle.route)
-        pending.transport.release(work)
-        return out_TH
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pending: PendingCombine = ctx.pending
-        # etp x ep: a row of H elements per token and rank that holds one of its experts
-        pending.started(pending.transport.start_tokens(grads[0], pending.handle.route, None))
-        return grads[0].new_empty(0), None

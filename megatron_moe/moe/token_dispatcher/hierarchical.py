@@ -157,7 +157,7 @@ class HierarchicalTransport:
         sums_TH, values_TK = self._finished(work)
         return sums_TH, values_TK
 
-    def missing_rank(self) -> None:
+    def late_rank(self) -> None:
         """None: collectives end by their own timeout."""
 
     def release(self, work: _StagedWork) -> None:

@@ -1,6 +1,7 @@
 """Transport of the flex dispatcher over symmetric memory: pushes to the memory of the other ranks of an NVLink host."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
-from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank
 from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute, FlexDispatcher, ReceivedTokens
 from megatron_moe.parallel.grid import expert_grid
 from megatron_moe.parallel.streams import make_streams
@@ -17,6 +18,9 @@ from megatron_moe.parallel.symmetric_memory import allocate_symmetric, is_emulat
 
 _STREAM = "expert exchange"
 _PAST_ALL_EPOCHS = 1 << 30
+_SHARE_OF_TIMEOUT = 0.9
+"""Timeout of an exchange relative to that of collectives, so that the late rank is named before collectives that wait
+for the same rank end the process."""
 
 
 class _Push:
@@ -91,12 +95,13 @@ class SymmetricTransport:
     def release(self, work: _Push) -> None:
         self._kernels.acknowledge(work.channel)
 
-    def missing_rank(self) -> int | None:
-        """Global rank that did not send in time, from any exchange so far; does not synchronise with the device."""
-        for channel in self._channels.values():
+    def late_rank(self) -> LateRank | None:
+        """First rank that did not send or acknowledge in time, from any exchange so far; does not synchronise with the
+        device."""
+        for (content, *_), channel in tuple(self._channels.items()):
             missing = int(channel.missing)
             if missing:
-                return self._group.ranks[missing - 1]
+                return LateRank(self._group.ranks[missing - 1], content, channel.timeout_s)
         return None
 
     def _start(
@@ -121,21 +126,25 @@ class SymmetricTransport:
         shape = ChannelShape(
             num_ranks=self._group.size, num_tokens=num_tokens, width=rows.shape[1], topk=topk, dtype=rows.dtype
         )
+        ctx, group = self._comm.ctx, self._group
+        timeout_s = _SHARE_OF_TIMEOUT * ctx.timeout_s
         key = (content, in_backward and self._comm.overlaps_microbatches, shape)
         if key not in self._channels:
-            ctx, group = self._comm.ctx, self._group
             channel = new_channel(
                 shape,
                 group.rank,
                 lambda num_bytes: allocate_symmetric(num_bytes, group, ctx),
-                timeout_s=60 * ctx.config.distributed_timeout_minutes,
+                timeout_s=timeout_s,
                 num_programs=self._comm.num_sms,
             )
             if is_emulated(group, ctx):  # the other ranks never arrive
                 channel.arrived[group.rank].fill_(_PAST_ALL_EPOCHS)
                 channel.acknowledged[group.rank].fill_(_PAST_ALL_EPOCHS)
             self._channels[key] = channel
-        return self._channels[key]
+        channel = self._channels[key]
+        if channel.timeout_s != timeout_s:
+            channel = self._channels[key] = replace(channel, timeout_s=timeout_s)
+        return channel
 
 
 class SymmetricDispatcher(FlexDispatcher):

@@ -1,6 +1,7 @@
 """Stand-in for deep_ep 1.2.1, intranode: the names, parameters, orders and layout rules of `deep_ep.Buffer`.
 
-Differences: any floating dtype, on the CPU, by collectives of the process group, and finished on return.
+`HybridEPBuffer` is that of the branch hybrid-ep. Differences: any floating dtype, on the CPU, by collectives
+of the process group, and finished on return.
 """
 
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .hybrid_ep_buffer import HybridEPBuffer as HybridEPBuffer
 
 
 class EventOverlap:

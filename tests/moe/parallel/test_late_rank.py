@@ -1,0 +1,41 @@
+"""A rank that does not take part in an exchange of the flex dispatcher is named after the timeout."""
+
+from megatron_moe.config.exit_codes import ExitCode
+from megatron_moe.kernels import reference
+from megatron_moe.moe.token_dispatcher.base import ExpertComm
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
+from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.ranks import on_threads
+from tests.moe.parallel.folded import parallel
+from tests.moe.routings import draw, sparse
+
+EXPERTS = 8
+
+
+def test_late_rank_is_named_with_its_exchange_and_timeout() -> None:
+    """Rank 1 leaves after one exchange. Its channels exist, so that only the wait for tokens can end the next one."""
+
+    def rank(ctx: ParallelContext) -> list[str]:
+        comm = ExpertComm(ctx, reference.bundle(), SymmetricDispatcher)
+        dispatcher, found = comm.new_dispatcher(EXPERTS), []
+        routing = sparse([[0, 7]] * 4, num_experts=EXPERTS)
+        for timeout_s in (60.0, 0.5):
+            ctx.timeout_s = timeout_s
+            tokens = draw(4, 8).requires_grad_()
+            rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+            problem = comm.peer_problem()
+            if problem is not None:
+                assert problem.rank == 1 and problem.code == ExitCode.OTHER_RANK
+                return [*found, str(problem)]
+            dispatcher.finish_combine(dispatcher.start_combine(rows, handle)).sum().backward()
+            found.append("arrived")
+            if ctx.rank == 1:
+                return found
+        return found
+
+    first, second = on_threads(parallel(2, ep=2), rank)
+    assert second == ["arrived"] and first[0] == "arrived"
+    assert first[1] == (
+        "rank 1 did not take part in the exchange of expert tokens within 0.45 s, 90% of the timeout of collectives "
+        "(--distributed-timeout-minutes, --distributed-timeout-seconds-after-init); see what it printed"
+    )
