@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
@@ -277,9 +278,18 @@ def build_trainer(
 
 
 def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGraphConfig, interval: int = 1) -> None:
-    """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
+    """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`.
+    Raises EnvironmentProblem if experts are to be captured, and their token exchange cannot be."""
     rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
     assert interval == 1 or not rows, f"graphs of {sorted(rows)} with --moe-expert-wgrad-interval {interval}"
+    comm = trainer.model.expert_comm
+    if comm is not None and not comm.dispatcher.can_be_captured and (config.full_iteration or "moe" in rows):
+        request = "--cuda-graph-impl full_iteration" if config.full_iteration else "--cuda-graph-modules moe"
+        raise EnvironmentProblem(
+            f"{request}: CUDA graphs cannot contain the token exchange of {comm.dispatcher.__name__}. Use "
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend symmetric, or capture --cuda-graph-modules "
+            "attn moe_router."
+        )
     if config.full_iteration:
         trainer.full_iteration = FullIterationGraph(
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)

@@ -179,7 +179,7 @@ class GPT(nn.Module):
         prediction are not captured."""
         wanted = frozenset(modules)
         if self.ctx.group("etp_ep").size > 1:
-            wanted -= {"moe_preprocess"}  # it exchanges rows, and collectives are not captured
+            wanted -= {"moe_preprocess"}  # its graph would end between the halves of the exchange's autograd functions
         for layer in self.decoder.by_index.values():
             layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 

@@ -165,8 +165,9 @@ class Trainer:
         exceeded their bound: raises the bound and returns these steps, which must be taken again in order."""
         assert self.model.expert_comm is not None
         self.model.expert_comm.raise_bound(overflow)
-        if self.full_iteration is not None:
-            self.full_iteration.discard()
+        graphs = self.full_iteration or self.pipeline.graph_instances
+        if graphs is not None:
+            graphs.discard()
         self._may_continue.fill_(True)
         self.metrics.cut()
         steps = [step for step in self.recent if step.iteration >= iteration]

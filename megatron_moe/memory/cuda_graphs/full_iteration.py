@@ -56,8 +56,10 @@ class FullIterationGraph:
         return sums.clone()
 
     def discard(self) -> None:
-        """Drops all graphs, because shapes inside a step change; the next steps are captured again."""
+        """Drops all graphs, because shapes in them change. The next step runs eagerly, so that kernels for the new
+        shapes are compiled; the step after it is captured. All ranks must call it between the same steps."""
         self._captured.clear()
+        self._num_steps = min(self._num_steps, self._warmup - 1)
 
     def summary(self) -> str | None:
         """Text with the number of graphs and their memory; None before the first capture."""
