@@ -119,6 +119,10 @@ class TrainingLog:
                 f"{minutes:g} minutes (--distributed-timeout-minutes); see what it printed",
                 missing,
             )
+        trace = self._trainer.routing_trace
+        failure = None if trace is None else trace.write(result.iteration)
+        if failure is not None:
+            self._reporter.note(failure)
         self._reporter.observe(result)
         if self._stragglers:
             self._stragglers.step_took(result.seconds)

@@ -45,7 +45,8 @@ class FullIterationGraph:
         for static, tensor in zip(step.static_inputs, tensors, strict=True):
             static.copy_(tensor)
         if step.graph is None:
-            step.graph = self._recorder.capture(lambda: step.compute(work), self._pool)
+            traced = metrics.trace_routing is not None
+            step.graph = self._recorder.capture(lambda: step.compute(work, traced=traced), self._pool)
         step.graph.replay()
         if not step.filled:
             step.filled = [accumulator for accumulator in self._accumulators if accumulator.filled]
@@ -81,7 +82,8 @@ class _CapturedStep:
         """Accumulators to which the graph adds gradients."""
         self._batches: tuple[MicroBatch, ...] = unflatten(inputs, tensors, self.static_inputs)
 
-    def compute(self, work: Work) -> list[Tensor]:
-        self.metrics = metrics = MetricRecorder()
+    def compute(self, work: Work, *, traced: bool) -> list[Tensor]:
+        """Runs `work` on the static inputs. `traced`: whether the metrics include a routing trace."""
+        self.metrics = metrics = MetricRecorder(with_routing=traced)
         batches = [replace(batch, context=replace(batch.context, metrics=metrics)) for batch in self._batches]
         return [work(batches), *metrics.tensors]
