@@ -92,9 +92,7 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
         case("", "balanced"),
         case("-moe-graphs", "balanced, attention and MoE layers as CUDA graphs", MOE_GRAPHS),
         *(
-            case(
-                f"-skew{skew}", f"busiest expert {skew} of the mean", f"--moe-router-force-skew {skew}", unbalanced=True
-            )
+            case(f"-skew{skew}", f"expert skew {skew}", f"--moe-router-force-skew {skew}", unbalanced=True)
             for skew in (1.5, 3, 4.4, 8)
         ),
         case("-replayed", "replayed choices of a trained router", unbalanced=True, replayed=True),
