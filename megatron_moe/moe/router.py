@@ -151,6 +151,7 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
+        self._forces_logits = config.forces_logits
         self._log_popularity_E: Tensor | None = None
         if config.force_skew is not None:
             popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)
@@ -212,7 +213,7 @@ class Router(nn.Module):
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Logits [T, E]. The GEMMs of forward and backward run in the dtype of the logits; hidden states and weight are
         saved in their original dtypes."""
-        config, eps = self.config, self.config.input_jitter_eps
+        eps = self.config.input_jitter_eps
         if eps and (key := mb.key("router jitter", self.layer)) is not None:
             # samples of U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961)
             uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=sequence_part(self.ctx))
@@ -221,7 +222,7 @@ class Router(nn.Module):
         logits_TE = self.kernels.gate_product(hidden_SBH.flatten(0, 1), self.weight, dtype)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias.to(dtype)
-        if config.forces_logits:
+        if self._forces_logits:
             forced = mb.forced_logits
             drawn = self.draw(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
             logits_TE = _StraightThrough.apply(logits_TE, drawn)  # type: ignore[no-untyped-call]

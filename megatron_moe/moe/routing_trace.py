@@ -25,18 +25,9 @@ _INDICES = re.compile(rb'"top_indices":\s*(\[[-\d\s,\[\]]*\])')
 _FILE = "router_trace_rank{}.jsonl"
 
 
-class _Call(NamedTuple):
-    """Router call of a step: choices that are on their way to host memory."""
-
-    layer: int
-    """Index of the router's layer, from 0."""
-    number: int
-    """Number of earlier calls of this router in the step."""
-    shape: torch.Size
-
-
-class _Step(NamedTuple):
-    calls: Sequence[_Call]
+class _TracedStep(NamedTuple):
+    calls: Sequence[tuple[int, torch.Size]]
+    """(layer, shape of the choices) of every router call."""
     ids: Tensor
     """int16, flat, in host memory: the choices of all calls."""
     copied: Event
@@ -72,7 +63,7 @@ class RoutingTrace:
         self._copies = make_host_copies(context.device)
         self._current: list[tuple[int, Tensor]] | None = None
         """(layer, int16 choices) of the calls of the step in progress; None: it is not traced."""
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _TracedStep] = {}
         self._cells = _cells(num_experts)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,14 +87,10 @@ class RoutingTrace:
         collected, self._current = self._current, None
         if not collected:
             return
-        earlier: Counter[int] = Counter()
-        calls = []
-        for layer, ids_TK in collected:
-            calls.append(_Call(layer, earlier[layer], ids_TK.shape))
-            earlier[layer] += 1
+        calls = [(layer, ids_TK.shape) for layer, ids_TK in collected]
         ids = torch.cat([ids_TK.flatten() for _, ids_TK in collected])
         into = self._copies.host_buffer(ids.numel(), ids.dtype, exact=False)
-        self._steps[iteration] = _Step(calls, into, self._copies.to_host(into, ids, free_source=True))
+        self._steps[iteration] = _TracedStep(calls, into, self._copies.to_host(into, ids, free_source=True))
 
     def drop(self, iteration: int) -> None:
         """Discards all steps from an iteration on, which are repeated."""
@@ -116,12 +103,12 @@ class RoutingTrace:
         if step is None:
             return None
         self._copies.synchronize(step.copied)
-        ids, start = step.ids.numpy(), 0
+        earlier: Counter[int] = Counter()
+        choices = step.ids.split([shape.numel() for _, shape in step.calls])
         try:
-            for call in step.calls:
-                end = start + call.shape.numel()
-                self._file.write(self._record(iteration, call, ids[start:end].reshape(call.shape)))
-                start = end
+            for (layer, shape), ids in zip(step.calls, choices, strict=True):
+                self._file.write(self._record(iteration, layer, earlier[layer], ids.view(shape).numpy()))
+                earlier[layer] += 1
             self._file.flush()
         except OSError as error:
             self._last_iteration, self._steps = 0, {}
@@ -134,25 +121,25 @@ class RoutingTrace:
     def close(self) -> None:
         self._file.close()
 
-    def _record(self, iteration: int, call: _Call, ids_TK: Any) -> bytes:
-        """One line of the file."""
+    def _record(self, iteration: int, layer: int, number: int, ids_TK: Any) -> bytes:
+        """One line of the file. `number`: number of earlier calls of this router in the step."""
         dp, tp, cp = (self._context.group(name) for name in ("dp", "tp", "cp"))
-        is_mtp = call.layer >= self._num_layers
+        is_mtp = layer >= self._num_layers
         per_microbatch = self._mtp_calls if is_mtp else 1
         parts = tp.size if self._context.config.sequence_parallel else 1
         fields: dict[str, Any] = {
             "step": iteration,
             "stage": "pre_dispatch",
             "block": "mtp" if is_mtp else "decoder",
-            "layer": 1 + call.layer - (self._num_layers if is_mtp else 0),
+            "layer": 1 + layer - (self._num_layers if is_mtp else 0),
             "rank": self._context.rank,
-            "num_tokens": call.shape[0],
-            "topk": call.shape[1],
-            "microbatch": call.number // per_microbatch * dp.size + dp.rank,
+            "num_tokens": ids_TK.shape[0],
+            "topk": ids_TK.shape[1],
+            "microbatch": number // per_microbatch * dp.size + dp.rank,
             "part": [cp.rank * parts + (tp.rank if parts > 1 else 0), cp.size * parts],
         }
         if is_mtp:
-            fields["mtp_idx"] = call.layer - self._num_layers + call.number % per_microbatch
+            fields["mtp_idx"] = layer - self._num_layers + number % per_microbatch
         head = json.dumps(fields).encode()
         return head[:-1] + b', "top_indices": ' + _encode(ids_TK, self._cells) + b"}\n"
 
@@ -231,7 +218,7 @@ _Place = tuple[int, int, int, int, int]
 
 
 class _Recorded(NamedTuple):
-    """Position of a record's top_indices in a file, so that a rank parses only those of its own microbatches."""
+    """Position of a record's top_indices in a file, so that a rank parses only those of its microbatches."""
 
     path: Path
     start: int

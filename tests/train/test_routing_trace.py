@@ -196,30 +196,30 @@ def test_replays_with_any_layout_equal_one_rank(
 
 
 def test_a_trace_of_sequence_parallel_ranks_is_replayed_on_one_rank(tmp_path: Path) -> None:
-    source, again = tmp_path / "source", tmp_path / "again"
+    source, second = tmp_path / "source", tmp_path / "second"
     train(the_plan(TP2, trace=source, moe={"dispatcher": "alltoall"}))
-    train(replayed(the_plan(trace=again), source))
-    assert by_place(again) == by_place(source)
+    train(replayed(the_plan(trace=second), source))
+    assert by_place(second) == by_place(source)
 
 
 def test_a_longer_run_starts_the_trace_again(tmp_path: Path) -> None:
-    source, again = tmp_path / "source", tmp_path / "again"
+    source, second = tmp_path / "source", tmp_path / "second"
     train(the_plan(trace=source), steps=2)
-    train(replayed(the_plan(trace=again), source), steps=5)
-    recorded, found = by_place(source), by_place(again)
+    train(replayed(the_plan(trace=second), source), steps=5)
+    recorded, found = by_place(source), by_place(second)
     for (step, microbatch, layer), ids in found.items():
         assert ids == recorded[(step - 1) % 2 + 1, microbatch, layer]
 
 
 def test_megatron_records_without_microbatch_are_read_in_order(tmp_path: Path) -> None:
-    source, bare, again = (tmp_path / name for name in ("source", "bare", "again"))
+    source, bare, second = (tmp_path / name for name in ("source", "bare", "second"))
     train(the_plan(EP2, trace=source))
     bare.mkdir()
     for path in source.iterdir():
         lines = [{k: v for k, v in json.loads(line).items() if k not in ("microbatch", "part")} for line in open(path)]
         bare.joinpath(path.name).write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    train(replayed(the_plan(trace=again), bare))
-    assert by_place(again) == by_place(source)
+    train(replayed(the_plan(trace=second), bare))
+    assert by_place(second) == by_place(source)
 
 
 def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
