@@ -321,7 +321,7 @@ def build_routing_replay(plan: RunPlan, trainer: Trainer) -> RoutingReplay | Non
     )
 
 
-def trace_routing(plan: RunPlan, trainer: Trainer, stack: ExitStack) -> None:
+def trace_routing(plan: RunPlan, trainer: Trainer, note: Callable[[str], None], stack: ExitStack) -> None:
     """Makes the trainer write the expert choices of steps (`--moe-routing-trace-path`). `stack` closes the file."""
     folder, model = plan.logging.moe_routing_trace_path, plan.model
     experts = [router.config.num_experts for router in trainer.routers]
@@ -337,6 +337,10 @@ def trace_routing(plan: RunPlan, trainer: Trainer, stack: ExitStack) -> None:
     )
     stack.callback(trace.close)
     trainer.trace_routing(trace)
+    num_tokens = plan.num_microbatches * plan.batch.micro_batch_size * plan.data.seq_length
+    num_choices = sum(router.config.topk for router in trainer.routers) * num_tokens // plan.parallel.cp
+    share = plan.parallel.tp if plan.parallel.sequence_parallel else 1
+    note(f"routing trace: about {4 * num_choices / share / 1e6:,.1f} MB per iteration in {trace.path}")
 
 
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
@@ -352,7 +356,7 @@ def build_run_events(
     plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, watchdog: Watchdog, stack: ExitStack
 ) -> RunEvents:
     """Builds the run-phase events with observers such as watchdog and profiler. `stack` closes the observers."""
-    trace_routing(plan, trainer, stack)
+    trace_routing(plan, trainer, reporter.note, stack)
     garbage = stack.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     stack.callback(profile.close)

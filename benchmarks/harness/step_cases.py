@@ -85,7 +85,7 @@ def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
     def case(suffix: str, title: str, flags: str = "", **fields: Any) -> StepCase:
         flags = f"{EP2[name]} {FLEX} {flags}".strip()
         return StepCase(
-            name=name + suffix, title=f"{name.upper()}, {title}", flags=flags, num_gpus=2, steps=5, **rest | fields
+            name=name + suffix, title=f"{name.upper()}, {title}", flags=flags, num_gpus=2, steps=4, **rest | fields
         )
 
     return (

@@ -153,6 +153,10 @@ class TimedRun:
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
+        if self.plan.parallel.world_size > 1:
+            # the old store keeps the keys of this process group, which a later run of this process would read
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         torch.use_deterministic_algorithms(False)  # for later runs of this process
 
 

@@ -57,7 +57,7 @@ class RoutingTrace:
             mtp_calls: calls of a multi-token prediction router per microbatch.
             last_iteration: last iteration to trace; None: all are traced.
         """
-        self._path = folder / _FILE.format(context.rank)
+        self.path = folder / _FILE.format(context.rank)
         self._context, self._num_layers, self._mtp_calls = context, num_layers, mtp_calls
         self._last_iteration = last_iteration
         self._copies = make_host_copies(context.device)
@@ -67,7 +67,7 @@ class RoutingTrace:
         self._cells = _cells(num_experts)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "wb")
+            self._file = open(self.path, "wb")
         except OSError as error:
             raise EnvironmentProblem(
                 f"--moe-routing-trace-path {folder}: {error}; use a folder that can be written"
@@ -113,7 +113,7 @@ class RoutingTrace:
         except OSError as error:
             self._last_iteration, self._steps = 0, {}
             return (
-                f"iteration {iteration}: the routing trace {self._path} cannot be written and ends here: {error}; free "
+                f"iteration {iteration}: the routing trace {self.path} cannot be written and ends here: {error}; free "
                 "disk space, or limit the trace with --moe-routing-trace-max-training-iters"
             )
         return None

@@ -60,7 +60,7 @@ def test_traced_and_replayed_steps_run_without_host_sync(flags: list[str], tmp_p
         folder = tmp_path / str(len(traces))
         with ExitStack() as stack:
             run = start([*learned, *words, "--moe-routing-trace-path", str(folder)])
-            build.trace_routing(run.plan, run.trainer, stack)
+            build.trace_routing(run.plan, run.trainer, print, stack)
             for _ in range(2):
                 run.step()
             batches = run.loader.next_step()

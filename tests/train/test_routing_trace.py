@@ -37,6 +37,7 @@ STEPS, MICROBATCHES, LAYERS, TOKENS = 3, 4, 2, 2 * tiny.SEQ
 ONE = ParallelConfig()
 EP2 = ParallelConfig(world_size=2, ep=2)
 TP2 = ParallelConfig(world_size=2, tp=2, sequence_parallel=True)
+NOTES: list[str] = []
 ROUTER = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.1)
 
 
@@ -55,7 +56,7 @@ def setup(plan: RunPlan, context: ParallelContext, stack: ExitStack) -> tuple[Tr
     kernels = reference.bundle()
     trainer = build.build_trainer(plan, context, build.build_model(plan, context, kernels), kernels)
     build.record_steps(trainer, EagerRecorder(), plan.cuda_graphs)
-    build.trace_routing(plan, trainer, stack)
+    build.trace_routing(plan, trainer, NOTES.append, stack)
     return trainer, build.build_train_loader(plan, context, build.build_data(plan, context))
 
 
@@ -143,10 +144,15 @@ def test_a_step_is_written_after_the_next_one_and_tracing_ends(tmp_path: Path) -
         seen.append(sorted({record["step"] for record in records(tmp_path)}))
         assert len(trainer.routing_trace._steps) <= 2, "bounded host memory"
 
+    NOTES.clear()
     plan = the_plan(trace=tmp_path)
     plan = replace(plan, logging=replace(plan.logging, moe_routing_trace_max_training_iters=3))
     train(plan, steps=5, each=look)
     assert seen == [[], [1], [1, 2], [1, 2, 3], [1, 2, 3]]
+    megabytes = 4 * 2 * TOKENS * MICROBATCHES * LAYERS / 1e6
+    path = tmp_path / "router_trace_rank0.jsonl"
+    assert NOTES == [f"routing trace: about {megabytes:.1f} MB per iteration in {path}"]
+    assert path.stat().st_size / 3 == pytest.approx(megabytes * 1e6, rel=1)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
