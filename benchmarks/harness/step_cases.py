@@ -18,8 +18,11 @@ HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
 EP2 = {"m27": "--recipe m27 --num-layers 10 --moe-layer-freq ([0]*1+[1]*9)", "q24": "--recipe q24 --num-layers 8"}
 """Shapes of the cases on two GPUs."""
-FLEX = "--expert-model-parallel-size 2 --global-batch-size 32 --moe-token-dispatcher-type flex"
-"""The bound of expert rows is what no routing exceeds, so that all cases have buffers of the same size."""
+FLEX = (
+    "--expert-model-parallel-size 2 --global-batch-size 32 --moe-token-dispatcher-type flex "
+    "--moe-expert-rank-capacity-factor 2"
+)
+"""No routing exceeds this bound of expert rows, and all cases have buffers of the same size."""
 MOE_GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe --cuda-graph-warmup-steps 2"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
