@@ -219,6 +219,7 @@ MODULES = {
     "eager": (),
     "moe": ("moe",),
     "all modules": ("attn", "mlp", "moe"),
+    "all modules, bounded rows": ("attn", "mlp", "moe"),
     "whole step": None,
     "whole step, bounded rows": None,
 }
