@@ -72,9 +72,13 @@ def uses_symmetric_memory(flags: Flags, ranks_per_host: int) -> bool:
 
 
 def experts_are_captured(flags: Flags) -> bool:
-    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured
-    if tokens are exchanged, or if GEMMs use fp32 or are not grouped: the host then reads token counts."""
-    return expert_ranks(flags) == 1 and flags.bf16 and flags.moe_grouped_gemm
+    """Whether CUDA graphs capture the experts if `--cuda-graph-modules` is not given. Experts are not captured if
+    tokens are exchanged other than through symmetric memory, if experts overlap with another microbatch, or if GEMMs
+    use fp32 or are not grouped: the host then reads token counts."""
+    exchanged = expert_ranks(flags) > 1
+    symmetric = flags.moe_token_dispatcher_type == "flex" and flags.moe_flex_dispatcher_backend == "symmetric"
+    capturable = not exchanged or (symmetric and not flags.overlap_moe_expert_parallel_comm)
+    return capturable and flags.bf16 and flags.moe_grouped_gemm
 
 
 def windowed_layers(

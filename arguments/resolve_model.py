@@ -249,6 +249,7 @@ def _router(flags: Flags) -> RouterConfig:
         dtype=flags.moe_router_dtype,
         force_balancing=flags.moe_router_force_load_balancing,
         force_biased=flags.moe_router_force_biased,
+        force_skew=flags.moe_router_force_skew,
         linear_bias=flags.add_bias_linear,
         quantile_ema=flags.moe_router_quantile_balancing_ema,
     )

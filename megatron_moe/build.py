@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from megatron_moe.checkpoint.save import CheckpointSaver
+from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
@@ -34,6 +35,7 @@ from megatron_moe.memory.saved_tensors import SavedTensorPolicy
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import new_expert_comm
+from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
 from megatron_moe.optim.adamw import AdamW
 from megatron_moe.optim.distributed_optimizer import Optimizer, check_coverage
@@ -271,6 +273,8 @@ def build_trainer(
         timers=timers,
         memory_guard=memory_guard,
     )
+    if has_peers and plan.emulation is None:
+        trainer.routing_replay = build_routing_replay(plan, trainer)
     if context.device.type == "cuda":
         check_capturable(plan.cuda_graphs, kernels)
         record_steps(
@@ -280,9 +284,18 @@ def build_trainer(
 
 
 def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGraphConfig, interval: int = 1) -> None:
-    """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`."""
+    """Makes the trainer capture and replay the CUDA graphs of `config`. `interval`: `--moe-expert-wgrad-interval`.
+    Raises EnvironmentProblem if experts are to be captured, and their token exchange cannot be."""
     rows = {"moe", "moe_preprocess"} & set(config.cuda_graph_modules)
     assert interval == 1 or not rows, f"graphs of {sorted(rows)} with --moe-expert-wgrad-interval {interval}"
+    comm = trainer.model.expert_comm
+    if comm is not None and not comm.dispatcher.can_be_captured and (config.full_iteration or "moe" in rows):
+        request = "--cuda-graph-impl full_iteration" if config.full_iteration else "--cuda-graph-modules moe"
+        raise EnvironmentProblem(
+            f"{request}: CUDA graphs cannot contain the token exchange of {comm.dispatcher.__name__}. Use "
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend symmetric, or capture --cuda-graph-modules "
+            "attn moe_router."
+        )
     if config.full_iteration:
         trainer.full_iteration = FullIterationGraph(
             recorder, config.cuda_graph_warmup_steps, tuple(trainer.buffers.slots)
@@ -290,6 +303,47 @@ def record_steps(trainer: Trainer, recorder: CudaGraphRecorder, config: CudaGrap
     elif config.cuda_graph_modules:
         trainer.model.capture(config.cuda_graph_modules)
         trainer.pipeline.graph_instances = GraphInstancePool(recorder, config.cuda_graph_warmup_steps)
+
+
+def build_routing_replay(plan: RunPlan, trainer: Trainer) -> RoutingReplay | None:
+    """Reads a routing trace for the decoder layers of this rank; None without `--moe-routing-replay-path` or routers.
+    Raises DataProblem if the trace does not fit the run."""
+    folder, num_layers = plan.loop.moe_routing_replay_path, len(plan.model.layers)
+    routers = [router for router in trainer.routers if router.layer < num_layers]
+    if folder is None or not routers:
+        return None
+    return RoutingReplay(
+        folder,
+        trainer.context,
+        layers=[router.layer for router in routers],
+        num_experts=routers[0].config.num_experts,
+        topk=routers[0].config.topk,
+        num_tokens=plan.batch.micro_batch_size * plan.data.seq_length,
+        num_microbatches=plan.num_microbatches,
+        train_iters=plan.loop.train_iters,
+    )
+
+
+def trace_routing(plan: RunPlan, trainer: Trainer, note: Callable[[str], None], stack: ExitStack) -> None:
+    """Makes the trainer write the expert choices of steps (`--moe-routing-trace-path`). `stack` closes the file."""
+    folder, model = plan.logging.moe_routing_trace_path, plan.model
+    experts = [router.config.num_experts for router in trainer.routers]
+    if folder is None or not experts:
+        return
+    trace = RoutingTrace(
+        folder,
+        trainer.context,
+        num_experts=experts[0],
+        num_layers=len(model.layers),
+        mtp_calls=model.mtp.num_layers if model.mtp and model.mtp.repeated_layer else 1,
+        last_iteration=plan.logging.moe_routing_trace_max_training_iters,
+    )
+    stack.callback(trace.close)
+    trainer.trace_routing(trace)
+    num_tokens = plan.num_microbatches * plan.batch.micro_batch_size * plan.data.seq_length
+    num_choices = sum(router.config.topk for router in trainer.routers) * num_tokens // plan.parallel.cp
+    share = plan.parallel.tp if plan.parallel.sequence_parallel else 1
+    note(f"routing trace: about {4 * num_choices / share / 1e6:,.1f} MB per iteration in {trace.path}")
 
 
 def build_stragglers(plan: RunPlan, trainer: Trainer) -> Stragglers | None:
@@ -305,6 +359,7 @@ def build_run_events(
     plan: RunPlan, context: ParallelContext, trainer: Trainer, reporter: Reporter, watchdog: Watchdog, stack: ExitStack
 ) -> RunEvents:
     """Builds the run-phase events with observers such as watchdog and profiler. `stack` closes the observers."""
+    trace_routing(plan, trainer, reporter.note, stack)
     garbage = stack.enter_context(GarbageCollection(plan.loop))
     profile = StepProfile(plan.profile, context, plan.logging.run_dir, plan.logging.log_interval)
     stack.callback(profile.close)

@@ -126,7 +126,8 @@ def captured_expert_rows_are_not_deferred(flags: RuleFlags) -> Violations:
 
 @missing_feature
 def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
-    """Capture of collectives is not supported; NCCL's all-to-all also reads its split sizes on the host."""
+    """Capture of collectives is not supported; NCCL's all-to-all also reads its split sizes on the host. The flex
+    dispatcher exchanges tokens by kernels, which can be captured."""
     if flags.cuda_graph_impl == "none":
         return
     sizes = {
@@ -140,9 +141,24 @@ def captured_modules_have_no_collectives(flags: RuleFlags) -> Violations:
             "remove one of them",
         )
     capture, ranks = _expert_capture(flags), derive.expert_ranks(flags)
-    if capture and ranks > 1:
-        exchange = "the graph contains the token exchange, whose sizes the host reads"
-        yield f"{capture} with experts over {ranks} ranks: {exchange}", "capture attn and moe_router"
+    if capture and ranks > 1 and flags.num_experts and flags.moe_token_dispatcher_type != "flex":
+        exchange = (
+            f"the graph contains the token exchange of --moe-token-dispatcher-type {flags.moe_token_dispatcher_type}, "
+            "which the host or NCCL takes part in"
+        )
+        yield (
+            f"{capture} with experts over {ranks} ranks: {exchange}",
+            "use --moe-token-dispatcher-type flex, or capture attn and moe_router",
+        )
+    router = _FULL_ITERATION if flags.cuda_graph_impl == "full_iteration" else f"{_IMPL} {flags.cuda_graph_impl}"
+    captured = not flags.cuda_graph_modules or {"moe", "moe_router"} & set(flags.cuda_graph_modules)
+    balancing = "global_aux_loss" in flags.moe_router_load_balancing_type and any(flags.moe_aux_loss_coeff)
+    if captured and balancing and flags.num_experts and flags.data_parallel_size > 1:
+        yield (
+            f"{router} with --moe-router-load-balancing-type global_aux_loss over {flags.data_parallel_size} "
+            "data-parallel ranks: routers sum their token counts over these ranks",
+            "use seq_aux_loss, or capture attn only",
+        )
 
 
 @missing_feature
@@ -174,6 +190,12 @@ def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
     }
     if flags.cuda_graph_impl != "none" and any(others.values()):
         yield f"{_IMPL} {flags.cuda_graph_impl} with {enabled(others)}", "leave one of them out"
+    if flags.cuda_graph_impl != "none" and "moe" in flags.cuda_graph_modules and flags.overlap_moe_expert_parallel_comm:
+        yield (
+            "--cuda-graph-modules moe with --overlap-moe-expert-parallel-comm: no exchange is left outside the graph "
+            "that could overlap with the other microbatch",
+            "capture attn and moe_router",
+        )
 
 
 @missing_feature

@@ -1,6 +1,6 @@
 """Rules about routing and load balancing."""
 
-from arguments.checks.violation import RuleFlags, Violations, divisors
+from arguments.checks.violation import RuleFlags, Violations, divisors, enabled
 from megatron_moe.config.exit_codes import counted
 
 _EXCLUSIVE = ("none", "sinkhorn", "quantile_balancing", "expert_choice")
@@ -122,4 +122,40 @@ def quantile_balancing_leaves_experts_out(flags: RuleFlags) -> Violations:
         yield (
             f"--moe-router-topk {flags.moe_router_topk} of {flags.num_experts} selects every expert",
             "use a smaller --moe-router-topk",
+        )
+
+
+def forced_skew_is_possible(flags: RuleFlags) -> Violations:
+    """A token selects an expert at most once, so the load of the busiest expert is below experts / top-k of the mean.
+    Only one flag can determine the random logits."""
+    skew = flags.moe_router_force_skew
+    if not flags.num_experts or skew is None:
+        return
+    if skew * flags.moe_router_topk >= flags.num_experts:
+        limit = flags.num_experts / flags.moe_router_topk
+        yield (
+            f"--moe-router-force-skew {skew:g} is not below {flags.num_experts} experts / top-{flags.moe_router_topk} "
+            f"= {limit:g}, the load of an expert that every token selects",
+            f"use 1 or more, and less than {limit:g}",
+        )
+    if flags.moe_router_force_biased is not None:
+        yield "--moe-router-force-skew with --moe-router-force-biased", "leave one of them out"
+
+
+def traced_routing_is_per_token(flags: RuleFlags) -> Violations:
+    """Routing traces hold the experts of every token, and with expert choice the experts select tokens."""
+    paths = {
+        "--moe-routing-trace-path": flags.moe_routing_trace_path is not None,
+        "--moe-routing-replay-path": flags.moe_routing_replay_path is not None,
+    }
+    if flags.num_experts and any(paths.values()) and "expert_choice" in flags.moe_router_load_balancing_type:
+        yield f"{enabled(paths)} with --moe-router-load-balancing-type expert_choice", "use another load balancing"
+
+
+def replayed_tokens_are_whole(flags: RuleFlags) -> Violations:
+    """The tokens of a context-parallel rank are not contiguous, so a trace of other ranks cannot be divided."""
+    if flags.moe_routing_replay_path is not None and flags.context_parallel_size > 1:
+        yield (
+            f"--moe-routing-replay-path with --context-parallel-size {flags.context_parallel_size}",
+            "use --context-parallel-size 1",
         )

@@ -40,6 +40,10 @@ class MoEFlags:
     )
     """Replace router logits by random values plus a random bias per expert, to measure speed with unbalanced experts.
     The absolute value is the standard deviation of the bias; a negative value draws the bias once per layer."""
+    moe_router_force_skew: float | None = ours(None, least=1)
+    """Replace router logits by random values under which the busiest expert receives this many times the mean load, to
+    measure speed with unbalanced experts. Expert popularity is log-normal. Its order is drawn for every step and layer
+    from the seed, and is the same for all layouts."""
     moe_enable_routing_replay: bool = not_yet(False, "routing is computed in every forward pass", harmless=True)
     """Record and replay routing decisions."""
 
@@ -135,7 +139,15 @@ class MoEFlags:
     """Streaming multiprocessors with which hybridep computes the layout of an exchange."""
     moe_n_hash_layers: int = not_yet(0, "every MoE layer has a learned router")
     """Number of layers, counted from the first, that route tokens by a hash of the token id."""
-    moe_routing_trace_path: str | None = not_yet(
-        None, "expert loads are logged, routing decisions are not", harmless=True
+    moe_routing_trace_path: str | None = close(
+        None, "also traces replays of CUDA graphs; records have the index of the microbatch in the global batch"
     )
-    """Folder to which the routing decisions of every step are written."""
+    """Folder to which every rank writes the selected experts of each router call as JSON lines, in
+    router_trace_rank0.jsonl and so on."""
+    moe_routing_trace_max_training_iters: int | None = flag(None, least=1)
+    """Number of iterations after which tracing of routing decisions ends. Not set: all. A record takes about four bytes
+    per token and selected expert."""
+    moe_routing_replay_path: str | None = ours(None)
+    """Folder with the routing decisions of an earlier run (see `--moe-routing-trace-path`), which replace those of the
+    routers in training. Probabilities follow from the logits. Expert- and tensor-parallel sizes may differ from those
+    of the earlier run. Its iterations and microbatches are repeated if this run has more."""

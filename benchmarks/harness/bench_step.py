@@ -1,18 +1,23 @@
-"""Times the steps of recipes on one GPU and writes a table.
+"""Times the steps of recipes on one GPU, or on two under torchrun, and writes a table.
 
     python benchmarks/harness/bench_step.py [--cases q6 m8 ...] [--budget 600] [--output-dir benchmarks] [--
     --manual-gc ...]
+    torchrun --nproc-per-node 2 benchmarks/harness/bench_step.py [--cases m27 q24 ...] [--trace-dir data/routing]
 
 Rewrites `<date>-<machine>-step-table.md` after every case, so that an interrupted run keeps its results. Failed cases,
 and cases that exceed the budget, have a remark in their row. Flags after `--` are added to every case. Weights are
-drawn on the device. Cases of learned routing train on the corpus of `bash scripts/quickstart.sh`.
+drawn on the device. Cases of learned routing train on the corpus of `bash scripts/quickstart.sh`. Cases of replayed
+routing read DIR/m27 and DIR/q24, which `--moe-routing-trace-path` writes in a run with the same layers, experts, top-k,
+sequence length and micro batch.
 """
 
 import argparse
 import contextlib
 import gc
+import os
 import shlex
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -35,7 +40,7 @@ FAILURES = (RunError, RuntimeError, AssertionError, OSError, TypeError, ValueErr
 """Exceptions that fail a case but not the table."""
 COLUMNS = (
     "case", "steps", "ms per step (least, most)", "TFLOP/s", "target", "aim", "of balanced", "peak MiB",
-    "W of limit", "SM MHz", "loss, first to last", "busiest expert", "took s",
+    "W of limit", "SM MHz", "loss, first to last", "busiest expert", "fullest rank", "took s",
 )  # fmt: skip
 
 
@@ -110,7 +115,8 @@ def row(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
         f"{result.board.watts:.0f} of {result.board.limit_watts:.0f}" if result.board else "",
         f"{result.board.sm_mhz:.0f}" if result.board else "",
         f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}",
-        _busiest(result) if case.unbalanced else "",
+        _spread(result.loads) if case.unbalanced else "",
+        _spread(result.rows),
         f"{outcome.seconds:.0f}",
     )
     return f"| {' | '.join(cells)} |"
@@ -123,10 +129,8 @@ def _of_balanced(outcome: CaseOutcome, before: Sequence[CaseOutcome]) -> str:
     return f"{outcome.result.tflops / figures[0]:.1%}" if figures and outcome.result else "not measured"
 
 
-def _busiest(result: Profile) -> str:
-    if not result.loads:
-        return ""
-    return f"{sum(result.loads) / len(result.loads):.2f}, at most {max(result.loads):.2f}"
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{sum(ratios) / len(ratios):.2f}, at most {max(ratios):.2f}" if ratios else ""
 
 
 def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Mapping[str, str]) -> str:
@@ -137,9 +141,10 @@ def report(done: Sequence[CaseOutcome], machine: str, command: str, pictures: Ma
         "reported. TFLOP/s by Megatron's formula. Peak: largest allocation after the warm-up plus memory of CUDA graph "
         "pools. W of limit and SM MHz: power draw, its limit and the SM clock, medians over the timed steps. Busiest "
         "expert: its load over the mean load, mean over the microbatches of the timed steps and over layers, and of "
-        "the worst layer."
+        "the worst layer. Fullest rank: its expert rows over the mean of the ranks, mean and largest of all "
+        "microbatches and layers; --moe-expert-rank-capacity-factor must be at least the largest."
     )
-    lines = [f"# Steps on one {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
+    lines = [f"# Steps on {machine}", "", *textwrap.wrap(head, 120, break_on_hyphens=False), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [row(outcome, done[:place]) for place, outcome in enumerate(done)]
     lines += _breakdown([outcome for outcome in done if outcome.result and outcome.result.kinds])
@@ -173,13 +178,14 @@ def _breakdown(traced: Sequence[CaseOutcome]) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in CASES]
+    names = [case.name for case in CASES if case.num_gpus == int(os.environ.get("WORLD_SIZE", "1"))]
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for all cases together")
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks"))
     parser.add_argument("--kernels-dir", type=Path, help="folder for the kernel lists of traced cases")
     parser.add_argument("--data-path", type=Path, default=Path("data/quickstart/corpus_text_document"))
     parser.add_argument("--tokenizer-model", type=Path, default=Path("data/quickstart/tokenizer.model"))
+    parser.add_argument("--trace-dir", type=Path, metavar="DIR", default=Path("data/routing"))
     return parser
 
 
@@ -191,23 +197,30 @@ def main(argv: list[str]) -> int:
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
-    machine = torch.cuda.get_device_name().replace("NVIDIA ", "")
+    num_gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    machine = f"{num_gpus} {torch.cuda.get_device_name().replace('NVIDIA ', '')}"
     done = write(options, theirs, machine)
     return int(ExitCode.BUG if any(each.seconds and not each.result for each in done) else ExitCode.OK)
 
 
 def command_of(options: argparse.Namespace, theirs: Sequence[str]) -> str:
     """Command line for the document, without folders of this machine."""
-    chosen = [] if len(options.cases) == len(CASES) else ["--cases", *options.cases]
-    return shlex.join(["python", "benchmarks/harness/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
+    every = len(options.cases) == len(parser().get_default("cases"))
+    chosen = [] if every else ["--cases", *options.cases]
+    num_gpus = os.environ.get("WORLD_SIZE", "1")
+    start = ["python"] if num_gpus == "1" else ["torchrun", "--nproc-per-node", num_gpus]
+    return shlex.join([*start, "benchmarks/harness/bench_step.py", *chosen, *(["--", *theirs] if theirs else [])])
 
 
 def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> list[CaseOutcome]:
-    """Runs the cases and writes the document after each."""
+    """Runs the cases and writes the document after each; only the first of several ranks prints and writes."""
+    if os.environ.get("RANK", "0") != "0":
+        options.output_dir = Path(tempfile.mkdtemp())
+        sys.stdout = sys.stderr
     options.output_dir.mkdir(parents=True, exist_ok=True)
     stem = f"{date.today()}-{machine.lower().replace(' ', '-')}-step-table"
     chosen = [case for case in CASES if case.name in options.cases]
-    words = [words_of(case, options.data_path, options.tokenizer_model, theirs) for case in chosen]
+    words = [words_of(case, options.data_path, options.tokenizer_model, options.trace_dir, theirs) for case in chosen]
     done: list[CaseOutcome] = []
     pictures: dict[str, str] = {}
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
@@ -221,6 +234,8 @@ def write(options: argparse.Namespace, theirs: Sequence[str], machine: str) -> l
             if options.kernels_dir:
                 store(result, options.kernels_dir / name)
         (options.output_dir / f"{stem}.md").write_text(report(done, machine, command_of(options, theirs), pictures))
+        if outcome.case.num_gpus > 1 and outcome.seconds and not result:
+            break  # another rank may wait for this one; torchrun ends it
     return done
 
 

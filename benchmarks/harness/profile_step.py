@@ -53,6 +53,8 @@ class Profile:
     """Loss of every step, including the warm-up."""
     loads: tuple[float, ...]
     """Busiest expert over the mean per layer; see `TimedRun.take_loads`."""
+    rows: tuple[float, ...]
+    """Expert rows of the fullest rank over the mean; see `TimedRun.take_rows`."""
     kinds: tuple[Share, ...]
     """Kernel times by kind; like `kernels` empty without a trace."""
     kernels: tuple[Share, ...]
@@ -71,13 +73,14 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
     try:
         with Board(nvidia_smi(f"GPU-{torch.cuda.get_device_properties(run.context.device).uuid}")) as board:
             _, before = timed_steps(run, warmup)
-            run.take_loads()
+            run.take_loads(), run.take_rows()
             torch.cuda.reset_peak_memory_stats()
             board.reset()
             times, losses = timed_steps(run, steps)
             reading = board.medians()
         peak, loads = torch.cuda.max_memory_allocated() + graph_pool_bytes(run), run.take_loads()
         events = traced_steps(run, traced, trace) if traced else []
+        rows = run.take_rows()
     finally:
         run.close()
     seconds = sorted(times)[len(times) // 2] / 1e3
@@ -90,6 +93,7 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
         peak_mib=peak / 2**20,
         losses=(*before, *losses),
         loads=loads,
+        rows=rows,
         kinds=tuple(shares_of_kinds(events, traced)) if traced else (),
         kernels=tuple(shares_of_kernels(events, traced)) if traced else (),
         board=reading,

@@ -1,4 +1,4 @@
-"""Cases of benchmarks/harness/bench_step.py: flags and target speeds of the timed steps on one GPU."""
+"""Cases of benchmarks/harness/bench_step.py: flags and target speeds of the timed steps on one GPU or two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,14 @@ WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 """Drops half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
+EP2 = {"m27": "--recipe m27 --num-layers 10 --moe-layer-freq ([0]*1+[1]*9)", "q24": "--recipe q24 --num-layers 8"}
+"""Shapes of the cases on two GPUs."""
+FLEX = (
+    "--expert-model-parallel-size 2 --global-batch-size 32 --moe-token-dispatcher-type flex "
+    "--moe-expert-rank-capacity-factor 2"
+)
+"""No routing exceeds this bound of expert rows, and all cases have buffers of the same size."""
+MOE_GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn moe --cuda-graph-warmup-steps 2"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
 
@@ -40,6 +48,9 @@ class StepCase:
     unbalanced: bool = False
     """True to compare with the balanced case of the same recipe."""
     on_text: bool = False
+    replayed: bool = False
+    """True to replay a routing trace."""
+    num_gpus: int = 1
 
     @property
     def balanced(self) -> str:
@@ -69,6 +80,28 @@ def _both(suffix: str, title: str, flags: str, goals: Sequence[tuple[str, str]],
 
 
 _NONE, _PARTS = (("", ""), ("", "")), (("92%", "97%"), ("92%", "97%"))
+
+
+def _over_two(name: str, **rest: Any) -> tuple[StepCase, ...]:
+    """Cases of one model with experts over two GPUs: balanced, whole layers as graphs, and uneven loads."""
+
+    def case(suffix: str, title: str, flags: str = "", **fields: Any) -> StepCase:
+        flags = f"{EP2[name]} {FLEX} {flags}".strip()
+        return StepCase(
+            name=name + suffix, title=f"{name.upper()}, {title}", flags=flags, num_gpus=2, steps=4, **rest | fields
+        )
+
+    return (
+        case("", "balanced"),
+        case("-moe-graphs", "balanced, attention and MoE layers as CUDA graphs", MOE_GRAPHS),
+        *(
+            case(f"-skew{skew}", f"expert skew {skew}", f"--moe-router-force-skew {skew}", unbalanced=True)
+            for skew in (1.5, 3, 4.4, 8)
+        ),
+        case("-replayed", "replayed choices of a trained router", unbalanced=True, replayed=True),
+    )
+
+
 CASES = (
     *_both("", "micro batch 2", "--micro-batch-size 2", (("400", "490"), ("440", "515")), traced=2),
     *_both("-mb8", "micro batch 8, the best that fits", BEST, (("420", "500"), ("460", "525"))),
@@ -84,12 +117,17 @@ CASES = (
     StepCase(name="q6-half", title="Q6, half of the rows dropped", flags=f"--recipe q6 {HALF}"),
     StepCase(name="q6-half-pages", title="Q6, the same in pages", flags=f"--recipe q6 {HALF} {PAGES}"),
     *_both("-skewed", "skewed routing", SKEWED, _PARTS, unbalanced=True),
+    *_over_two("m27", step_seconds=1.1),
+    *_over_two("q24", step_seconds=0.8),
     *_both("-learned", "learned routing on text", LEARNED, _PARTS, unbalanced=True, on_text=True, warmup=200, traced=2),
 )
 
 
-def words_of(case: StepCase, data_path: Path, tokenizer_model: Path, more: Sequence[str] = ()) -> list[str]:
-    """Arguments of pretrain_moe.py; cases on text read the given corpus."""
+def words_of(
+    case: StepCase, data_path: Path, tokenizer_model: Path, trace_dir: Path, more: Sequence[str] = ()
+) -> list[str]:
+    """Arguments of pretrain_moe.py. Cases on text read the given corpus; replays read a folder in `trace_dir`."""
     text = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer_model)]
     text += ["--data-path", str(data_path)]
-    return [*case.flags.split(), *(text if case.on_text else ()), *more]
+    replay = ["--moe-routing-replay-path", str(trace_dir / case.balanced)]
+    return [*case.flags.split(), *(text if case.on_text else ()), *(replay if case.replayed else ()), *more]

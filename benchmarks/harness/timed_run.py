@@ -4,9 +4,10 @@ and kernel times by kind."""
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -21,6 +22,8 @@ from megatron_moe.config.exit_codes import EnvironmentProblem
 from megatron_moe.config.run import RunPlan
 from megatron_moe.data.loader import TrainLoader
 from megatron_moe.data.tokenizer import vocab_size_of
+from megatron_moe.moe.token_dispatcher.base import DispatchedTokens
+from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.train.step_results import StepOutcome
 from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
@@ -113,6 +116,12 @@ class TimedRun:
         self.kernel_table = kernels.table()
         self.num_samples = 0
         """Samples of the last step over all ranks."""
+        self._rows: list[torch.Tensor] = []
+        """Expert rows of this rank, of every dispatch. Empty with CUDA graphs, and if every rank has all experts."""
+        comm, graphs = self.trainer.model.expert_comm, plan.cuda_graphs
+        captured = graphs.full_iteration or "moe" in graphs.cuda_graph_modules
+        if comm is not None and comm.etp_ep.size > 1 and not captured:
+            comm.record = partial(self._record_rows, comm.record)  # type: ignore[method-assign]
 
     def step(self) -> StepOutcome:
         outcome = self.trainer.step(self.loader.next_step(), self.state)
@@ -127,9 +136,27 @@ class TimedRun:
         figures = metric.layers.values() if metric else ()
         return tuple(1 + figure for figure in figures if isinstance(figure, float))
 
+    def _record_rows(self, record: Callable[[DispatchedTokens], None], rows: DispatchedTokens) -> None:
+        beyond_bound = 0 if rows.overflow is None else rows.overflow
+        self._rows.append(rows.offsets_e[-1] + beyond_bound)
+        record(rows)
+
+    def take_rows(self) -> tuple[float, ...]:
+        """Expert rows of the fullest rank over the mean of the ranks, of every dispatch since the last call."""
+        recorded, self._rows = self._rows, []
+        if not recorded or self.trainer.model.expert_comm is None:
+            return ()
+        group, rows = self.trainer.model.expert_comm.etp_ep, torch.stack(recorded).double()
+        fullest = all_reduce_(rows.clone(), group, "max")
+        return tuple((fullest * group.size / all_reduce_(rows, group)).tolist())
+
     def close(self) -> None:
         self.loader.close()
         self.context.stop()
+        if self.plan.parallel.world_size > 1:
+            # the old store keeps the keys of this process group, which a later run of this process would read
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         torch.use_deterministic_algorithms(False)  # for later runs of this process
 
 

@@ -35,6 +35,10 @@ class LoggingConfig:
     log_straggler: bool = False
     straggler_minmax_count: int = 1
     """Number of slowest ranks that each straggler report lists (`--straggler-minmax-count`)."""
+    moe_routing_trace_path: Path | None = None
+    """Folder for the expert choices of every router call. None: they are not written."""
+    moe_routing_trace_max_training_iters: int | None = None
+    """Number of iterations after which tracing ends. None: all iterations are traced."""
     log_progress: bool = False
     """Appends a line to progress.txt in the checkpoint directory at each start of the run and each checkpoint."""
     timing_log_level: Literal[0, 1, 2] = 0

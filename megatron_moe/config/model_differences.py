@@ -23,7 +23,7 @@ _TRAINING = frozenset(
     (
         *("dropout", "hidden_dropout", "embedding_dropout", "mtp", "capacity", "dtype"),
         *("balancing", "aux_loss_coeffs", "z_loss_coeff", "input_jitter_eps", "bias_update_rate", "quantile_ema"),
-        *("force_balancing", "force_biased"),
+        *("force_balancing", "force_biased", "force_skew"),
     )
 )
 """Config fields that affect training but not the meaning of trained weights."""

@@ -91,10 +91,18 @@ class RouterConfig:
     force_biased: float | None = None
     """Replaces logits by random ones plus a random bias per expert, to benchmark uneven load. This number is the
     standard deviation of the biases. If it is negative, they are drawn only once (`--moe-router-force-biased`)."""
+    force_skew: float | None = None
+    """Replaces logits by random ones, to benchmark uneven load: the load of the busiest expert over the mean load
+    (`--moe-router-force-skew`). Expert popularity is log-normal, in an order drawn for every step and layer."""
     linear_bias: bool = False
     """Adds a learned bias to the router's linear layer, as in GPT-OSS (`--add-bias-linear`)."""
     quantile_ema: float = 0.0
     """Weight of old thresholds in quantile balancing's moving average (`--moe-router-quantile-balancing-ema`)."""
+
+    @property
+    def forces_logits(self) -> bool:
+        """Whether random logits replace those of the router."""
+        return self.force_balancing or self.force_biased is not None or self.force_skew is not None
 
 
 @dataclass(frozen=True, kw_only=True)

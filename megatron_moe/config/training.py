@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,9 @@ class LoopConfig:
     seed: int = 1234
     use_cpu_initialization: bool = True
     """Draws the initial weights on the CPU (`--use-cpu-initialization`); False: on the device, with other values."""
+    moe_routing_replay_path: Path | None = None
+    """Folder with a routing trace whose expert choices replace those of the routers in training
+    (`--moe-routing-replay-path`). None: the routers select."""
     skip_train: bool = False
     calculate_per_token_loss: bool = False
     """Averages the loss over all tokens of the global batch, instead of averaging the mean losses of microbatches

@@ -7,7 +7,8 @@ selects g of G groups, then K experts of these groups. docs/communication-volume
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import comb, log, sqrt
+from math import comb, exp, log, sqrt
+from statistics import NormalDist
 
 from megatron_moe.config.moe import RouterConfig
 from megatron_moe.config.parallel import ParallelConfig
@@ -142,6 +143,36 @@ def token_copies(
 def _none(total: int, held: int, drawn: int) -> float:
     """Probability that `drawn` random items out of `total` include none of `held` particular items."""
     return comb(total - held, drawn) / comb(total, drawn)
+
+
+def skewed_log_popularity(num_experts: int, topk: int, max_over_mean: float) -> tuple[float, ...]:
+    """Logits of E experts, ascending, under which Gumbel top-K gives the busiest expert `max_over_mean` of the mean
+    load: quantiles of a normal distribution, whose standard deviation is found by bisection.
+
+    Each token selects an expert at most once, so `max_over_mean` must be below E / K.
+    """
+    assert 1 <= max_over_mean < num_experts / topk, f"{max_over_mean} of the mean with {topk} of {num_experts}"
+    normal = NormalDist()
+    quantiles = [normal.inv_cdf((expert + 0.5) / num_experts) for expert in range(num_experts)]
+    low, high = 0.0, 1.0
+    while _largest_share(quantiles, high, topk) < max_over_mean:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _largest_share(quantiles, middle, topk) < max_over_mean else (low, middle)
+    return tuple(high * quantile for quantile in quantiles)
+
+
+def _largest_share(quantiles: Sequence[float], std: float, topk: int) -> float:
+    """Load of the most popular expert over the mean load. Gumbel top-K selects the K experts whose exponential clocks,
+    with the popularity as rate, ring first: expert e with probability 1 - exp(-t rate_e), where t is the time at which
+    K clocks are expected to have rung. The error is below 3 %, because t varies between tokens."""
+    rates, time = [exp(std * (quantile - quantiles[-1])) for quantile in quantiles], 0.0
+    while True:
+        missing = topk - sum(1 - exp(-time * rate) for rate in rates)
+        if missing < 1e-9 * topk:  # Newton's method approaches t from below, because the sum is concave
+            return (1 - exp(-time)) * len(rates) / topk
+        time += missing / sum(rate * exp(-time * rate) for rate in rates)
 
 
 def fullest(spread: LoadSpread, num_parts: int) -> float:

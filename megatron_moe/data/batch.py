@@ -71,6 +71,9 @@ class MicrobatchContext:
     forced_logits: Mapping[int, Tensor] | None = None
     """Layer index -> random router logits [T, E], drawn in advance for `--moe-router-force-load-balancing` or
     `--moe-router-force-biased`. If None, each router that needs random logits draws them itself in its forward."""
+    given_ids: Mapping[int, Tensor] | None = None
+    """Layer index -> int64 expert ids [T, K] that the decoder's routers use instead of selecting
+    (`--moe-routing-replay-path`). None: they select."""
     graph_instance: GraphRunner | None = None
     """CUDA graphs that this microbatch replays. None: eager execution."""
 

@@ -51,12 +51,14 @@ def verify_layout(plan: RunPlan, *, num_steps: int, timeout: float, fault_seed: 
 
 
 def _without_forced_logits(plan: RunPlan) -> RunPlan:
-    """Plan without forced router logits, which would bypass the router and differ between context-parallel ranks."""
+    """Plan without forced router logits, which would bypass the router and differ between context-parallel ranks, and
+    without recorded expert choices, which belong to other sizes."""
 
     def routing(moe: MoEConfig) -> MoEConfig:
-        return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None))
+        return replace(moe, router=replace(moe.router, force_balancing=False, force_biased=None, force_skew=None))
 
-    return replace(plan, model=with_experts(plan.model, routing))
+    loop = replace(plan.loop, moe_routing_replay_path=None)
+    return replace(plan, model=with_experts(plan.model, routing), loop=loop)
 
 
 class RankProcesses:

@@ -179,7 +179,7 @@ class GPT(nn.Module):
         prediction are not captured."""
         wanted = frozenset(modules)
         if self.ctx.group("etp_ep").size > 1:
-            wanted -= {"moe_preprocess"}  # it exchanges rows, and collectives are not captured
+            wanted -= {"moe_preprocess"}  # its graph would end between the halves of the exchange's autograd functions
         for layer in self.decoder.by_index.values():
             layer.nodes = capture_nodes(layer.nodes, sorted(wanted), layer.site)
 
@@ -188,7 +188,7 @@ class GPT(nn.Module):
         cannot draw random numbers in a replay."""
         layers = self.decoder.by_index.values()
         routers = (layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer))
-        forced = [each for each in routers if each.config.force_balancing or each.config.force_biased is not None]
+        forced = [each for each in routers if each.config.forces_logits]
         if not forced:
             return batch
         num_tokens = batch.tokens_BS.numel()

@@ -144,6 +144,7 @@ class MTP(nn.Module):
             aux_loss_scale=mb.aux_loss_scale / (self.config.num_layers if self.config.repeated_layer else 1),
             rng=None if mb.rng is None else mb.rng.within("mtp", depth),
             forced_logits=None,  # drawn for the decoder's layers, which may be captured; MTP layers are not
+            given_ids=None,
         )
 
 

@@ -35,8 +35,8 @@ CAPTURED_NODES = MappingProxyType(
         "moe": ("router", "residual"),
     }
 )
-"""Module of `--cuda-graph-modules` -> names of the first and the last node in its graph. The modules "moe_preprocess"
-and "moe" can be captured only if every rank has all experts, because collectives are not captured."""
+"""Module of `--cuda-graph-modules` -> names of the first and the last node in its graph. The module "moe" can be
+captured if `Dispatcher.can_be_captured`, "moe_preprocess" only if every rank has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

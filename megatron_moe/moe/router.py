@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.moe import Balancing, CapacityConfig, RouterConfig
+from megatron_moe.cost_model.expert_load import skewed_log_popularity
 from megatron_moe.data.batch import MicrobatchContext
 from megatron_moe.kernels.ops import Kernels, RoutedTokens, internal_dtype
 from megatron_moe.kernels.reference_routing import squared_logsumexp, top_ids, valid_ids, valid_or_zero
@@ -150,6 +151,11 @@ class Router(nn.Module):
         self._state("threshold_sums", torch.float64, num_experts, quantile)
         self._state("threshold_count", torch.float64, 1, quantile)
         self._state("global_counts", torch.int64, num_experts, "global_aux_loss" in config.balancing)
+        self._forces_logits = config.forces_logits
+        self._log_popularity_E: Tensor | None = None
+        if config.force_skew is not None:
+            popularity = skewed_log_popularity(num_experts, config.topk, config.force_skew)
+            self._log_popularity_E = torch.tensor(popularity, device=ctx.device)
         self.counts_ahead: dict[RNGKey | None, Tensor] = {}
         """Choices per expert for global_aux_loss, by microbatch RNG key. A forward stores them for its recompute."""
 
@@ -160,15 +166,18 @@ class Router(nn.Module):
     def forward(self, hidden_SBH: Tensor, mb: MicrobatchContext, given_ids_TK: Tensor | None = None) -> Routing:
         """Routes the T = S * B tokens of `hidden_SBH`; the token at (s, b) has index t = s * B + b.
 
-        `given_ids_TK` (an earlier `Routing.chosen_TK`) replaces the selection; probabilities follow from the current
-        logits. In training, the gradients of the losses are attached to the probabilities. Choices are counted only if
-        gradients are enabled, and metrics are recorded only if `mb.metrics` is set. With recompute, the first forward
-        records metrics and the second one counts choices, so nothing is counted twice.
+        `given_ids_TK` (an earlier `Routing.chosen_TK`; default: those in `mb.given_ids`) replaces the selection;
+        probabilities follow from the current logits. In training, the gradients of the losses are attached to the
+        probabilities. Choices are counted only if gradients are enabled, and metrics are recorded only if `mb.metrics`
+        is set. With recompute, the first forward records metrics and the second one counts choices, so nothing is
+        counted twice.
         """
         recording = mb.training and (torch.is_grad_enabled() or mb.metrics is not None)
         valid_T = None if mb.tokens.valid_BS is None else my_positions(mb.tokens.valid_BS, self.ctx).t().reshape(-1)
         logits_TE = self._logits(hidden_SBH, mb)
         batch_size = hidden_SBH.shape[1]
+        if given_ids_TK is None and mb.given_ids is not None:
+            given_ids_TK = mb.given_ids[self.layer]
         if "expert_choice" in self.config.balancing:
             assert given_ids_TK is None, "expert choice cannot replay ids per token"
             routed, routing = None, self.selection.by_expert(logits_TE, valid_T)
@@ -204,7 +213,7 @@ class Router(nn.Module):
     def _logits(self, hidden_SBH: Tensor, mb: MicrobatchContext) -> Tensor:
         """Logits [T, E]. The GEMMs of forward and backward run in the dtype of the logits; hidden states and weight are
         saved in their original dtypes."""
-        config, eps = self.config, self.config.input_jitter_eps
+        eps = self.config.input_jitter_eps
         if eps and (key := mb.key("router jitter", self.layer)) is not None:
             # samples of U(1 - eps, 1 + eps) (Switch Transformer, arXiv 2101.03961)
             uniform = rng.uniform(hidden_SBH.shape, key, hidden_SBH.device, part=sequence_part(self.ctx))
@@ -213,7 +222,7 @@ class Router(nn.Module):
         logits_TE = self.kernels.gate_product(hidden_SBH.flatten(0, 1), self.weight, dtype)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias.to(dtype)
-        if config.force_balancing or config.force_biased is not None:
+        if self._forces_logits:
             forced = mb.forced_logits
             drawn = self.draw(len(logits_TE), hidden_SBH.dtype, mb) if forced is None else forced[self.layer]
             logits_TE = _StraightThrough.apply(logits_TE, drawn)  # type: ignore[no-untyped-call]
@@ -231,13 +240,21 @@ class Router(nn.Module):
         The logits are N(0, 1) noise that differs between tokens, microbatches and layers. It is drawn in fp32 so that
         fp64 runs use the same values. If `force_biased` is set to a number s, one sample per expert with standard
         deviation |s|, equal on all ranks, is added. If s >= 0, these samples are redrawn every step; if s < 0, never.
+        With `force_skew`, the noise is Gumbel noise, so that the top K are samples without replacement, and the log
+        popularity of the experts is added, in an order that is redrawn every step.
         """
         num_experts, std, device = self.config.num_experts, self.config.force_biased, self.ctx.device
         dtype, part = self._logits_dtype(dtype), sequence_part(self.ctx)
         key = (self.ctx.seed,) if mb.rng is None else mb.rng.site()
-        noise_TE = rng.normal(
-            torch.Size((num_tokens, num_experts)), (*key, "forced logits", self.layer), device, part=part
-        )
+        shape, site = torch.Size((num_tokens, num_experts)), (*key, "forced logits", self.layer)
+        if self._log_popularity_E is not None:
+            uniform_TE = rng.uniform(shape, site, device, part=part)
+            key = (self.ctx.seed,) if mb.rng is None else (mb.rng.seed, mb.rng.iteration)
+            order_E = rng.uniform(torch.Size((num_experts,)), (*key, "forced skew", self.layer), device).argsort()
+            gumbel_TE = uniform_TE.clamp_min(torch.finfo(torch.float32).tiny).log().neg().log().neg()
+            # scaled, which keeps the order, so that sigmoid scores do not saturate
+            return ((gumbel_TE + self._log_popularity_E[order_E]) / 4).to(dtype)
+        noise_TE = rng.normal(shape, site, device, part=part)
         # a copy: a view would keep the noise of all parts in memory until backward
         noise_TE = noise_TE.to(dtype, copy=part[1] > 1)
         if std is None:
@@ -303,6 +320,8 @@ class Router(nn.Module):
             self.threshold_count.add_(counted)
 
     def _record(self, metrics: MetricAccumulator, routing: Routing, valid_T: Tensor | None) -> None:
+        if metrics.trace_routing is not None and routing.chosen_TK is not None:
+            metrics.trace_routing(self.layer, routing.chosen_TK)
         if routing.map_TE is not None:
             met_T = routing.map_TE.any(dim=1)
             num_tokens = torch.ones_like(met_T).sum() if valid_T is None else valid_T.sum()

@@ -24,6 +24,7 @@ from megatron_moe.memory.cuda_graphs.full_iteration import FullIterationGraph
 from megatron_moe.model.gpt import LossOutput, objective
 from megatron_moe.moe.balancing import update_routers
 from megatron_moe.moe.router import Router
+from megatron_moe.moe.routing_trace import RoutingReplay, RoutingTrace
 from megatron_moe.optim.clip_grads import clip_coefficient, count_zeros, gradient_norms
 from megatron_moe.optim.distributed_optimizer import Optimizer
 from megatron_moe.optim.grad_buffers import GradBuffers, finish_grads
@@ -119,8 +120,16 @@ class Trainer:
         """Spike limits of the loss and of the gradient norm; None where spikes are ignored or only reported."""
         self.full_iteration: FullIterationGraph | None = None
         """CUDA graph of forward and backward of a whole step; None if steps are not captured as a whole."""
+        self.routing_trace: RoutingTrace | None = None
+        """Writer of expert choices (`--moe-routing-trace-path`), set by `trace_routing`; None: they are not written."""
+        self.routing_replay: RoutingReplay | None = None
+        """Expert choices that replace those of the routers (`--moe-routing-replay-path`); None: the routers select."""
         self._may_continue = torch.ones((), device=self.context.device, dtype=torch.bool)
         """Device bool: False once a step has failed a check that ends the run. No update is applied afterwards."""
+
+    def trace_routing(self, trace: RoutingTrace) -> None:
+        """Makes the following steps write the expert choices of their routers."""
+        self.routing_trace, self.metrics.trace_routing = trace, trace.add
 
     def step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         """Trains on this rank's microbatches of one global batch; `state` is the state before the step.
@@ -131,8 +140,12 @@ class Trainer:
     def _step(self, batches: Sequence[MicroBatch], state: TrainState) -> StepOutcome:
         iteration, lr = state.iteration + 1, self.schedule.lr(state.trained_samples)
         trial = self._trial(batches, iteration) if self.repeatability else None
+        if self.routing_trace is not None:
+            self.routing_trace.begin_step(iteration)
         with self.timers.span("forward-backward", level=1):
             loss, num_tokens, local = self._forward_backward(batches, iteration)
+        if self.routing_trace is not None:
+            self.routing_trace.end_step(iteration)
         self.recent.append(RetainedStep(replace(state), batches, local.clone()))
         with self.timers.span("all-grads-sync", level=1):
             self._finish_grads(num_tokens)
@@ -165,8 +178,11 @@ class Trainer:
         exceeded their bound: raises the bound and returns these steps, which must be taken again in order."""
         assert self.model.expert_comm is not None
         self.model.expert_comm.raise_bound(overflow)
-        if self.full_iteration is not None:
-            self.full_iteration.discard()
+        graphs = self.full_iteration or self.pipeline.graph_instances
+        if graphs is not None:
+            graphs.discard()
+        if self.routing_trace is not None:
+            self.routing_trace.drop(iteration)
         self._may_continue.fill_(True)
         self.metrics.cut()
         steps = [step for step in self.recent if step.iteration >= iteration]
@@ -322,11 +338,13 @@ class Trainer:
             aux_loss_scale: Tensor | float = cp.size / len(batches)
             if self.loop.calculate_per_token_loss:
                 aux_loss_scale = num_routed(batch.whole or batch)
+            number, replay = index * group.size + group.rank, self.routing_replay
             mb = replace(
                 batch.context,
                 aux_loss_scale=aux_loss_scale,
-                rng=RNGKey(self.loop.seed, iteration, index * group.size + group.rank, scope),
+                rng=RNGKey(self.loop.seed, iteration, number, scope),
                 metrics=self.metrics,
+                given_ids=None if replay is None else replay.choices(iteration, number),
                 training=True,
             )
             prepared.append(replace(batch, context=mb))

@@ -114,6 +114,10 @@ class TrainingLog:
         problem = None if comm is None else comm.peer_problem()
         if problem is not None:
             raise problem
+        trace = self._trainer.routing_trace
+        failure = None if trace is None else trace.write(result.iteration)
+        if failure is not None:
+            self._reporter.note(failure)
         self._reporter.observe(result)
         if self._stragglers:
             self._stragglers.step_took(result.seconds)

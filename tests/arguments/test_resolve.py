@@ -602,6 +602,6 @@ def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
 @pytest.mark.parametrize(
     "more, experts", [("--bf16", "moe"), ("--bf16 --no-moe-grouped-gemm", "moe_router"), ("", "moe_router")]
 )
-def test_experts_are_recorded_where_no_product_reads_the_host(more, experts):
+def test_experts_are_captured_where_the_host_reads_nothing(more, experts):
     assert plan_of(f"{GRAPHS} {more}").cuda_graphs.cuda_graph_modules == ("attn", "mlp", experts)
     assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").cuda_graphs.cuda_graph_modules == ("attn", experts)

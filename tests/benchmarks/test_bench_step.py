@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,26 +18,32 @@ from benchmarks.harness.profile_step import Profile
 from benchmarks.harness.step_cases import CASES, StepCase, words_of
 from benchmarks.harness.timed_run import Reading, Share, TimedRun, graph_pool_bytes
 from megatron_moe.config.exit_codes import ExitCode, MemoryProblem
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.logs.metrics import MetricAccumulator
 from megatron_moe.moe.router_metrics import record_load
 from megatron_moe.parallel.context import ParallelContext
+from tests.helpers.ranks import on_threads
 
 BY_NAME = {case.name: case for case in CASES}
-SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280}
+SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280, "m27": 163840, "q24": 151936}
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def plan_of(case: StepCase) -> RunPlan:
-    words = words_of(case, Path("my/corpus"), Path("my/tokenizer.model"))
+    words = words_of(case, Path("my/corpus"), Path("my/tokenizer.model"), Path("my/traces"))
+    environ = TWO_RANKS | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} if case.num_gpus == 2 else {}
     return read_plan(
-        words, {}, vocab_size_of=lambda config: (config.tokenizer_type == "NullTokenizer" and config.vocab_size) or 8000
+        words,
+        environ,
+        vocab_size_of=lambda config: (config.tokenizer_type == "NullTokenizer" and config.vocab_size) or 8000,
     )
 
 
 def result(ms: float, *, tflops: float = 400.0, kinds: tuple[Share, ...] = (), board: Reading | None = None) -> Profile:
     return Profile(
         step_ms=(ms + 1, ms, ms - 1), tflops=tflops, tokens_per_second=1.0, peak_mib=85129.4,
-        losses=(12.5, 11.0, 10.25), loads=(1.5, 2.5), kinds=kinds, kernels=(), board=board,
+        losses=(12.5, 11.0, 10.25), loads=(1.5, 2.5), rows=(1.0, 1.5), kinds=kinds, kernels=(), board=board,
     )  # fmt: skip
 
 
@@ -51,7 +58,7 @@ def test_every_case_keeps_the_vocabulary_of_its_recipe(case):
     """The tokenizer's own vocabulary is smaller and would change the output matrix."""
     plan = plan_of(case)
     assert plan.model.vocab_size == SHAPES[case.balanced] and plan.model.vocab_size % 128 == 0
-    assert plan.parallel.world_size == 1 and plan.data.seq_length == 4096
+    assert plan.parallel.world_size == plan.parallel.ep == case.num_gpus and plan.data.seq_length == 4096
     assert plan.loop.train_iters >= case.warmup + case.steps + case.traced
 
 
@@ -61,7 +68,7 @@ def test_a_row_has_what_was_measured():
     skewed = CaseOutcome(BY_NAME["q6-skewed"], (), 19.6, result(366.4, tflops=394.4))
     assert cells(row(balanced, [])) == [
         "Q6, micro batch 2", "3 + 10", "361.3 (360.3, 362.3)", "400.0", "400", "490", "", "85,129",
-        "698 of 700", "1530", "12.500 to 10.250", "", "20",
+        "698 of 700", "1530", "12.500 to 10.250", "", "1.25, at most 1.50", "20",
     ]  # fmt: skip
     assert cells(row(skewed, [balanced]))[3:7] == ["394.4", "92%", "97%", "98.6%"]
     assert cells(row(skewed, [balanced]))[8:12] == ["", "", "12.500 to 10.250", "2.00, at most 2.50"]
@@ -99,6 +106,35 @@ def test_loads_are_of_the_steps_since_they_were_taken():
             record_load(metrics, layer, torch.tensor(counts), context.group("tp_cp"))
     assert TimedRun.take_loads(stand_in) == (2.0, 2.0)
     assert TimedRun.take_loads(stand_in) == ()
+
+
+def test_cases_over_two_gpus_differ_in_routing_only():
+    plans = {case.name: plan_of(case) for case in CASES if case.num_gpus == 2}
+    router = {name: plan.model.layers[-1].feed_forward.router for name, plan in plans.items()}
+    assert router["m27-skew4.4"] == replace(router["m27"], force_skew=4.4)
+    assert plans["q24-replayed"].loop.moe_routing_replay_path == Path("my/traces/q24")
+    assert plans["q24-moe-graphs"].cuda_graphs.cuda_graph_modules == ("attn", "moe")
+    assert {plan.batch.global_batch_size for plan in plans.values()} == {32}
+
+
+def test_rows_of_the_fullest_rank_include_those_beyond_the_bound():
+    """Two ranks: 30 and 10 rows, then 20 and 28, of which 4 are beyond the bound."""
+    config = ParallelConfig(world_size=2, ep=2)
+
+    def taken(context: ParallelContext) -> tuple[float, ...]:
+        comm = SimpleNamespace(etp_ep=context.group("ep"))
+        model = SimpleNamespace(expert_comm=comm)
+        stand_in: Any = SimpleNamespace(trainer=SimpleNamespace(model=model), _rows=[])
+        seen = []
+        for number, beyond in ((30, None), (20, 0)) if context.rank == 0 else ((10, None), (24, 4)):
+            overflow = None if beyond is None else torch.tensor(beyond)
+            rows: Any = SimpleNamespace(offsets_e=torch.tensor([3, number]), overflow=overflow)
+            TimedRun._record_rows(stand_in, seen.append, rows)
+        assert len(seen) == 2
+        assert TimedRun.take_rows(stand_in) == pytest.approx((1.5, 28 / 24))
+        return TimedRun.take_rows(stand_in)
+
+    assert on_threads(config, taken) == [(), ()]
 
 
 def test_graph_memory_is_the_part_of_the_pools_that_is_not_allocated(monkeypatch):

@@ -1,5 +1,6 @@
 """What every rank of the tests of experts over GPUs runs."""
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from arguments.read import read_plan
+from benchmarks.harness.timed_run import TimedRun
+from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.model import InitConfig
 from megatron_moe.config.moe import CapacityConfig, MoEConfig
 from megatron_moe.config.parallel import Launch, ParallelConfig
 from megatron_moe.config.run import KernelConfig
+from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
@@ -226,6 +231,57 @@ def flex_replays(context_of: ContextOf, num_ranks: int) -> list[Any]:
         graph.replay()
         same.append(all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)))
     return same
+
+
+MODULES = {
+    "eager": (),
+    "moe": ("moe",),
+    "all modules": ("attn", "mlp", "moe"),
+    "all modules, bounded rows": ("attn", "mlp", "moe"),
+    "whole step": None,
+    "whole step, bounded rows": None,
+}
+SMALL_STEPS = (
+    "--num-layers 3 --hidden-size 256 --moe-ffn-hidden-size 128 --num-experts 16 --moe-router-topk 4 --seq-length 256 "
+    "--vocab-size 1000 --global-batch-size 8 --micro-batch-size 2 --train-iters 30 --moe-layer-freq ([0]+[1]*2) "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type flex --no-moe-router-force-load-balancing "
+    "--moe-expert-wgrad-interval 1 --lr 1e-2 --deterministic-mode --no-overlap-grad-reduce --no-overlap-param-gather"
+)
+
+
+def trained(recipe: str, name: str, num_steps: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Losses of each step and weights after the last one, and the number of repeated steps. Two steps are eager."""
+    bound = ["--moe-expert-rank-capacity-factor", "0.9" if name.endswith("bounded rows") else "2"]
+    plan = read_plan(["--recipe", recipe, *SMALL_STEPS.split(), *bound], os.environ, vocab_size_of=vocab_size_of)
+    os.environ.update(plan.environment)
+    modules = MODULES[name]
+    graphs = CudaGraphConfig(
+        cuda_graph_modules=modules or (), full_iteration=modules is None, cuda_graph_warmup_steps=2
+    )
+    run, figures, num_repeated = TimedRun(replace(plan, cuda_graphs=graphs)), {}, 0
+    for step in range(num_steps):
+        outcome = run.step()
+        while overflow := float(outcome.figures.get("overflow", 0)):
+            num_repeated += 1
+            (retained,) = run.trainer.steps_to_repeat(outcome.iteration, overflow)
+            outcome = run.trainer.step(retained.batches, retained.state)
+        figures[f"loss {step}"] = outcome.loss.cpu()
+    recorded = run.trainer.full_iteration or run.trainer.pipeline.graph_instances
+    assert (recorded is None) == name.startswith("eager")
+    if recorded is not None:
+        print(name, recorded.summary(), flush=True)
+    figures |= {name: value.detach().cpu() for name, value in run.trainer.model.named_parameters()}
+    run.close()
+    return figures, num_repeated
+
+
+def trained_with_graphs(rank: int, num_ranks: int, port: int, folder: str) -> None:
+    """Writes what `trained` returns with every kind of graphs, for both recipes."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    found = {(recipe, name): trained(recipe, name, num_steps=22) for recipe in ("q6", "m8") for name in MODULES}
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 def rank_main(rank: int, num_ranks: int, port: int, job: Callable[..., list[Any]], folder: str) -> None:

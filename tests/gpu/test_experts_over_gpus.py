@@ -1,8 +1,10 @@
 """Experts over ranks under NCCL: the numbers of one rank, and no waiting for the device where none is declared."""
 
+import pickle
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing as mp
 
 from tests.gpu.experts_over_gpus import (
     cases,
@@ -14,9 +16,11 @@ from tests.gpu.experts_over_gpus import (
     flex_replays,
     hierarchical_layers,
     on_gpus,
+    trained_with_graphs,
     without_waiting,
 )
-from tests.helpers.tolerances import BF16_KERNEL, FP32_LAYOUT, FP32_REF, FP64_LAYOUT
+from tests.helpers.ranks import free_port
+from tests.helpers.tolerances import BF16_KERNEL, EXACT, FP32_LAYOUT, FP32_REF, FP64_LAYOUT
 from tests.moe.parallel.folded import gathered, name_of, on_one_rank
 
 NUM_GPUS = pytest.mark.parametrize(
@@ -71,3 +75,15 @@ def test_flex_overflow_counts_the_rows_beyond_the_bound(num_gpus: int, tmp_path:
 @NUM_GPUS
 def test_replayed_flex_layers_equal_eager_ones(num_gpus: int, tmp_path: Path) -> None:
     assert on_gpus(num_gpus, flex_replays, tmp_path) == [[True] * 20] * num_gpus
+
+
+@NUM_GPUS
+def test_replayed_training_steps_equal_eager_ones(num_gpus: int, tmp_path: Path) -> None:
+    """20 replays of graphs that contain the token exchange, with the routing that the router learns. Rows that exceed
+    their bound are repeated with a larger one, in graphs that are captured again."""
+    mp.spawn(trained_with_graphs, args=(num_gpus, free_port(), str(tmp_path)), nprocs=num_gpus)
+    for rank in range(num_gpus):
+        found = pickle.loads(Path(tmp_path, f"{rank}.pickle").read_bytes())
+        for (recipe, name), (figures, num_repeated) in found.items():
+            EXACT.check_all(figures, found[recipe, "eager"][0], f"rank {rank}, {recipe}, {name}")
+            assert (num_repeated > 0) == name.endswith("bounded rows"), f"{name}: {num_repeated} repeated steps"

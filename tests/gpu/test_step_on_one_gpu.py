@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
 from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
+from megatron_moe import build
 from megatron_moe.data.tokenizer import vocab_size_of
 from tests.gpu.host_sync import no_host_sync
 from tests.helpers.tolerances import EXACT, FP32_MODEL
@@ -33,7 +36,10 @@ def start(flags: list[str]) -> TimedRun:
     return TimedRun(plan)
 
 
-@pytest.mark.parametrize("routing", ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing"])
+@pytest.mark.parametrize(
+    "routing",
+    ["--moe-router-force-load-balancing", "--no-moe-router-force-load-balancing", "--moe-router-force-skew=3"],
+)
 @pytest.mark.parametrize("update", [(), ("--overlap-optimizer-step",)], ids=["", "updates in the forward"])
 def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tuple[str, ...]) -> None:
     run = start([*flags, routing, *update])
@@ -44,6 +50,27 @@ def test_steps_run_without_host_sync(flags: list[str], routing: str, update: tup
         outcome = run.trainer.step(batches, run.state)
     assert torch.isfinite(outcome.loss)
     run.close()
+
+
+def test_traced_and_replayed_steps_run_without_host_sync(flags: list[str], tmp_path: Path) -> None:
+    """The replay's choices are the recorded ones, although its logits are others."""
+    learned = [*flags, "--no-moe-router-force-load-balancing"]
+    traces = []
+    for words in ((), ("--moe-routing-replay-path", str(tmp_path / "0"), "--moe-router-force-skew", "3")):
+        folder = tmp_path / str(len(traces))
+        with ExitStack() as stack:
+            run = start([*learned, *words, "--moe-routing-trace-path", str(folder)])
+            build.trace_routing(run.plan, run.trainer, print, stack)
+            for _ in range(2):
+                run.step()
+            batches = run.loader.next_step()
+            with no_host_sync():
+                outcome = run.trainer.step(batches, run.state)
+            assert torch.isfinite(outcome.loss)
+            assert [run.trainer.routing_trace.write(iteration) for iteration in (1, 2, 3)] == [None] * 3
+            run.close()
+        traces.append((folder / "router_trace_rank0.jsonl").read_bytes())
+    assert traces[0] == traces[1] and traces[0].count(b"\n") >= 3 * 2 * 2, "steps, microbatches, layers"
 
 
 @pytest.mark.parametrize("interval", [2, 3, 6])

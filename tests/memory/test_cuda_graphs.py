@@ -8,6 +8,7 @@ from threading import local
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_moe.build import build_model, build_trainer, record_steps
 from megatron_moe.config.exit_codes import EnvironmentProblem
@@ -58,10 +59,10 @@ def the_plan(**changes):
     return tiny.plan(model=model, batch=BatchConfig(micro_batch_size=2, global_batch_size=4), **changes)
 
 
-def make_trainer(plan, context=None):
+def make_trainer(plan, context=None, recorder=None):
     context = context or ParallelContext.single(dtype=torch.float64)
     trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-    record_steps(trainer, EagerRecorder(), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval)
+    record_steps(trainer, recorder or EagerRecorder(), plan.cuda_graphs, plan.memory.moe_expert_wgrad_interval)
     return trainer
 
 
@@ -111,11 +112,53 @@ def test_experts_are_run_eagerly_alongside_captured_attention(eager):
     assert len(runs) == 3 * 2 * 2, "steps, microbatches, forwards"
 
 
+EP2 = ParallelConfig(world_size=2, ep=2)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["shared after", "shared overlapped"])
+@pytest.mark.parametrize("config", [parts_of("attn", "mlp", "moe"), WHOLE], ids=["modules", "whole step"])
+def test_graphs_contain_the_flex_exchange_without_collectives(config, overlap, monkeypatch):
+    """Whole MoE layers over two ranks, with a bound of expert rows that no routing exceeds, and another one."""
+    shared = SharedExpertsConfig(mlp=tiny_models.mlp_config(ffn_hidden_size=16))
+    for factor in (None, 1.9):
+        moe = tiny.moe(
+            tiny.router(**ROUTER), dispatcher="flex", shared=shared, shared_overlap=overlap,
+            expert_rank_capacity_factor=factor,
+        )  # fmt: skip
+        plan = the_plan(model=tiny.model(moe_config=moe), parallel=EP2)
+        plan = replace(plan, batch=replace(plan.batch, global_batch_size=8))
+        expected = on_threads(EP2, lambda c, plan=plan: run_steps(plan, make_trainer(plan, c), TrainState(), 4))
+        captured, recorder = replace(plan, cuda_graphs=config), StrictRecorder(monkeypatch)
+        graphs = []
+
+        def train(context, plan=captured, recorder=recorder, graphs=graphs):
+            trainer = make_trainer(plan, context, recorder)
+            found = run_steps(plan, trainer, TrainState(), 4)
+            graphs.append((trainer.full_iteration or trainer.pipeline.graph_instances).summary())
+            return found
+
+        for found, reference_run in zip(on_threads(EP2, train), expected, strict=True):
+            EXACT.check_all(found, reference_run, f"{config}, factor {factor}")
+        assert len(graphs) == 2 and all(graphs)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("config", [parts_of("moe"), WHOLE], ids=["modules", "whole step"])
+def test_collective_exchanges_cannot_be_captured(dispatcher, config):
+    plan = the_plan(model=tiny.model(moe_config=tiny.moe(dispatcher=dispatcher)), parallel=EP2, cuda_graphs=config)
+
+    def rejected(context):
+        with pytest.raises(EnvironmentProblem, match="cannot contain the token exchange of All"):
+            make_trainer(plan, context)
+
+    on_threads(EP2, rejected)
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_graphs_contain_no_exchange_between_ranks(dispatcher):
     """Neither collectives nor their host reads are captured."""
     model = tiny.model(num_layers=2, moe_config=tiny.moe(dispatcher=dispatcher))
-    config = ParallelConfig(world_size=2, ep=2)
+    config = EP2
 
     def train(context, plan):
         trainer = make_trainer(plan, context)
@@ -214,17 +257,26 @@ def test_gradients_of_replays_start_reductions_early():
         EXACT.check_all(found, expected, "overlapped reductions")
 
 
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "broadcast")
+
+
 class StrictRecorder(EagerRecorder):
-    """A graph cannot contain waits: fails if captured work acquires parameters."""
+    """A graph cannot contain waits: fails if captured work acquires parameters or runs a collective."""
 
     def __init__(self, monkeypatch):
-        acquire, self.rank = ParamStore.acquire, local()
+        self.rank = local()
+        self.forbid(monkeypatch, ParamStore, "acquire")
+        for name in COLLECTIVES:
+            self.forbid(monkeypatch, dist, name)
 
-        def checked(store, unit):
-            assert not getattr(self.rank, "captures", False), f"a graph contains the wait for {unit}"
-            acquire(store, unit)
+    def forbid(self, monkeypatch, owner, name):
+        function = getattr(owner, name)
 
-        monkeypatch.setattr(ParamStore, "acquire", checked)
+        def checked(*args, **kwargs):
+            assert not getattr(self.rank, "captures", False), f"a graph contains {name}"
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, checked)
 
     def capture(self, work, pool):
         def run():
@@ -243,12 +295,9 @@ def test_captured_modules_acquire_their_weights_before_the_replay(in_forward, mo
     parallel = ParallelConfig(world_size=2)
 
     def train(plan, recorder):
-        def on_rank(context):
-            trainer = build_trainer(plan, context, build_model(plan, context, KERNELS), KERNELS)
-            record_steps(trainer, recorder, plan.cuda_graphs)
-            return run_steps(plan, trainer, TrainState(), 4)
-
-        return on_threads(parallel, on_rank)
+        return on_threads(
+            parallel, lambda context: run_steps(plan, make_trainer(plan, context, recorder), TrainState(), 4)
+        )
 
     plan = the_plan(data_parallel=early, parallel=parallel, cuda_graphs=ALL)
     expected = train(plan, EagerRecorder())

@@ -153,6 +153,29 @@ def test_negative_forced_bias_is_fixed_for_the_run():
     assert (first - next_step).abs().max() < 0.15 < 1 < first.abs().max()
 
 
+def _forced_load(key, *, skew=3.0, layer=3, num_experts=32, topk=4, part=slice(None), **fields):
+    """Load of each expert over the mean load."""
+    router = make_router(force_skew=skew, layer=layer, num_experts=num_experts, topk=topk, **fields)
+    hidden = make_hidden(8000, 1)
+    counts = router(hidden, make_mb(hidden, rng=RNGKey(1, *key))).counts_E[part]
+    return counts * num_experts / (topk * len(hidden))
+
+
+@pytest.mark.parametrize("fields", [{}, {"score_function": "sigmoid", "expert_bias": True}])
+@pytest.mark.parametrize(("skew", "num_experts", "topk"), [(1.5, 64, 6), (4.4, 64, 6), (8.0, 128, 8), (3.0, 8, 2)])
+def test_forced_skew_is_the_load_of_the_busiest_expert(skew, num_experts, topk, fields):
+    load = _forced_load((5, 0), skew=skew, num_experts=num_experts, topk=topk, **fields)
+    assert load.max() == pytest.approx(skew, rel=0.05)
+
+
+def test_forced_skew_is_common_to_ranks_and_redrawn_for_every_step_and_layer():
+    first, other_rank, next_step = (_forced_load(key) for key in ((5, 0), (5, 1), (6, 0)))
+    assert (first - other_rank).abs().max() < 0.2 and not torch.equal(first, other_rank)
+    EXACT.check(_forced_load((5, 0)), first, "the same step")
+    for other in (next_step, _forced_load((5, 0), layer=4)):
+        assert (first - other).abs().max() > 1
+
+
 @pytest.mark.parametrize(
     ("capacity", "fields"),
     [

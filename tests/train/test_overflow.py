@@ -1,11 +1,13 @@
 """Steps whose expert rows exceed `--moe-expert-rank-capacity-factor` are repeated with a larger bound."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from megatron_moe import build
+from megatron_moe.config.memory import CudaGraphConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import RunPlan
@@ -18,11 +20,16 @@ from megatron_moe.train.train_state import TrainState
 from megatron_moe.train.trainer import Trainer
 from megatron_moe.train.training_log import TrainingLog
 from tests.helpers import tiny
+from tests.helpers.eager_graphs import EagerRecorder
 from tests.helpers.ranks import on_threads
 from tests.helpers.tolerances import EXACT
 
 STEPS = 6
 EP2 = ParallelConfig(world_size=2, ep=2)
+GRAPHS = [
+    CudaGraphConfig(cuda_graph_modules=("attn", "mlp", "moe"), cuda_graph_warmup_steps=1),
+    CudaGraphConfig(full_iteration=True, cuda_graph_warmup_steps=1),
+]
 BIASED = tiny.router(score_function="sigmoid", expert_bias=True, bias_update_rate=0.1)
 
 
@@ -48,12 +55,15 @@ def plan(factor: float | None, **changes: Any) -> RunPlan:
 def setup(plan: RunPlan, context: ParallelContext) -> tuple[Trainer, TrainLoader]:
     kernels = reference.bundle()
     trainer = build.build_trainer(plan, context, build.build_model(plan, context, kernels), kernels)
+    build.record_steps(trainer, EagerRecorder(), plan.cuda_graphs)
     return trainer, build.build_train_loader(plan, context, build.build_data(plan, context))
 
 
-def train(plan: RunPlan, context: ParallelContext, read_each: bool = False) -> tuple[Reports, dict[str, Tensor], float]:
+def train(
+    plan: RunPlan, context: ParallelContext, read_each: bool = False, make: Any = setup
+) -> tuple[Reports, dict[str, Tensor], float]:
     """`read_each`: reads the result of every step at once, as before a save."""
-    trainer, loader = setup(plan, context)
+    trainer, loader = make(plan, context)
     reports, state, config = Reports(), TrainState(), build.build_train_state_config(plan)
     log = TrainingLog(trainer, reports, loader)
     for _ in range(STEPS):
@@ -84,6 +94,32 @@ def test_repeated_steps_equal_steps_without_a_bound(factor: float, read_each: bo
     notes = bound[0][0].notes
     assert notes and all("more expert rows than its bound, so the iteration is repeated with" in note for note in notes)
     assert notes == bound[1][0].notes
+
+
+@pytest.mark.parametrize("config", GRAPHS, ids=["modules", "whole step"])
+def test_graphs_are_captured_again_with_the_raised_bound(config: CudaGraphConfig) -> None:
+    """On all ranks together, after one eager step."""
+    captures: dict[int, list[int]] = {0: [], 1: []}
+
+    def run(context: ParallelContext) -> tuple[Reports, dict[str, Tensor], float]:
+        class Counter(EagerRecorder):
+            def empty_cache(self) -> None:
+                captures[context.rank].append(len(trainer.recent))
+
+        def with_counter(plan: RunPlan, context: ParallelContext) -> tuple[Trainer, TrainLoader]:
+            nonlocal trainer
+            trainer, loader = setup(replace(plan, cuda_graphs=CudaGraphConfig()), context)
+            build.record_steps(trainer, Counter(), plan.cuda_graphs)
+            return trainer, loader
+
+        trainer: Any = None
+        return train(plan(0.9, cuda_graphs=config), context, make=with_counter)
+
+    free = on_threads(EP2, lambda context: train(plan(None), context))
+    for (reports, values, raised), (_, expected, _) in zip(on_threads(EP2, run), free, strict=True):
+        EXACT.check_all(values, expected, "weights and expert biases")
+        assert raised > 0.9 and reports.notes, "no step overflowed"
+    assert captures[0] == captures[1] and len(captures[0]) >= 2, f"captures {captures}"
 
 
 def test_metrics_of_void_steps_are_dropped() -> None:

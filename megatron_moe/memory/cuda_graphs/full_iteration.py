@@ -45,7 +45,8 @@ class FullIterationGraph:
         for static, tensor in zip(step.static_inputs, tensors, strict=True):
             static.copy_(tensor)
         if step.graph is None:
-            step.graph = self._recorder.capture(lambda: step.compute(work), self._pool)
+            traced = metrics.trace_routing is not None
+            step.graph = self._recorder.capture(lambda: step.compute(work, traced=traced), self._pool)
         step.graph.replay()
         if not step.filled:
             step.filled = [accumulator for accumulator in self._accumulators if accumulator.filled]
@@ -56,8 +57,10 @@ class FullIterationGraph:
         return sums.clone()
 
     def discard(self) -> None:
-        """Drops all graphs, because shapes inside a step change; the next steps are captured again."""
+        """Drops all graphs, because shapes in them change. The next step runs eagerly, so that kernels for the new
+        shapes are compiled; the step after it is captured. All ranks must call it between the same steps."""
         self._captured.clear()
+        self._num_steps = min(self._num_steps, self._warmup - 1)
 
     def summary(self) -> str | None:
         """Text with the number of graphs and their memory; None before the first capture."""
@@ -79,7 +82,8 @@ class _CapturedStep:
         """Accumulators to which the graph adds gradients."""
         self._batches: tuple[MicroBatch, ...] = unflatten(inputs, tensors, self.static_inputs)
 
-    def compute(self, work: Work) -> list[Tensor]:
-        self.metrics = metrics = MetricRecorder()
+    def compute(self, work: Work, *, traced: bool) -> list[Tensor]:
+        """Runs `work` on the static inputs. `traced`: whether the metrics include a routing trace."""
+        self.metrics = metrics = MetricRecorder(with_routing=traced)
         batches = [replace(batch, context=replace(batch.context, metrics=metrics)) for batch in self._batches]
         return [work(batches), *metrics.tensors]

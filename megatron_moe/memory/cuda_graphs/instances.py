@@ -26,6 +26,13 @@ class GraphInstancePool:
         if self._num_steps == self._warmup + 1:
             self._recorder.empty_cache()
 
+    def discard(self) -> None:
+        """Drops all graphs, because shapes in them change. The next step runs eagerly, so that kernels for the new
+        shapes are compiled; the step after it is captured. All ranks must call it between the same steps."""
+        assert not self._in_use, f"in flight between steps (microbatch, chunk): {sorted(self._in_use)}"
+        self._free.clear()
+        self._num_steps = min(self._num_steps, self._warmup - 1)
+
     def take(self, microbatch: int, chunk: int) -> GraphInstance | None:
         """Takes an idle or new instance for the forward and backward of a microbatch. Returns None during warm-up."""
         if self._num_steps <= self._warmup:

@@ -64,7 +64,7 @@ class GraphInstance:
         self.static_bytes = 0
         """Size of the static buffers, which are not allocated from the pool."""
         self._recorder = recorder
-        self._captured: dict[tuple[CapturedModule, Form, Form, bool], _CapturedForward] = {}
+        self._captured: dict[tuple[CapturedModule, Form, Form, bool | None], _CapturedForward] = {}
         self._contexts: dict[Form, _StaticContext] = {}
         self._loaded: tuple[MicrobatchContext, _StaticContext] | None = None
         self._outputs: dict[int, Tensor] = {}
@@ -75,7 +75,7 @@ class GraphInstance:
         """Runs a module on the microbatch of this instance by graph replay, and captures its graph on first use."""
         tensors, form = flatten(state)
         static = self._load(mb)
-        records = mb.metrics is not None
+        records = None if mb.metrics is None else mb.metrics.trace_routing is not None
         key = module, form, static.form, records
         if key not in self._captured:
             self._captured[key] = _CapturedForward(self, module, state, tensors, static.context, records=records)
@@ -170,9 +170,10 @@ class _CapturedForward:
         tensors: Sequence[Tensor],
         mb: MicrobatchContext,
         *,
-        records: bool,
+        records: bool | None,
     ) -> None:
-        """`mb`: microbatch context with static buffers as tensors. `records`: whether the module records metrics."""
+        """`mb`: microbatch context with static buffers as tensors. `records`: whether the module's metrics include a
+        routing trace; None: it records no metrics."""
         self._instance = instance
         self._module = module
         self._mb = mb
@@ -225,8 +226,8 @@ class _CapturedForward:
         return self._backward.run(grads)
 
     def _compute(self) -> list[Tensor]:
-        self._metrics = MetricRecorder()
-        mb = replace(self._mb, metrics=self._metrics if self._records else None)
+        self._metrics = MetricRecorder(with_routing=bool(self._records))
+        mb = replace(self._mb, metrics=None if self._records is None else self._metrics)
         with torch.enable_grad():
             self._result = self._module.function(self._state, mb)
         inputs = {id(tensor) for tensor in self._buffers}
@@ -374,8 +375,9 @@ class _StaticInput(NamedTuple):
 class MetricRecorder(MetricAccumulator):
     """Stores the metric tensors of a captured function, so that their values can be recorded after every replay."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, with_routing: bool = False) -> None:
+        """`with_routing`: also stores the expert ids of a routing trace."""
+        super().__init__(trace_routing=self._trace_routing if with_routing else None)
         self.tensors: list[Tensor] = []
         """Tensors passed to `record` and `collect` (values, counts, rows), in call order. The graph returns them."""
         self._records: list[Callable[[MetricAccumulator, Sequence[Tensor]], None]] = []
@@ -404,6 +406,15 @@ class MetricRecorder(MetricAccumulator):
         index = self._add(row)
         # the accumulator stores rows, but the next replay overwrites this row
         self._records.append(lambda metrics, tensors: metrics.collect(name, layer, tensors[index].clone(), fold))
+
+    def _trace_routing(self, layer: int, ids_TK: Tensor) -> None:
+        index = self._add(ids_TK)
+
+        def trace(metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
+            assert metrics.trace_routing is not None, "a captured routing trace without a trace"
+            metrics.trace_routing(layer, tensors[index])
+
+        self._records.append(trace)
 
     def replay(self, metrics: MetricAccumulator, tensors: Sequence[Tensor]) -> None:
         """Records all stored metrics in `metrics`. `tensors`: the graph outputs that correspond to `self.tensors`."""

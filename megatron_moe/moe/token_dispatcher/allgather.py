@@ -33,6 +33,7 @@ class AllGatherDispatcher:
 
     host_reads = 0
     can_overflow = False
+    can_be_captured = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels

@@ -62,6 +62,7 @@ class AllToAllDispatcher:
 
     host_reads = 1
     can_overflow = False
+    can_be_captured = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels

@@ -92,6 +92,8 @@ class Dispatcher(Protocol, Generic[Handle]):
     """Maximum number of host synchronisations per dispatch."""
     can_overflow: bool
     """Whether the dispatcher sets `DispatchedTokens.overflow`."""
+    can_be_captured: bool
+    """Whether CUDA graphs can contain dispatch and combine: no host reads, no collectives, static shapes."""
 
     def __init__(self, num_experts: int, comm: "ExpertComm") -> None:
         """`num_experts`: number of experts of the layer on all ranks together."""

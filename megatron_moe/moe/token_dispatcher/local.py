@@ -11,6 +11,7 @@ class LocalDispatcher:
 
     host_reads = 0
     can_overflow = False
+    can_be_captured = True
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels

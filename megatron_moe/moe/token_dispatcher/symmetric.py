@@ -150,6 +150,8 @@ class SymmetricTransport:
 class SymmetricDispatcher(FlexDispatcher):
     """Flex dispatcher over symmetric memory."""
 
+    can_be_captured = True
+
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         comm.transport = comm.transport or SymmetricTransport(num_experts, comm)
         super().__init__(num_experts, comm, comm.transport)
