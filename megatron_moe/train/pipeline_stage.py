@@ -124,6 +124,8 @@ class RankStage:
         self._buffers.queue.run()
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
+        if self._pipeline.config.overlap_dispatch_backward_with_experts_wgrad:
+            self._buffers.queue.run()  # those of layers below the last exchange
         self._buffers.collect()
         if self._pipeline.graph_instances is not None:
             self._pipeline.graph_instances.give_back(microbatch, chunk)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import WeightGradQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,8 @@ class ExpertComm:
 
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
+    weight_grads: WeightGradQueue | None = None
+    """Queue of delayed weight gradients that run while gradients are exchanged; None: they are not delayed."""
     note: str | None = None
     """Log line about a requested communication library that is replaced; None if none is."""
 
@@ -166,6 +169,11 @@ class ExpertComm:
         factor, self.row_capacity_factor = self.row_capacity_factor, None
         yield
         self.row_capacity_factor = factor
+
+    def overlap_weight_grads(self) -> None:
+        """Computes the delayed weight gradients; called in the backward between start and finish of an exchange."""
+        if self.weight_grads is not None:
+            self.weight_grads.run()
 
     def missing_rank(self) -> int | None:
         """Global rank whose tokens did not arrive within the timeout of collectives; None: all arrived so far."""

@@ -212,6 +212,7 @@ class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pending: PendingDispatch = ctx.pending
+        pending.dispatcher.comm.overlap_weight_grads()
         work = pending.take_work()
         grad_TH, grad_TK = pending.transport.finish_sums(work, pending.route)
         pending.transport.release(work)
@@ -254,6 +255,7 @@ class _StartCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pending: PendingCombine = ctx.pending
+        pending.dispatcher.comm.overlap_weight_grads()
         work = pending.take_work()
         tokens_GH = pending.transport.finish_tokens(work).tokens_GH
         grad_RH = pending.dispatcher.kernels.permute(tokens_GH, pending.handle.index)
