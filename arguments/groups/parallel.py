@@ -45,6 +45,9 @@ class ParallelFlags:
     )
     """Overlap the dispatch backward with the weight gradients of the experts."""
 
+    high_priority_a2a_comm_stream: bool = flag(False)
+    """Run expert communication on CUDA streams of high priority."""
+
     use_distributed_optimizer: bool = flag(False)
     """Shard optimizer state over data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = flag(False)

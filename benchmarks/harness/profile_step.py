@@ -158,7 +158,7 @@ def draw_timeline(events: Sequence[KernelEvent], path: Path) -> None:
     if not windows:
         return
     figure, panels = pyplot.subplots(len(windows), figsize=(16, 2.5 * len(windows) + 1), squeeze=False)
-    colors: dict[str, object] = {}
+    colors: dict[str, tuple[float, float, float, float]] = {}
     for axes, (name, (start, end)) in zip(panels[:, 0], windows.items(), strict=True):
         shown = [event for event in events if event.end > start and event.start < end]
         streams = sorted({event.stream for event in shown})
@@ -169,7 +169,8 @@ def draw_timeline(events: Sequence[KernelEvent], path: Path) -> None:
             axes.broken_barh(bar, (streams.index(event.stream) - 0.4, 0.8), facecolors=[color], edgecolor="black")
         axes.set(xlim=(0, end - start), xlabel=f"{name} of a layer: microseconds", yticks=range(len(streams)))
         axes.set_yticklabels([f"stream {stream}" for stream in streams])
-    figure.legend([Patch(color=color) for color in colors.values()], list(colors), loc="upper center", ncols=7)
+    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=patches, loc="upper center", ncols=7)
     figure.tight_layout(rect=(0, 0, 1, 0.9))
     figure.savefig(path, dpi=110)
 

@@ -47,6 +47,8 @@ class ParallelConfig:
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
+    high_priority_a2a_comm_stream: bool = False
+    """Runs expert communication on CUDA streams of high priority (`--high-priority-a2a-comm-stream`)."""
     debug_collectives: bool = False
     """Checks before each collective that all ranks of the group call it with equal shapes (torch.distributed's debug
     level DETAIL)."""

@@ -3,6 +3,7 @@
 On a CPU every operation completes before its call returns, so streams are no-ops and events are None.
 """
 
+import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 
@@ -34,12 +35,17 @@ class Streams:
     def record_use(self, tensor: Tensor) -> None:
         """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
 
+    def reserve_multiprocessors(self, number: int | None) -> None:
+        """Makes matrix products that are launched from now on, on any stream, leave `number` multiprocessors to other
+        kernels; None: they use all."""
+
 
 class CudaStreams(Streams):
     """Streams of a GPU: the current stream as "compute", and one new stream per name in `names`."""
 
-    def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
-        self._streams = {name: torch.cuda.Stream(device) for name in names}
+    def __init__(self, device: torch.device, names: tuple[str, ...], *, high_priority: bool = False) -> None:
+        """`high_priority`: thread blocks of the new streams start before waiting ones of other streams."""
+        self._streams = {name: torch.cuda.Stream(device, priority=-1 if high_priority else 0) for name in names}
         self._streams["compute"] = torch.cuda.current_stream(device)
 
     def on(self, name: str) -> AbstractContextManager[object]:
@@ -59,10 +65,17 @@ class CudaStreams(Streams):
     def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream())
 
+    def reserve_multiprocessors(self, number: int | None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch calls both settings experimental
+            torch._C._set_sm_carveout_experimental(number)
+            # cuBLAS ignores the number; without it, both libraries choose the same kernels
+            torch.backends.cuda.preferred_blas_library("default" if number is None else "cublaslt")
 
-def make_streams(device: torch.device, *names: str) -> Streams:
+
+def make_streams(device: torch.device, *names: str, high_priority: bool = False) -> Streams:
     """Creates the streams of a device: "compute" and one per name in `names`."""
-    return CudaStreams(device, names) if device.type == "cuda" else Streams()
+    return CudaStreams(device, names, high_priority=high_priority) if device.type == "cuda" else Streams()
 
 
 class HostCopies(Streams):

@@ -33,7 +33,8 @@ class Pipeline:
         self.model = model
         self.layout = layout
         self.links = connect(context)
-        self._streams = make_streams(context.device, "communication")
+        priority = context.config.high_priority_a2a_comm_stream
+        self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None
         """Pool of CUDA graph instances for the microbatches in flight; None: eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron_moe.kernels.backends.triton.launch import HOPPER_MULTIPROCESSORS, free_multiprocessors
 from megatron_moe.parallel.streams import CudaHostCopies, CudaStreams, MetaHostCopies, make_host_copies, make_streams
 
 GPU = torch.device("cuda")
@@ -17,13 +18,15 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.num_streams = 0
+        self.priorities: list[int] = []
         self.current = FakeStream(self, "main")
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
 
-    def new_stream(self, device: torch.device) -> "FakeStream":
+    def new_stream(self, device: torch.device, priority: int = 0) -> "FakeStream":
         self.num_streams += 1
+        self.priorities.append(priority)
         return FakeStream(self, f"side {self.num_streams}")
 
     @contextmanager
@@ -77,6 +80,25 @@ def test_a_forked_stream_waits_for_the_current_one_and_a_plain_switch_does_not(c
         assert streams.record() == "event of side 1"
     assert event == "event of side 2"
     assert cuda.log == ["main waits for event of side 2", "tensor used by main", "side 1 waits for main"]
+
+
+def test_new_streams_have_high_priority_on_request(cuda):
+    make_streams(GPU, "communication")
+    make_streams(GPU, "communication", high_priority=True)
+    assert cuda.priorities == [0, -1]
+
+
+def test_reserved_multiprocessors_are_left_out_of_the_grids_of_products(cuda, monkeypatch):
+    libraries: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
+    streams = make_streams(GPU)
+    try:
+        streams.reserve_multiprocessors(8)
+        assert free_multiprocessors(torch.device("meta")) == HOPPER_MULTIPROCESSORS - 8
+    finally:
+        streams.reserve_multiprocessors(None)
+    assert free_multiprocessors(torch.device("meta")) == HOPPER_MULTIPROCESSORS
+    assert libraries == ["cublaslt", "default"]
 
 
 def test_a_copy_to_the_host_follows_the_current_stream_and_a_copy_to_the_device_the_events_alone(cuda):

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
+from megatron_moe.moe.token_dispatcher import symmetric
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
@@ -24,6 +26,8 @@ from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.parameter import WeightGradQueue
+from megatron_moe.parallel.streams import Streams
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_REF
@@ -379,3 +383,69 @@ def test_installed_deepep_is_used() -> None:
     config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend="deepep")
     comms = on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE))
     assert [(comm.dispatcher, comm.note) for comm in comms] == [(DeepEPDispatcher, None)] * 2
+
+
+class RecordingStreams(Streams):
+    """Logs reservations, kernels of pushes and waits for the start of a push."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def reserve_multiprocessors(self, number: int | None) -> None:
+        self.log.append(number)
+
+    def record(self) -> Any:
+        self.log.append("start")
+        return "start"
+
+    def wait(self, event: Any) -> None:
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize("num_sms", [None, 8])
+def test_products_leave_multiprocessors_to_exchanges_in_progress(num_sms, monkeypatch) -> None:
+    """Two dispatches overlap; the second ends the reservation."""
+    monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams())
+
+    def rank(ctx: ParallelContext) -> list[Any]:
+        comm = ExpertComm(ctx, REFERENCE, SymmetricDispatcher, num_sms=num_sms)
+        first, second = (comm.new_dispatcher(EXPERTS) for _ in range(2))
+        routing, tokens = sparse([[0, 7]], num_experts=EXPERTS), draw(1, WIDTH, seed=ctx.rank)
+        rows, handle = first.finish_dispatch(first.start_dispatch(tokens, routing))
+        combine = first.start_combine(rows, handle)
+        dispatch = second.start_dispatch(tokens, routing)
+        log = comm.transport._streams.log
+        log.append("both")
+        first.finish_combine(combine)
+        log.append("one")
+        second.finish_dispatch(dispatch)
+        return log
+
+    for log in on_threads(parallel(2, ep=2), rank):
+        reservations = [each for each in log if each not in ("start", "wait")]
+        if num_sms is None:
+            assert reservations == ["both", "one"]
+        else:
+            assert reservations == [8, None, 8, 8, "both", "one", None]
+            assert log[:3] == ["start", 8, "wait"], "the push starts before the products that follow"
+
+
+def test_the_first_overlapped_weight_gradient_alone_leaves_multiprocessors_free(monkeypatch) -> None:
+    monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams())
+
+    def rank(ctx: ParallelContext) -> list[Any]:
+        comm = ExpertComm(ctx, REFERENCE, SymmetricDispatcher, num_sms=8)
+        dispatcher = comm.new_dispatcher(EXPERTS)
+        log, comm.weight_grads = comm.transport._streams.log, WeightGradQueue()
+        comm.weight_grads.deferred = True
+        tokens = draw(1, WIDTH, seed=ctx.rank).requires_grad_()
+        pending = dispatcher.start_dispatch(tokens, sparse([[0, 7]], num_experts=EXPERTS))
+        rows, _ = dispatcher.finish_dispatch(pending)
+        for number in range(3):
+            comm.weight_grads.submit(partial(log.append, f"gradient {number}"))
+        log.clear()
+        rows.data.sum().backward()
+        return [each for each in log if each not in ("start", "wait")]
+
+    for log in on_threads(parallel(2, ep=2), rank):
+        assert log == [8, "gradient 0", None, "gradient 1", "gradient 2", None]

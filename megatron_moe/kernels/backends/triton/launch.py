@@ -18,6 +18,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return HOPPER_MULTIPROCESSORS if device.type == "meta" else 4
 
 
+def free_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors that are not reserved for an exchange in progress (`Streams.reserve_multiprocessors`)."""
+    return num_multiprocessors(device) - (torch._C._get_sm_carveout_experimental() or 0)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """Reshapes [..., W] to a matrix [rows, W] with stride 1 in the last dim; copies only if necessary."""
     matrix = x.reshape(-1, x.shape[-1])

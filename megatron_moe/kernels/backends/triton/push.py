@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference_push
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, num_multiprocessors, power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.rows import sum_rows
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import FLAG_STRIDE, PushChannel
 
@@ -53,18 +52,17 @@ def push_tokens(
     )  # fmt: skip
 
 
-def push_sums(rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:
-    """See `Kernels.push_sums`. With few programs, which would read the rows slowly, the sums are made by all
-    multiprocessors and stored before they are pushed."""
+def push_sums(
+    rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
+) -> None:
+    """See `Kernels.push_sums`."""
     assert index.rows_TK is not None, "a dense form has no rows per choice"
-    shape, rows_RH = channel.shape, rows_of(rows_RH)
+    shape, rows = channel.shape, rows_of(rows)
     columns = min(power_of_two(shape.width), COLUMNS)
-    is_summed = channel.num_programs is not None
-    source = sum_rows(rows_RH, index) if is_summed else rows_RH
     _push_sums[(_num_programs(channel),)](
-        source, index.rows_TK.contiguous(), rows_RH if values_GK is None else values_GK.contiguous(),
+        rows, index.rows_TK.contiguous(), rows if values_GK is None else values_GK.contiguous(),
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
-        shape.num_tokens, shape.width, source.stride(0), _timeout_ns(channel),
+        shape.num_tokens, shape.width, rows.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
         RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS,
         COLUMNS=columns, IS_SUMMED=is_summed, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE,
