@@ -87,7 +87,7 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
 
 
 def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
-    """Weight gradients are delayed until the next exchange of their own microbatch, or as the schedule says."""
+    """Weight gradients are delayed until the next exchange of the microbatch, or as in the schedule."""
     others = {
         "--overlap-moe-expert-parallel-comm": flags.overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": flags.delay_wgrad_compute,

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from benchmarks.harness.timed_run import (  # noqa: E402
     Board,
-    Communication,
+    CommunicationTime,
     KernelEvent,
     Reading,
     Share,
@@ -63,7 +63,7 @@ class Profile:
     kinds: tuple[Share, ...]
     """Kernel times by kind; like `kernels` empty without a trace."""
     kernels: tuple[Share, ...]
-    communication: Communication | None = None
+    communication: CommunicationTime | None = None
     """None without a trace."""
     events: tuple[KernelEvent, ...] = ()
     """Kernels of the traced steps."""

@@ -78,7 +78,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Communication:
+class CommunicationTime:
     """Milliseconds per step in which communication kernels ran."""
 
     overlapped: float
@@ -302,13 +302,13 @@ def idle_microseconds(events: Sequence[KernelEvent]) -> float:
     return max(event.end for event in events) - min(event.start for event in events) - busy_microseconds(events)
 
 
-def communication_times(events: Sequence[KernelEvent], num_steps: int) -> Communication:
+def communication_times(events: Sequence[KernelEvent], num_steps: int) -> CommunicationTime:
     """Overlapped and exposed communication per step."""
     sends = [event for event in events if kind_of(event.name) == "communication"]
     others = [event for event in events if kind_of(event.name) != "communication"]
     exposed = busy_microseconds(events) - busy_microseconds(others)
     overlapped = busy_microseconds(sends) - exposed
-    return Communication(overlapped / 1e3 / num_steps, exposed / 1e3 / num_steps)
+    return CommunicationTime(overlapped / 1e3 / num_steps, exposed / 1e3 / num_steps)
 
 
 def layer_windows(events: Sequence[KernelEvent]) -> dict[str, tuple[float, float]]:

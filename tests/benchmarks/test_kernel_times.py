@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from benchmarks.harness.profile_step import draw_timeline
 from benchmarks.harness.timed_run import (
     Board,
-    Communication,
+    CommunicationTime,
     KernelEvent,
     Reading,
     communication_times,
@@ -67,7 +67,7 @@ def test_communication_is_exposed_where_nothing_else_runs() -> None:
         KernelEvent("nvjet_a", 500, 1500),
         KernelEvent("nvjet_b", 5000, 1000),
     ]
-    assert communication_times(events, num_steps=2) == Communication(overlapped=0.75, exposed=1.25)
+    assert communication_times(events, num_steps=2) == CommunicationTime(overlapped=0.75, exposed=1.25)
 
 
 def test_a_layer_lasts_from_one_attention_to_the_next() -> None:
@@ -78,13 +78,13 @@ def test_a_layer_lasts_from_one_attention_to_the_next() -> None:
 
 
 def test_the_timeline_has_one_bar_per_kernel_and_one_lane_per_stream(tmp_path, monkeypatch) -> None:
-    lanes = []
-    monkeypatch.setattr(Axes, "broken_barh", lambda axes, bars, place, **_: lanes.append((bars, place[0])))
+    places = []
+    monkeypatch.setattr(Axes, "broken_barh", lambda axes, bars, place, **_: places.append((bars, place[0])))
     events = [
         KernelEvent("cudnn_fprop", 0, 10),
         KernelEvent("_push_tokens", 20, 30, 9),
         KernelEvent("fprop_fmha", 60, 9),
     ]
     draw_timeline(events, tmp_path / "timeline.png")
-    assert lanes == [([(0, 10)], -0.4), ([(20, 30)], 0.6)]
+    assert places == [([(0, 10)], -0.4), ([(20, 30)], 0.6)]
     assert (tmp_path / "timeline.png").stat().st_size > 1000
