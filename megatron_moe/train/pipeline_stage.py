@@ -33,8 +33,14 @@ class Pipeline:
         self.model = model
         self.layout = layout
         self.links = connect(context)
-        priority = context.config.high_priority_a2a_comm_stream
-        self._streams = make_streams(context.device, "communication", high_priority=priority)
+        comm = model.expert_comm
+        self.blocks_host = comm is not None and comm.dispatcher.host_reads > 0
+        """Whether exchanges block the host, which the streams let happen while the device computes. Other dispatchers
+        have streams for the exchange alone; sorting and copying rows alongside products would delay both."""
+        self._streams = Streams()
+        if self.blocks_host:
+            priority = context.config.high_priority_a2a_comm_stream
+            self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None
         """Pool of CUDA graph instances for the microbatches in flight; None: eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
@@ -103,6 +109,7 @@ class RankStage:
             chunks[forward_chunk],
             chunks[backward_chunk],
             split_backward=config.delay_wgrad_compute,
+            early_dispatch=not self._pipeline.blocks_host,
             early_attention_backward=config.ep_overlap_early_attn_memory_release,
         )
 

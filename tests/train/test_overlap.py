@@ -90,6 +90,7 @@ CASES = {
     "tied embeddings, prediction, detached heads": plan(
         model(mtp=replace(MTP, detach_heads=True), tied_embeddings=True)
     ),
+    "tokens sent once per rank": plan(model(moe_config=moe(dispatcher="flex"))),
     "tokens sent once per rank, shared experts overlapped": plan(
         model(moe_config=moe(dispatcher="flex", shared_overlap=True))
     ),
@@ -173,6 +174,8 @@ def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = Fa
     [
         ("experts over two ranks", "pairs"),
         ("two chunks on each of two stages", "pairs"),
+        ("tokens sent once per rank", "pairs"),
+        ("tokens sent once per rank", "attention early"),
         ("experts over two ranks", "attention early"),
         ("experts over two ranks", "split backward"),
         *thinned((case, "weight gradients later") for case in CASES),
