@@ -64,9 +64,9 @@ class WeightGradQueue:
             task()
 
     @torch.no_grad()
-    def run(self, most: int | None = None) -> None:
-        """Runs the deferred tasks in the order of submission: all, or at most the first `most`."""
-        for _ in range(len(self._tasks) if most is None else min(most, len(self._tasks))):
+    def run(self) -> None:
+        """Runs all deferred tasks in the order of submission."""
+        while self._tasks:
             self._tasks.popleft()()
 
 

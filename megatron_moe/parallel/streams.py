@@ -3,7 +3,6 @@
 On a CPU every operation completes before its call returns, so streams are no-ops and events are None.
 """
 
-import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 
@@ -35,10 +34,6 @@ class Streams:
     def record_use(self, tensor: Tensor) -> None:
         """Defers reuse of the tensor's memory until the current stream has finished the work queued so far."""
 
-    def reserve_multiprocessors(self, number: int | None) -> None:
-        """Makes matrix products that are launched from now on, on any stream, leave `number` multiprocessors to other
-        kernels; None: they use all."""
-
 
 class CudaStreams(Streams):
     """Streams of a GPU: the current stream as "compute", and one new stream per name in `names`."""
@@ -64,13 +59,6 @@ class CudaStreams(Streams):
 
     def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream())
-
-    def reserve_multiprocessors(self, number: int | None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch calls both settings experimental
-            torch._C._set_sm_carveout_experimental(number)
-            # cuBLAS ignores the number; without it, both libraries choose the same kernels
-            torch.backends.cuda.preferred_blas_library("default" if number is None else "cublaslt")
 
 
 def make_streams(device: torch.device, *names: str, high_priority: bool = False) -> Streams:

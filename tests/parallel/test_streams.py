@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_moe.kernels.backends.triton.launch import HOPPER_MULTIPROCESSORS, free_multiprocessors
 from megatron_moe.parallel.streams import CudaHostCopies, CudaStreams, MetaHostCopies, make_host_copies, make_streams
 
 GPU = torch.device("cuda")
@@ -86,19 +85,6 @@ def test_new_streams_have_high_priority_on_request(cuda):
     make_streams(GPU, "communication")
     make_streams(GPU, "communication", high_priority=True)
     assert cuda.priorities == [0, -1]
-
-
-def test_reserved_multiprocessors_are_left_out_of_the_grids_of_products(cuda, monkeypatch):
-    libraries: list[str] = []
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
-    streams = make_streams(GPU)
-    try:
-        streams.reserve_multiprocessors(8)
-        assert free_multiprocessors(torch.device("meta")) == HOPPER_MULTIPROCESSORS - 8
-    finally:
-        streams.reserve_multiprocessors(None)
-    assert free_multiprocessors(torch.device("meta")) == HOPPER_MULTIPROCESSORS
-    assert libraries == ["cublaslt", "default"]
 
 
 def test_a_copy_to_the_host_follows_the_current_stream_and_a_copy_to_the_device_the_events_alone(cuda):

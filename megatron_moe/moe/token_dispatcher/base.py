@@ -171,14 +171,9 @@ class ExpertComm:
         self.row_capacity_factor = factor
 
     def overlap_weight_grads(self) -> None:
-        """Computes the delayed weight gradients; called in the backward between start and finish of an exchange. Only
-        the first leaves multiprocessors to the exchange, which is short compared with all of them."""
-        if self.weight_grads is None:
-            return
-        self.weight_grads.run(1)
-        if self.transport is not None:
-            self.transport.use_all_multiprocessors()
-        self.weight_grads.run()
+        """Computes the delayed weight gradients; called in the backward between start and finish of an exchange."""
+        if self.weight_grads is not None:
+            self.weight_grads.run()
 
     def missing_rank(self) -> int | None:
         """Global rank whose tokens did not arrive within the timeout of collectives; None: all arrived so far."""

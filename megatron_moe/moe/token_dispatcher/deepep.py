@@ -103,9 +103,6 @@ class DeepEPTransport:
         grad_TK = grad_TC.view(*route.ids_TK.shape, self._etp).sum(dim=-1)
         return tokens_TH, grad_TK.masked_fill(route.ids_TK < 0, 0)
 
-    def use_all_multiprocessors(self) -> None:
-        """Nothing: no multiprocessors are reserved."""
-
     def missing_rank(self) -> None:
         """None: DeepEP ends the process after its own timeout."""
 

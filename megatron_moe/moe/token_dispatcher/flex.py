@@ -65,10 +65,6 @@ class Transport(Protocol):
         """(sum of the partial sums of all ranks [T, H], gradients of the probabilities [T, K])."""
         ...
 
-    def use_all_multiprocessors(self) -> None:
-        """Ends the reservation of multiprocessors for the exchanges in progress."""
-        ...
-
     def missing_rank(self) -> int | None:
         """Global rank that did not send within the timeout; None: all did so far, or it is not known. Does not
         synchronise with the device."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.kernels.multiprocessors import end_reservation, reserve_multiprocessors
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import ExpertComm
@@ -92,10 +93,6 @@ class SymmetricTransport:
     def release(self, work: _Push) -> None:
         self._kernels.acknowledge(work.channel)
 
-    def use_all_multiprocessors(self) -> None:
-        if self._comm.num_sms is not None:
-            self._streams.reserve_multiprocessors(None)
-
     def missing_rank(self) -> int | None:
         """Global rank that did not send in time, from any exchange so far; does not synchronise with the device."""
         for channel in self._channels.values():
@@ -113,7 +110,7 @@ class SymmetricTransport:
             push()
         self._num_in_flight += 1
         if self._comm.num_sms is not None:
-            streams.reserve_multiprocessors(self._comm.num_sms)
+            reserve_multiprocessors(self._comm.num_sms, self._comm.ctx.device)
             streams.wait(before)  # so that later work does not take the multiprocessors before the push starts
         return _Push(channel, with_choices, keep)
 
@@ -121,7 +118,7 @@ class SymmetricTransport:
         """Makes the current stream wait until all ranks have pushed."""
         self._num_in_flight -= 1
         if not self._num_in_flight:
-            self.use_all_multiprocessors()
+            end_reservation()
         with self._streams.on(_STREAM):
             self._kernels.wait_for_peers(exchange.channel)
             arrived = self._streams.record()

@@ -1,10 +1,10 @@
 """Token dispatchers without the layer: combine inverts dispatch, row order, communication volume and host reads."""
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.parameter import WeightGradQueue
 from megatron_moe.parallel.streams import Streams
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
@@ -386,66 +385,42 @@ def test_installed_deepep_is_used() -> None:
 
 
 class RecordingStreams(Streams):
-    """Logs reservations, kernels of pushes and waits for the start of a push."""
+    """Logs the event before a push and the wait for it."""
 
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-
-    def reserve_multiprocessors(self, number: int | None) -> None:
-        self.log.append(number)
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
 
     def record(self) -> Any:
-        self.log.append("start")
-        return "start"
+        self.log.append("event")
+        return "event"
 
     def wait(self, event: Any) -> None:
         self.log.append("wait")
 
 
 @pytest.mark.parametrize("num_sms", [None, 8])
-def test_products_leave_multiprocessors_to_exchanges_in_progress(num_sms, monkeypatch) -> None:
-    """Two dispatches overlap; the second ends the reservation."""
-    monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams())
+def test_multiprocessors_are_reserved_while_exchanges_are_in_progress(num_sms, monkeypatch) -> None:
+    """Two exchanges overlap; the reservation ends with the second."""
+    logs: dict[int, list[Any]] = {0: [], 1: []}
+    here = threading.local()
+    monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams(here.log))
+    monkeypatch.setattr(symmetric, "reserve_multiprocessors", lambda number, device: here.log.append(number))
+    monkeypatch.setattr(symmetric, "end_reservation", lambda: here.log.append("end"))
 
-    def rank(ctx: ParallelContext) -> list[Any]:
+    def rank(ctx: ParallelContext) -> None:
+        here.log = log = logs[ctx.rank]
         comm = ExpertComm(ctx, REFERENCE, SymmetricDispatcher, num_sms=num_sms)
         first, second = (comm.new_dispatcher(EXPERTS) for _ in range(2))
         routing, tokens = sparse([[0, 7]], num_experts=EXPERTS), draw(1, WIDTH, seed=ctx.rank)
         rows, handle = first.finish_dispatch(first.start_dispatch(tokens, routing))
+        del log[3 if num_sms else 1 :]
         combine = first.start_combine(rows, handle)
         dispatch = second.start_dispatch(tokens, routing)
-        log = comm.transport._streams.log
         log.append("both")
         first.finish_combine(combine)
         log.append("one")
         second.finish_dispatch(dispatch)
-        return log
 
-    for log in on_threads(parallel(2, ep=2), rank):
-        reservations = [each for each in log if each not in ("start", "wait")]
-        if num_sms is None:
-            assert reservations == ["both", "one"]
-        else:
-            assert reservations == [8, None, 8, 8, "both", "one", None]
-            assert log[:3] == ["start", 8, "wait"], "the push starts before the products that follow"
-
-
-def test_the_first_overlapped_weight_gradient_alone_leaves_multiprocessors_free(monkeypatch) -> None:
-    monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams())
-
-    def rank(ctx: ParallelContext) -> list[Any]:
-        comm = ExpertComm(ctx, REFERENCE, SymmetricDispatcher, num_sms=8)
-        dispatcher = comm.new_dispatcher(EXPERTS)
-        log, comm.weight_grads = comm.transport._streams.log, WeightGradQueue()
-        comm.weight_grads.deferred = True
-        tokens = draw(1, WIDTH, seed=ctx.rank).requires_grad_()
-        pending = dispatcher.start_dispatch(tokens, sparse([[0, 7]], num_experts=EXPERTS))
-        rows, _ = dispatcher.finish_dispatch(pending)
-        for number in range(3):
-            comm.weight_grads.submit(partial(log.append, f"gradient {number}"))
-        log.clear()
-        rows.data.sum().backward()
-        return [each for each in log if each not in ("start", "wait")]
-
-    for log in on_threads(parallel(2, ep=2), rank):
-        assert log == [8, "gradient 0", None, "gradient 1", "gradient 2", None]
+    on_threads(parallel(2, ep=2), rank)
+    start, finish = ["event", 8, "wait"] if num_sms else ["event"], ["event", "wait"]
+    assert logs[0] == logs[1] == [*start * 3, "both", *finish, "one", "end", *finish]

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.kernels.multiprocessors import num_reserved
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so operands become fp32."""
 HOPPER_MULTIPROCESSORS = 132
@@ -19,8 +21,8 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def free_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors that are not reserved for an exchange in progress (`Streams.reserve_multiprocessors`)."""
-    return num_multiprocessors(device) - (torch._C._get_sm_carveout_experimental() or 0)
+    """Multiprocessors of a GPU that are not reserved for an exchange in progress."""
+    return num_multiprocessors(device) - num_reserved()
 
 
 def rows_of(x: Tensor) -> Tensor:
