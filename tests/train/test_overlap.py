@@ -197,6 +197,7 @@ def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
     [
         ("experts over two ranks", "pairs", ("attn", "mlp", "moe_router", "moe_preprocess")),
         ("experts over two ranks", "attention early", ("attn",)),
+        ("tokens sent once per rank", "pairs", ("attn", "mlp", "moe_router", "moe_preprocess")),
         ("dropped and padded, bias", "pairs", ("moe_router",)),
         ("two chunks on each of two stages", "pairs", ("attn", "mlp", "moe_router")),
         ("gradients reduced early", "pairs", ("attn", "moe_router")),
