@@ -33,12 +33,10 @@ class Pipeline:
         self.model = model
         self.layout = layout
         self.links = connect(context)
-        comm = model.expert_comm
-        self.blocks_host = comm is not None and comm.dispatcher.host_reads > 0
-        """Whether exchanges block the host, which the streams let happen while the device computes. Other dispatchers
-        have streams for the exchange alone; sorting and copying rows alongside products would delay both."""
         self._streams = Streams()
-        if self.blocks_host:
+        if model.blocks_host:
+            # lets the device compute while the host waits; other dispatchers have a stream for the exchange alone, and
+            # kernels that sort and copy rows would wait for persistent kernels of the compute stream
             priority = context.config.high_priority_a2a_comm_stream
             self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None
@@ -109,7 +107,7 @@ class RankStage:
             chunks[forward_chunk],
             chunks[backward_chunk],
             split_backward=config.delay_wgrad_compute,
-            early_dispatch=not self._pipeline.blocks_host,
+            early_dispatch=not self._pipeline.model.blocks_host,
             early_attention_backward=config.ep_overlap_early_attn_memory_release,
         )
 
