@@ -94,13 +94,13 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
 
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
     # one expert-parallel rank has no expert communication to overlap
-    exchanges = flags.expert_model_parallel_size > 1
-    within = flags.overlap_dispatch_backward_with_experts_wgrad and exchanges
+    overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
+    within = flags.overlap_dispatch_backward_with_experts_wgrad and derive.expert_ranks(flags) > 1
     return from_flags(
         PipelineConfig,
         flags,
         layout=layout,
-        overlap=flags.overlap_moe_expert_parallel_comm and exchanges,
+        overlap=overlap,
         overlap_dispatch_backward_with_experts_wgrad=within,
     )
 
