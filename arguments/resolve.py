@@ -96,7 +96,10 @@ def _cp_sub_axes(flags: Flags) -> tuple[int, int] | None:
 def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
     # one expert-parallel rank has no expert communication to overlap
     overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
-    return from_flags(PipelineConfig, flags, layout=layout, overlap=overlap)
+    within = flags.overlap_dispatch_backward_with_experts_wgrad and derive.expert_ranks(flags) > 1
+    return from_flags(
+        PipelineConfig, flags, layout=layout, overlap=overlap, overlap_dispatch_backward_with_experts_wgrad=within
+    )
 
 
 def _data_parallel(flags: Flags, grid: ParallelConfig) -> DataParallelConfig:

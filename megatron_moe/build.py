@@ -259,6 +259,8 @@ def build_trainer(
         optimizer.step_in_forward(model)
     elif parallel.overlap_param_gather:
         optimizer.gather_in_forward(model)
+    if plan.pipeline.overlap_dispatch_backward_with_experts_wgrad and model.expert_comm is not None:
+        model.expert_comm.weight_grads, buffers.queue.deferred = buffers.queue, True
     pipeline = Pipeline(plan.pipeline, plan.layout, context, model)
     trainer = Trainer(
         pipeline,

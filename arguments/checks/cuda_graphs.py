@@ -179,13 +179,16 @@ def full_iteration_supports_schedule(flags: RuleFlags) -> Violations:
 @missing_feature
 def captured_work_has_no_overlap(flags: RuleFlags) -> Violations:
     """A running graph cannot wait for work on other streams, so a full-iteration graph supports no overlap. Graphs of
-    single modules support no --delay-wgrad-compute: they compute weight gradients right after input gradients."""
+    single modules compute weight gradients right after input gradients."""
     full_iteration = flags.cuda_graph_impl == "full_iteration"
     others = {
         "--overlap-param-gather": full_iteration and flags.overlap_param_gather and flags.data_parallel_size > 1,
         "--overlap-optimizer-step": full_iteration and flags.overlap_optimizer_step,
         "--overlap-moe-expert-parallel-comm": full_iteration and flags.overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": flags.delay_wgrad_compute,
+        "--overlap-dispatch-backward-with-experts-wgrad": (
+            not full_iteration and flags.overlap_dispatch_backward_with_experts_wgrad
+        ),
         "--moe-shared-expert-overlap": full_iteration and flags.moe_shared_expert_overlap,
     }
     if flags.cuda_graph_impl != "none" and any(others.values()):

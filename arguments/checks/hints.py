@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from arguments import derive
 from arguments.checks.memory import given_recompute_layer_flags
+from arguments.checks.violation import enabled
 from arguments.flags import Flags
 
 
@@ -60,6 +61,19 @@ def paged_stash_without_unused_rows(flags: Flags) -> Iterator[str]:
     ranks = derive.expert_ranks(flags)
     if flags.moe_paged_stash and ranks <= 1 and (flags.moe_expert_capacity_factor or 0) <= 0:
         yield "--moe-paged-stash saves no memory if all experts are on one rank: every row is used"
+
+
+def exchange_overlap_without_effect(flags: Flags) -> Iterator[str]:
+    """One expert-parallel rank exchanges no tokens, so nothing can overlap with the exchange."""
+    given = enabled(
+        {
+            "--moe-shared-expert-overlap": flags.moe_shared_expert_overlap,
+            "--overlap-moe-expert-parallel-comm": flags.overlap_moe_expert_parallel_comm,
+            "--overlap-dispatch-backward-with-experts-wgrad": flags.overlap_dispatch_backward_with_experts_wgrad,
+        }
+    )
+    if flags.num_experts and given and derive.expert_ranks(flags) == 1:
+        yield f"{given} without effect: one expert-parallel rank exchanges no tokens"
 
 
 def preprocess_capture_without_effect(flags: Flags) -> Iterator[str]:

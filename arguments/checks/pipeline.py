@@ -1,7 +1,7 @@
 """Rules about pipeline stages, the schedule, and overlap of expert communication."""
 
 from arguments import derive
-from arguments.checks.violation import RuleFlags, Violations, lists_given_flags
+from arguments.checks.violation import RuleFlags, Violations, enabled, lists_given_flags
 from megatron_moe.pipeline.layout import LayoutError
 from megatron_moe.pipeline.schedule import ScheduleConfig, ScheduleError, check_schedule
 
@@ -83,6 +83,19 @@ def ep_overlap_has_exchange(flags: RuleFlags) -> Violations:
             f"--overlap-moe-expert-parallel-comm over {flags.pipeline_model_parallel_size} pipeline ranks needs "
             f"virtual stages",
             "give --num-virtual-stages-per-pipeline-rank 2 or a layout with more stages",
+        )
+
+
+def wgrad_overlap_is_the_only_order(flags: RuleFlags) -> Violations:
+    """Weight gradients are delayed until the next exchange of the microbatch, or as in the schedule."""
+    others = {
+        "--overlap-moe-expert-parallel-comm": flags.overlap_moe_expert_parallel_comm,
+        "--delay-wgrad-compute": flags.delay_wgrad_compute,
+    }
+    if flags.overlap_dispatch_backward_with_experts_wgrad and any(others.values()):
+        yield (
+            f"--overlap-dispatch-backward-with-experts-wgrad with {enabled(others)}, which delays them too",
+            "choose one of them",
         )
 
 

@@ -38,6 +38,15 @@ class ParallelFlags:
         False, "needs no other flag: a stage sends the gradient of its input before it computes weight gradients"
     )
     """Compute weight gradients separately after the input gradients, instead of together with them."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = close(
+        False,
+        "the gradient of combine is overlapped too, with the other weight gradients; no effect on one expert-parallel "
+        "rank",
+    )
+    """Overlap the dispatch backward with the weight gradients of the experts."""
+
+    high_priority_a2a_comm_stream: bool = flag(False)
+    """Run expert communication on CUDA streams of high priority."""
 
     use_distributed_optimizer: bool = flag(False)
     """Shard optimizer state over data-parallel ranks (ZeRO-1)."""

@@ -3,12 +3,14 @@
     python benchmarks/harness/profile_step.py [--warmup 4] [--steps 10] [--output-dir FOLDER] -- --config my.yaml
 
 Arguments after `--` go to pretrain_moe.py. Prints the median step time, TFLOP/s by Megatron's formula, peak memory and
-the time of every kind of kernel. `--output-dir` also writes the table, a chart and the trace (for chrome://tracing or
-Perfetto).
+the time of every kind of kernel, and how much communication is exposed. `--output-dir` also writes the table, a chart,
+the timeline of one layer with a lane per stream, and the trace (for chrome://tracing or Perfetto). Under torchrun, rank
+0 reports.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 
 from benchmarks.harness.timed_run import (  # noqa: E402
     Board,
+    CommunicationTime,
+    KernelEvent,
     Reading,
     Share,
     TimedRun,
+    communication_times,
     graph_pool_bytes,
+    kind_of,
+    layer_windows,
     nvidia_smi,
     plan_to_run,
     require_gpu,
@@ -58,6 +65,10 @@ class Profile:
     kinds: tuple[Share, ...]
     """Kernel times by kind; like `kernels` empty without a trace."""
     kernels: tuple[Share, ...]
+    communication: CommunicationTime | None = None
+    """None without a trace."""
+    events: tuple[KernelEvent, ...] = ()
+    """Kernels of the traced steps."""
     board: Reading | None = None
     """Medians over the timed steps; None without readings."""
 
@@ -96,6 +107,8 @@ def profile(plan: RunPlan, *, warmup: int, steps: int, traced: int, trace: Path 
         rows=rows,
         kinds=tuple(shares_of_kinds(events, traced)) if traced else (),
         kernels=tuple(shares_of_kernels(events, traced)) if traced else (),
+        communication=communication_times(events, traced) if traced else None,
+        events=tuple(events),
         board=reading,
     )
 
@@ -108,6 +121,7 @@ def report(result: Profile, num_kernels: int = 30) -> str:
         f"{result.tflops:.1f} TFLOP/s/GPU, {result.tokens_per_second:,.0f} tokens/s, "
         f"peak {result.peak_mib:,.0f} MiB, loss {result.losses[0]:.4f} to {result.losses[-1]:.4f}"
         + (f", {result.board}" if result.board else ""),
+        *([str(result.communication)] if result.communication else []),
         "",
         *_table("kind", result.kinds),
         "",
@@ -136,12 +150,43 @@ def draw(result: Profile, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_timeline(events: Sequence[KernelEvent], path: Path) -> None:
+    """Draws the kernels of a typical layer as bars on one lane per stream, forward and backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    windows = layer_windows(events)
+    if not windows:
+        return
+    figure, panels = pyplot.subplots(len(windows), figsize=(16, 2.5 * len(windows) + 1), squeeze=False)
+    colors: dict[str, tuple[float, float, float, float]] = {}
+    for axes, (name, (start, end)) in zip(panels[:, 0], windows.items(), strict=True):
+        shown = [event for event in events if event.end > start and event.start < end]
+        streams = sorted({event.stream for event in shown})
+        for event in shown:
+            kind = kind_of(event.name)
+            color = colors.setdefault(kind, pyplot.get_cmap("tab20")(len(colors) % 20))
+            bar = [(event.start - start, event.duration)]
+            axes.broken_barh(bar, (streams.index(event.stream) - 0.4, 0.8), facecolors=[color], edgecolor="black")
+        axes.set(xlim=(0, end - start), xlabel=f"{name} of a layer: microseconds", yticks=range(len(streams)))
+        axes.set_yticklabels([f"stream {stream}" for stream in streams])
+    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=patches, loc="upper center", ncols=7)
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
+    figure.savefig(path, dpi=110)
+
+
 def store(result: Profile, folder: Path) -> None:
     """Writes table, JSON and chart to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.txt").write_text(report(result, num_kernels=200) + "\n")
-    (folder / "profile.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+    figures = {name: value for name, value in asdict(result).items() if name != "events"}
+    (folder / "profile.json").write_text(json.dumps(figures, indent=1) + "\n")
     draw(result, folder / "profile.png")
+    draw_timeline(result.events, folder / "timeline.png")
 
 
 def main(argv: list[str]) -> int:
@@ -153,7 +198,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-dir", type=Path)
     parser.add_argument("--quick-init", action="store_true", help="draw weights on the device: losses are not a run's")
     options = parser.parse_args(own)
-    folder: Path | None = options.output_dir
+    reports = int(os.environ.get("RANK", "0")) == 0
+    folder: Path | None = options.output_dir if reports else None
     try:
         require_gpu("the kernels of a GPU are")
         plan = plan_to_run(theirs)
@@ -171,7 +217,8 @@ def main(argv: list[str]) -> int:
     except RunError as problem:
         print(problem, file=sys.stderr)
         return int(problem.code)
-    print(report(result))
+    if reports:
+        print(report(result))
     if folder is not None:
         store(result, folder)
     return 0

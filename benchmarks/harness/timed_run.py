@@ -31,7 +31,7 @@ from megatron_moe.train.trainer import Trainer
 EVERY_MS = 100
 """Interval of board readings."""
 KINDS: tuple[tuple[str, str], ...] = (
-    ("communication", r"nccl"),
+    ("communication", r"nccl|_push_(tokens|sums)|_wait_for_arrival|deep_ep::"),
     ("attention", r"cudnn.*(sdpa|fprop|bprop|flash)|flash_(fwd|bwd)|fmha|attention|key_grads|query_grads|softmax_warp"),
     (
         "router",
@@ -63,6 +63,7 @@ class KernelEvent:
     name: str
     start: float
     duration: float
+    stream: int = 0
 
     @property
     def end(self) -> float:
@@ -77,6 +78,19 @@ class Share:
     milliseconds: float
     calls: float
     """Number of calls per step."""
+
+
+@dataclass(frozen=True)
+class CommunicationTime:
+    """Milliseconds per step in which communication kernels ran."""
+
+    overlapped: float
+    """While another kernel ran too."""
+    exposed: float
+    """While no other kernel ran."""
+
+    def __str__(self) -> str:
+        return f"communication: {self.overlapped:.2f} ms overlapped, {self.exposed:.2f} ms exposed per step"
 
 
 def plan_to_run(words: Sequence[str]) -> RunPlan:
@@ -190,16 +204,16 @@ def graph_pool_bytes(run: TimedRun) -> int:
 
 
 def traced_steps(run: TimedRun, num_steps: int, trace: Path | None) -> list[KernelEvent]:
-    """Kernels of a few steps; writes a chrome trace to `trace`."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    """Kernels of a few steps; writes a chrome trace to `trace`. Host operations are not recorded, because that slows
+    the host down, and kernels that wait for their launch expose communication."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
             run.step()
         torch.cuda.synchronize()
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     return [
-        KernelEvent(event.name, event.time_range.start, event.time_range.elapsed_us())
+        KernelEvent(event.name, event.time_range.start, event.time_range.elapsed_us(), event.device_resource_id)
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
@@ -299,14 +313,42 @@ def shares_of_kernels(events: Sequence[KernelEvent], num_steps: int) -> list[Sha
     return _sum(((event.name, event) for event in events), num_steps)
 
 
+def busy_microseconds(events: Sequence[KernelEvent]) -> float:
+    """Time in which at least one of the kernels ran."""
+    busy, busy_until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.start):
+        busy += max(event.end - max(event.start, busy_until), 0.0)
+        busy_until = max(busy_until, event.end)
+    return busy
+
+
 def idle_microseconds(events: Sequence[KernelEvent]) -> float:
     """Time between the first and the last kernel in which no kernel ran on any stream."""
-    idle, busy_until = 0.0, None
-    for event in sorted(events, key=lambda event: event.start):
-        if busy_until is not None and event.start > busy_until:
-            idle += event.start - busy_until
-        busy_until = event.end if busy_until is None else max(busy_until, event.end)
-    return idle
+    if not events:
+        return 0.0
+    return max(event.end for event in events) - min(event.start for event in events) - busy_microseconds(events)
+
+
+def communication_times(events: Sequence[KernelEvent], num_steps: int) -> CommunicationTime:
+    """Overlapped and exposed communication per step."""
+    sends = [event for event in events if kind_of(event.name) == "communication"]
+    others = [event for event in events if kind_of(event.name) != "communication"]
+    exposed = busy_microseconds(events) - busy_microseconds(others)
+    overlapped = busy_microseconds(sends) - exposed
+    return CommunicationTime(overlapped / 1e3 / num_steps, exposed / 1e3 / num_steps)
+
+
+def layer_windows(events: Sequence[KernelEvent]) -> dict[str, tuple[float, float]]:
+    """Start and end in microseconds of the forward and of the backward of a typical layer: from one attention kernel to
+    the next, at the median distance. Passes without two attention kernels are left out."""
+    windows = {}
+    for name, pattern in (("forward", r"fprop|fwd|forward"), ("backward", r"bprop|bwd|backward|key_grads")):
+        found = [each for each in events if kind_of(each.name) == "attention" and re.search(pattern, each.name)]
+        starts = sorted(each.start for each in found)
+        pairs = sorted(zip(starts, starts[1:], strict=False), key=lambda pair: pair[1] - pair[0])
+        if pairs:
+            windows[name] = pairs[len(pairs) // 2]
+    return windows
 
 
 def _sum(named: Iterable[tuple[str, KernelEvent]], num_steps: int) -> list[Share]:

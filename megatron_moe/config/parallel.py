@@ -49,6 +49,8 @@ class ParallelConfig:
     """Number of ranks per host, which are filled in ascending order of ranks; None: all ranks share one host."""
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
+    high_priority_a2a_comm_stream: bool = False
+    """Runs expert communication on CUDA streams of high priority (`--high-priority-a2a-comm-stream`)."""
     debug_collectives: bool = False
     """Checks before each collective that all ranks of the group call it with equal shapes (torch.distributed's debug
     level DETAIL)."""

@@ -19,6 +19,9 @@ class PipelineConfig:
     (`--overlap-moe-expert-parallel-comm`)."""
     delay_wgrad_compute: bool = False
     """Computes weight gradients after input gradients, as separate schedule actions (`--delay-wgrad-compute`)."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = False
+    """Delays weight gradients until the next exchange of gradients between expert-parallel ranks, within the backward
+    of one microbatch (`--overlap-dispatch-backward-with-experts-wgrad`)."""
     ep_overlap_early_attn_memory_release: bool = False
     """With `overlap`, runs the backward of attention before the forward of the other microbatch's experts
     (`--ep-overlap-early-attn-memory-release`)."""

@@ -7,6 +7,7 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any
 
+from megatron_moe.kernels.multiprocessors import ends_reservation
 from megatron_moe.kernels.ops import Kernels, QuantizedTensor
 
 OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
@@ -68,7 +69,7 @@ class KernelSet(Kernels):
         backends = {choice.op: choice.backend for choice in choices}
         for op, function in functions.items():
             if op in MATRIX_PRODUCTS:
-                function = _without_quantized_operands(op, backends.get(op, "unnamed"), function)
+                function = ends_reservation(_without_quantized_operands(op, backends.get(op, "unnamed"), function))
             setattr(kernels, op, function)
         kernels.choices = choices
         return kernels

@@ -386,9 +386,12 @@ class Kernels(Protocol):
         values [T, K] in promote(fp32, dtype), to all ranks."""
         ...
 
-    def push_sums(self, rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:
-        """Sums the rows of each of the G = P * T tokens of `index` in promote(fp32, dtype) and stores the sum in slot
-        [this rank, t] of the token's rank, if it has rows; likewise the values of the choices that have rows."""
+    def push_sums(
+        self, rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
+    ) -> None:
+        """Sums the rows [R, H] of each of the G = P * T tokens of `index` in promote(fp32, dtype) and stores the sum in
+        slot [this rank, t] of the token's rank, if it has rows; likewise the values of the choices that have rows.
+        `is_summed`: `rows` are the sums [G, H]."""
         ...
 
     def sum_partials(

@@ -29,23 +29,30 @@ def push_tokens(
     _signal(channel)
 
 
-def push_sums(rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:
+def push_sums(
+    rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
+) -> None:
     _wait(channel, channel.acknowledged[channel.rank])
     assert index.rows_TK is not None, "a dense form has no rows per choice"
     shape = channel.shape
     rows_PTK = index.rows_TK.view(shape.num_ranks, shape.num_tokens, shape.topk)
     held_PTK = rows_PTK >= 0
     for peer, (rows_TK, held_TK) in enumerate(zip(rows_PTK, held_PTK, strict=True)):
-        sums_TH = torch.zeros(shape.num_tokens, shape.width, dtype=internal_dtype(rows_RH.dtype), device=rows_RH.device)
-        for choice in range(shape.topk):
-            held_T = held_TK[:, choice]
-            sums_TH[held_T] += rows_RH[rows_TK[held_T, choice]].to(sums_TH.dtype)
         needed_T = held_TK.any(dim=1)
+        sums_TH = rows.view(-1, shape.num_tokens, shape.width)[peer] if is_summed else _sums(rows, rows_TK)
         channel.tokens[peer][channel.rank, needed_T] = sums_TH[needed_T].to(shape.dtype)
         if values_GK is not None:
             given_TK, values_TK = values_GK.view(rows_PTK.shape)[peer], channel.values[peer][channel.rank]
             values_TK[held_TK] = given_TK[held_TK].to(values_TK.dtype)
     _signal(channel)
+
+
+def _sums(rows_RH: Tensor, rows_TK: Tensor) -> Tensor:
+    sums_TH = torch.zeros(len(rows_TK), rows_RH.shape[1], dtype=internal_dtype(rows_RH.dtype), device=rows_RH.device)
+    for rows_T in rows_TK.unbind(dim=1):
+        held_T = rows_T >= 0
+        sums_TH[held_T] += rows_RH[rows_T[held_T]].to(sums_TH.dtype)
+    return sums_TH
 
 
 def sum_partials(

@@ -126,6 +126,8 @@ class GPT(nn.Module):
         super().__init__()
         self.saved_tensors = saved_tensors or SavedTensorPolicy()
         self.expert_comm = expert_comm
+        self.blocks_host = expert_comm is not None and expert_comm.dispatcher.host_reads > 0
+        """Whether exchanges of tokens block the host."""
         resources = ModelResources(ctx, kernels, self.saved_tensors, expert_comm)
         self.config = config
         self.ctx = ctx
@@ -154,8 +156,9 @@ class GPT(nn.Module):
 
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
         """Divides `forward` of one stage into steps that a schedule can interleave with another microbatch's backward.
-        The first step takes the argument `received` of `forward`. The last step returns the result of `forward`."""
-        return schedule_steps(self._chain(batch, chunk, by_node=True))
+        The first step takes the argument `received` of `forward`. The last step returns the result of `forward`.
+        Exchanges that block the host are steps of their own."""
+        return schedule_steps(self._chain(batch, chunk, by_node=True), exchange_steps=self.blocks_host)
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:
         """Logits of every position over the padded vocabulary, [S, B, V]. Last stage only."""

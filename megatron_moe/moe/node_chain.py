@@ -225,17 +225,22 @@ def _run_captured(part: CapturedModule, state: LayerState, mb: MicrobatchContext
     return result if result.normed_SBH is None else result.evolve(discard=state.discard)
 
 
-def schedule_steps(chain: Iterable[BoundNodes]) -> list[Step]:
+def schedule_steps(chain: Iterable[BoundNodes], *, exchange_steps: bool = True) -> list[Step]:
     """Converts the chain to the steps of a schedule that interleaves two microbatches. Consecutive compute nodes of one
-    slot form one step. The start and the finish of a dispatch or combine are separate steps."""
+    slot form one step. The start and the finish of a dispatch or combine are separate steps. Without `exchange_steps`,
+    the start is the end of the previous step, and the finish the beginning of the next one, which saves host time."""
     steps: list[Step] = []
     for nodes, mb, layer in chain:
         groups: list[tuple[SlotName, list[Node]]] = []
-        for node in nodes:
-            if node.slot is None or groups and groups[-1][0] == node.slot and stream_of(node.slot) == "compute":
+        for node, following in itertools.zip_longest(nodes, nodes[1:]):
+            slot = node.slot
+            if slot is not None and stream_of(slot) == "communication" and not exchange_steps:
+                # only the last node of the exchange, the finish, has a following node in another slot
+                slot = None if following.slot == slot else following.slot
+            if slot is None or groups and groups[-1][0] == slot and stream_of(slot) == "compute":
                 groups[-1][1].append(node)
             else:
-                groups.append((node.slot, [node]))
+                groups.append((slot, [node]))
         steps += [Step(slot, layer, partial(run_nodes, group, mb=mb)) for slot, group in groups]
     return steps
 

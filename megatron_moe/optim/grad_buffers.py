@@ -6,7 +6,6 @@ that autograd leaves in `.grad` are moved by `collect` after every backward. The
 buffer, and later gradients are added. A parameter that gets no gradient in a step has gradient zero.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -29,34 +28,7 @@ from megatron_moe.optim.param_layout import (
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext, float_name, torch_dtype
 from megatron_moe.parallel.param_meta import Grid
-from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter
-
-
-class WeightGradQueue:
-    """Queue of weight-gradient computations, which run immediately unless `deferred` is True.
-
-    If `deferred` is True, they run when the schedule calls `run`, at the latest in `GradBuffers.complete`.
-    """
-
-    def __init__(self) -> None:
-        self.deferred = False
-        self._tasks: deque[Callable[[], None]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Runs the task, or appends it to the queue if `deferred` is True."""
-        if self.deferred:
-            self._tasks.append(task)
-        else:
-            task()
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Runs all deferred tasks in the order of submission."""
-        while self._tasks:
-            self._tasks.popleft()()
+from megatron_moe.parallel.parameter import BatchedWeightGrad, Parameter, WeightGradQueue
 
 
 class MainGrad:

@@ -117,8 +117,8 @@ class ReduceScatter:
 class PendingExchange:
     """Started exchange of rows [R, ...]. In a group of one rank, nothing is communicated or copied."""
 
-    def __init__(self, exchange: Exchange, rows: Tensor) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> None:
+        self.exchange, self.overlap = exchange, overlap
         self.anchor: Any = None
         """Empty tensor that connects start and finish in the autograd graph. In a group of one rank, it is the
         input rows instead. `replace_boundary` can replace it temporarily by another object."""
@@ -150,9 +150,10 @@ class PendingExchange:
         return wait()
 
 
-def start(exchange: Exchange, rows: Tensor) -> PendingExchange:
-    """Starts to exchange rows [R, ...]; `finish` of the result returns the received rows."""
-    return PendingExchange(exchange, rows)
+def start(exchange: Exchange, rows: Tensor, overlap: Callable[[], None] | None = None) -> PendingExchange:
+    """Starts to exchange rows [R, ...]; `finish` of the result returns the received rows. `overlap` is called in the
+    backward while the gradients of the rows are exchanged."""
+    return PendingExchange(exchange, rows, overlap)
 
 
 def run(exchange: Exchange, rows: Tensor) -> Tensor:
@@ -173,6 +174,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.pending.overlap is not None:
+            ctx.pending.overlap()
         return ctx.pending.wait(), None
 
 

@@ -1,5 +1,6 @@
 """Parameters with metadata, and the interface that accumulates their gradients."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -39,6 +40,34 @@ class BatchedWeightGrad:
 
     def with_later(self, later: "BatchedWeightGrad") -> "BatchedWeightGrad":
         return replace(self, parts=self.parts + later.parts)
+
+
+class WeightGradQueue:
+    """Queue of weight-gradient computations, which run immediately unless `deferred` is True.
+
+    If `deferred` is True, they run when `run` is called: by the schedule, by exchanges of gradients that they overlap
+    with (`ExpertComm.overlap_weight_grads`), and at the latest in `GradBuffers.complete`.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self._tasks: deque[Callable[[], None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Runs the task, or appends it to the queue if `deferred` is True."""
+        if self.deferred:
+            self._tasks.append(task)
+        else:
+            task()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Runs all deferred tasks in the order of submission."""
+        while self._tasks:
+            self._tasks.popleft()()
 
 
 class Parameter(nn.Parameter):

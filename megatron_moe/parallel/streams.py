@@ -38,8 +38,9 @@ class Streams:
 class CudaStreams(Streams):
     """Streams of a GPU: the current stream as "compute", and one new stream per name in `names`."""
 
-    def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
-        self._streams = {name: torch.cuda.Stream(device) for name in names}
+    def __init__(self, device: torch.device, names: tuple[str, ...], *, high_priority: bool = False) -> None:
+        """`high_priority`: thread blocks of the new streams start before waiting ones of other streams."""
+        self._streams = {name: torch.cuda.Stream(device, priority=-1 if high_priority else 0) for name in names}
         self._streams["compute"] = torch.cuda.current_stream(device)
 
     def on(self, name: str) -> AbstractContextManager[object]:
@@ -60,9 +61,9 @@ class CudaStreams(Streams):
         tensor.record_stream(torch.cuda.current_stream())
 
 
-def make_streams(device: torch.device, *names: str) -> Streams:
+def make_streams(device: torch.device, *names: str, high_priority: bool = False) -> Streams:
     """Creates the streams of a device: "compute" and one per name in `names`."""
-    return CudaStreams(device, names) if device.type == "cuda" else Streams()
+    return CudaStreams(device, names, high_priority=high_priority) if device.type == "cuda" else Streams()
 
 
 class HostCopies(Streams):

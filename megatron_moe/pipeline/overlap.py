@@ -1,7 +1,7 @@
 """Launch order in which the forward of one microbatch is interleaved with the backward of another (overlapped pair).
 
-Nodes are parts of a layer. Dispatch and combine of one direction overlap with computation of the other. The order is
-Megatron's. It does not change numerics: each direction keeps its own order, and only the backward writes gradients.
+Nodes are parts of a layer. Dispatch and combine of one direction overlap with computation of the other. The order does
+not change numerics: each direction keeps its own order, and only the backward writes gradients.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ _PAIR_ORDER: tuple[tuple[Direction, SlotName], ...] = (
     ("forward", "post"),
     ("weight", "attention"),
 )
-"""Launch order of the nodes of one forward layer and one backward layer."""
+"""Launch order of the nodes of one forward layer and one backward layer: Megatron's order."""
 
 
 def pair_slots(
@@ -75,15 +75,23 @@ def pair_slots(
     backward: StageLayout | None,
     *,
     split_backward: bool = False,
+    early_dispatch: bool = False,
     early_attention_backward: bool = False,
 ) -> tuple[Slot, ...]:
     """Slots of an overlapped pair in launch order. If one chunk is None, returns the slots of the other chunk only.
 
     The forward of the first layer is paired with the backward of the last, and so on; layers without partner follow.
+    `early_dispatch` launches the forward's dispatch before the backward of the experts, for exchanges that neither
+    block the host nor have a stream to prepare rows on.
     `early_attention_backward` moves the backward of attention before the forward of the experts, which frees the
     activations of attention earlier but hides less communication (`--ep-overlap-early-attn-memory-release`).
     """
     order = list(_PAIR_ORDER)
+    if early_dispatch:
+        order.remove(("forward", "dispatch"))
+        order.insert(order.index(("backward", "experts")), ("forward", "dispatch"))
+        order.remove(("weight", "experts"))
+        order.insert(order.index(("forward", "experts")), ("weight", "experts"))
     if early_attention_backward:
         order.remove(("backward", "attention"))
         order.insert(order.index(("forward", "experts")), ("backward", "attention"))

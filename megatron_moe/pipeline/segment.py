@@ -195,6 +195,8 @@ def _rebuilt(state: Any, change: Callable[[Any], Any]) -> Any:
 
     A pending exchange is changed in place, because its start and its finish refer to the same object.
     """
+    if state is None:  # most fields of a state
+        return None
     if isinstance(state, Tensor | CutTensor):
         return change(state)
     if isinstance(state, tuple):

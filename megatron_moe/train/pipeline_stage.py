@@ -33,7 +33,12 @@ class Pipeline:
         self.model = model
         self.layout = layout
         self.links = connect(context)
-        self._streams = make_streams(context.device, "communication")
+        self._streams = Streams()
+        if model.blocks_host:
+            # lets the device compute while the host waits; other dispatchers have a stream for the exchange alone, and
+            # kernels that sort and copy rows would wait for persistent kernels of the compute stream
+            priority = context.config.high_priority_a2a_comm_stream
+            self._streams = make_streams(context.device, "communication", high_priority=priority)
         self.graph_instances: GraphInstancePool | None = None
         """Pool of CUDA graph instances for the microbatches in flight; None: eager execution."""
         self._entries: dict[ScheduleConfig, tuple[Entry, ...]] = {}
@@ -102,6 +107,7 @@ class RankStage:
             chunks[forward_chunk],
             chunks[backward_chunk],
             split_backward=config.delay_wgrad_compute,
+            early_dispatch=not self._pipeline.model.blocks_host,
             early_attention_backward=config.ep_overlap_early_attn_memory_release,
         )
 
@@ -124,6 +130,8 @@ class RankStage:
         self._buffers.queue.run()
 
     def after_backward(self, microbatch: int, chunk: int) -> None:
+        if self._pipeline.config.overlap_dispatch_backward_with_experts_wgrad:
+            self._buffers.queue.run()  # those of layers below the last exchange
         self._buffers.collect()
         if self._pipeline.graph_instances is not None:
             self._pipeline.graph_instances.give_back(microbatch, chunk)

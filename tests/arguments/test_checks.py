@@ -81,6 +81,11 @@ HINT_CASES = (
     ("--position-embedding-type none --use-rope-scaling", "", "--use-rope-scaling without effect"),
     ("--moe-paged-stash", "", "saves no memory if all experts are on one rank"),
     (
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "",
+        "--overlap-dispatch-backward-with-experts-wgrad without effect: one expert-parallel rank",
+    ),
+    (
         f"{GRAPH_MODULES} moe_router moe_preprocess {EP2}",
         "",
         "moe_preprocess captures nothing: with experts on 2 ranks",

@@ -605,3 +605,11 @@ def test_an_emulation_refuses_what_it_cannot_do(more, sentence):
 def test_experts_are_captured_where_the_host_reads_nothing(more, experts):
     assert plan_of(f"{GRAPHS} {more}").cuda_graphs.cuda_graph_modules == ("attn", "mlp", experts)
     assert plan_of(f"{GRAPHS} {more} --moe-layer-freq 1").cuda_graphs.cuda_graph_modules == ("attn", experts)
+
+
+def test_weight_gradients_overlap_with_exchanges_only_where_tokens_are_exchanged():
+    flag = "--overlap-dispatch-backward-with-experts-wgrad"
+    assert not plan_of(flag).pipeline.overlap_dispatch_backward_with_experts_wgrad
+    over_two = plan_of(f"{flag} --expert-model-parallel-size 2 --global-batch-size 32", environ=EIGHT_RANKS)
+    assert over_two.pipeline.overlap_dispatch_backward_with_experts_wgrad
+    assert plan_of("--high-priority-a2a-comm-stream").parallel.high_priority_a2a_comm_stream

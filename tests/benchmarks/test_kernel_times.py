@@ -4,13 +4,18 @@ import sys
 import time
 
 import pytest
+from matplotlib.axes import Axes
 
+from benchmarks.harness.profile_step import draw_timeline
 from benchmarks.harness.timed_run import (
     Board,
+    CommunicationTime,
     KernelEvent,
     Reading,
+    communication_times,
     idle_microseconds,
     kind_of,
+    layer_windows,
     shares_of_kernels,
     shares_of_kinds,
 )
@@ -53,3 +58,33 @@ def test_board_readings_are_medians_until_the_command_ends() -> None:
             time.sleep(0.01)
     with Board(["/no/such/command"]) as board:
         assert board.medians() is None
+
+
+def test_communication_is_exposed_where_nothing_else_runs() -> None:
+    events = [
+        KernelEvent("_push_tokens", 0, 1000, stream=7),
+        KernelEvent("_wait_for_arrival", 1000, 3000, stream=7),
+        KernelEvent("nvjet_a", 500, 1500),
+        KernelEvent("nvjet_b", 5000, 1000),
+    ]
+    assert communication_times(events, num_steps=2) == CommunicationTime(overlapped=0.75, exposed=1.25)
+
+
+def test_a_layer_lasts_from_one_attention_to_the_next() -> None:
+    forward = [KernelEvent("cudnn_sdpa_fprop", start, 5) for start in (0, 100, 230, 900)]
+    backward = [KernelEvent("cudnn_sdpa_bprop", start, 5) for start in (1000, 1200)]
+    assert layer_windows([*backward, *forward]) == {"forward": (100, 230), "backward": (1000, 1200)}
+    assert layer_windows([KernelEvent("nvjet_a", 0, 1)]) == {}
+
+
+def test_the_timeline_has_one_bar_per_kernel_and_one_lane_per_stream(tmp_path, monkeypatch) -> None:
+    places = []
+    monkeypatch.setattr(Axes, "broken_barh", lambda axes, bars, place, **_: places.append((bars, place[0])))
+    events = [
+        KernelEvent("cudnn_fprop", 0, 10),
+        KernelEvent("_push_tokens", 20, 30, 9),
+        KernelEvent("fprop_fmha", 60, 9),
+    ]
+    draw_timeline(events, tmp_path / "timeline.png")
+    assert places == [([(0, 10)], -0.4), ([(20, 30)], 0.6)]
+    assert (tmp_path / "timeline.png").stat().st_size > 1000

@@ -73,6 +73,7 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
         config = moe_config(
             dispatcher=dispatcher, router={"dtype": "fp32"}, capacity=capacity, shared=True, overlap=True
         )
+        config = replace(config, flex_dispatcher_num_sms=8 if dispatcher == "flex" else None)
         layer = MoELayer(config, 0, ctx, kernels)
         init_parameters(layer, 5, InitConfig(method="unit_gain"))
         hidden = torch.randn(64, 2, HIDDEN, device=ctx.device).bfloat16()
@@ -102,11 +103,13 @@ def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
 
 
 def flex_cases(num_ranks: int, ranks_per_host: int | None = None) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
-    """Every fold with the flex dispatcher; row bounds that no rank exceeds, in turn."""
+    """Every fold with the flex dispatcher; in turn, shared experts overlapped, multiprocessors reserved, and row bounds
+    that no rank exceeds."""
     found = []
     for place, each in enumerate(folds(num_ranks)):
         fold = replace(each, ranks_per_host=ranks_per_host)
         config = moe_config(dispatcher="flex", router=BALANCED, bias=True, shared=True, overlap=place % 2 == 0)
+        config = replace(config, flex_dispatcher_num_sms=8 if place % 4 < 2 else None)
         found.append((fold, config, Data.random(fold.dp, padded=True)))
     return found
 

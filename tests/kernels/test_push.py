@@ -20,9 +20,7 @@ from tests.helpers.tolerances import EXACT
 EXPERTS = 8
 
 
-def channels(
-    num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0, num_programs: int | None = 3
-) -> list[PushChannel]:
+def channels(num_ranks: int, num_tokens: int, width: int, topk: int, timeout_s: float = 5.0) -> list[PushChannel]:
     """One channel as every rank sees it."""
     shape = ChannelShape(num_ranks=num_ranks, num_tokens=num_tokens, width=width, topk=topk, dtype=torch.float32)
     parts: list[Tensor] = []
@@ -32,7 +30,7 @@ def channels(
             parts.extend(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
         return tuple(parts)
 
-    return [new_channel(shape, rank, allocate, timeout_s, num_programs=num_programs) for rank in range(num_ranks)]
+    return [new_channel(shape, rank, allocate, timeout_s, num_programs=3) for rank in range(num_ranks)]
 
 
 def owners(num_ranks: int) -> Tensor:
@@ -46,10 +44,10 @@ def random_ids(num_tokens: int, topk: int, seed: int) -> Tensor:
 
 
 def round_trip(
-    kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: int, num_programs: int | None = 3
+    kernels: Any, num_ranks: int, num_tokens: int, width: int, topk: int, *, is_summed: bool = False
 ) -> list[Tensor]:
     """Two exchanges there and back on the same channels; rows are the tokens times the expert's number plus one."""
-    there, back = (channels(num_ranks, num_tokens, width, topk, num_programs=num_programs) for _ in range(2))
+    there, back = (channels(num_ranks, num_tokens, width, topk) for _ in range(2))
     owner_EP, num_local, found = owners(num_ranks), EXPERTS // num_ranks, []
     for epoch in range(2):
         draw = [torch.Generator().manual_seed(10 * epoch + rank) for rank in range(num_ranks)]
@@ -69,7 +67,9 @@ def round_trip(
             values = there[rank].received_values.clone()
             kernels.acknowledge(there[rank])
             found += [rows, values]
-            kernels.push_sums(rows, index, values, back[rank])
+            if is_summed:
+                rows = kernels.unpermute(rows, index, num_ranks * num_tokens)
+            kernels.push_sums(rows, index, values, back[rank], is_summed=is_summed)
         for rank in range(num_ranks):
             kernels.wait_for_peers(back[rank])
             found += kernels.sum_partials(ids[rank], owner_EP, back[rank], with_values=True)
@@ -83,13 +83,13 @@ def round_trip(
 @pytest.mark.parametrize(
     ("num_ranks", "num_tokens", "width", "topk"), [(2, 5, 16, 2), (4, 9, 24, 3), (4, 1, 8, 1), (1, 3, 8, 2)]
 )
-@pytest.mark.parametrize("num_programs", [None, 3])
+@pytest.mark.parametrize("is_summed", [False, True])
 def test_triton_pushes_what_the_reference_pushes(
-    num_ranks: int, num_tokens: int, width: int, topk: int, num_programs: int | None, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, num_tokens: int, width: int, topk: int, is_summed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push, "COLUMNS", 16)
     expected = round_trip(reference, num_ranks, num_tokens, width, topk)
-    actual = round_trip(triton, num_ranks, num_tokens, width, topk, num_programs)
+    actual = round_trip(triton, num_ranks, num_tokens, width, topk, is_summed=is_summed)
     for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
         EXACT.check(a, e, f"tensor {number}")
 

@@ -99,6 +99,18 @@ def test_nodes_and_the_steps_of_a_schedule_compute_the_layer(config, names, slot
     EXACT.check(state.hidden_SBH, layer(x, mb), "steps")
 
 
+def test_steps_without_those_of_exchanges_send_at_the_end_and_receive_at_the_beginning():
+    layer, x = make(SPECS["MoE"]), randn(5, 2, HIDDEN)
+    steps = schedule_steps([BoundNodes(layer.nodes, mb_of(layer), 3)], exchange_steps=False)
+    assert [(step.node, step.layer) for step in steps] == [(slot, 3) for slot in ("attention", "experts", "post")]
+    state, pending = LayerState(hidden_SBH=x), []
+    for step in steps:
+        state = step.run(state)
+        pending.append(state.pending is not None)
+    EXACT.check(state.hidden_SBH, layer(x, mb_of(layer)), "steps")
+    assert pending == [True, True, False], "exchanges between steps"
+
+
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS.keys())
 def test_nodes_list_every_parameter_once(config):
     layer = make(config)

@@ -17,13 +17,15 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.num_streams = 0
+        self.priorities: list[int] = []
         self.current = FakeStream(self, "main")
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
 
-    def new_stream(self, device: torch.device) -> "FakeStream":
+    def new_stream(self, device: torch.device, priority: int = 0) -> "FakeStream":
         self.num_streams += 1
+        self.priorities.append(priority)
         return FakeStream(self, f"side {self.num_streams}")
 
     @contextmanager
@@ -77,6 +79,12 @@ def test_a_forked_stream_waits_for_the_current_one_and_a_plain_switch_does_not(c
         assert streams.record() == "event of side 1"
     assert event == "event of side 2"
     assert cuda.log == ["main waits for event of side 2", "tensor used by main", "side 1 waits for main"]
+
+
+def test_new_streams_have_high_priority_on_request(cuda):
+    make_streams(GPU, "communication")
+    make_streams(GPU, "communication", high_priority=True)
+    assert cuda.priorities == [0, -1]
 
 
 def test_a_copy_to_the_host_follows_the_current_stream_and_a_copy_to_the_device_the_events_alone(cuda):

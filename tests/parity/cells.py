@@ -154,7 +154,12 @@ def pipeline_of(cell: Cell) -> PipelineConfig:
         text = text if cell["mtp"] == "on" else text.replace("m", "")
         layout = parse_layout(text, pp=int(cell["pp"]), num_layers=None, num_mtp=None)
     overlap = cell["overlap"] == "experts"
-    return PipelineConfig(layout=layout, overlap=overlap, delay_wgrad_compute=overlap or cell["wgrad"] == "delayed")
+    return PipelineConfig(
+        layout=layout,
+        overlap=overlap,
+        delay_wgrad_compute=overlap or cell["wgrad"] == "delayed",
+        overlap_dispatch_backward_with_experts_wgrad=cell["wgrad"] == "exchange",
+    )
 
 
 def model_of(cell: Cell) -> ModelConfig:

@@ -32,7 +32,7 @@ DIMENSIONS = MappingProxyType(
         "dispatcher": ("local", "allgather", "alltoall", "flex", "hierarchical"),
         "zero": ("off", "on"),
         "overlap": ("off", "grads", "params", "experts"),
-        "wgrad": ("fused", "delayed"),
+        "wgrad": ("fused", "delayed", "exchange"),
         "balance": ("aux", "none", "seq", "global", "bias"),
         "capacity": ("none", "drop", "position", "pad"),
         "shared": ("off", "on", "overlap"),
@@ -155,6 +155,7 @@ RULES: tuple[Rule, ...] = (
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),
     (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "fused"),
+    (("wgrad", "ep"), lambda c: c["wgrad"] != "exchange" or c["ep"] != "1"),
     (
         ("shared", "dispatcher"),
         lambda c: c["shared"] != "overlap" or c["dispatcher"] in ("alltoall", "flex", "hierarchical"),

@@ -24,6 +24,14 @@ def test_order_of_two_layers_is_megatrons():
     )
 
 
+def test_a_dispatch_that_does_not_block_the_host_is_launched_before_the_experts():
+    one = StageLayout(layers=(7,))
+    assert " ".join(map(str, pair_slots(one, one, split_backward=True, early_dispatch=True))) == (
+        "B0.post B0.combine F0.attention F0.dispatch B0.experts B0.dispatch W0.experts F0.experts F0.combine "
+        "B0.attention F0.post W0.attention"
+    )
+
+
 def test_early_release_moves_the_backward_of_attention_before_the_experts():
     one = StageLayout(layers=(7,))
     slots = pair_slots(one, one, early_attention_backward=True)
@@ -33,12 +41,13 @@ def test_early_release_moves_the_backward_of_attention_before_the_experts():
 
 
 @pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("ahead", "behind"), [(2, 2), (1, 3), (3, 1), (0, 2), (2, 0), (4, 4)])
-def test_every_direction_keeps_its_own_order(ahead, behind, split, early):
+def test_every_direction_keeps_its_own_order(ahead, behind, split, dispatch, early):
     forward = StageLayout(layers=tuple(range(ahead)), embedding=True)
     backward = StageLayout(layers=tuple(range(behind)), loss=True)
-    slots = pair_slots(forward, backward, split_backward=split, early_attention_backward=early)
+    slots = pair_slots(forward, backward, split_backward=split, early_dispatch=dispatch, early_attention_backward=early)
     assert len(slots) == len(set(slots))
     for layer in range(ahead):
         assert own_order(slots, "forward", layer) == ORDER["forward"]
@@ -82,9 +91,10 @@ def test_single_direction_is_the_plain_chain():
     )
 
 
-def test_exchanges_are_followed_by_computation_of_the_other_direction():
+@pytest.mark.parametrize("early", [False, True])
+def test_exchanges_are_followed_by_computation_of_the_other_direction(early):
     """Each exchange is followed by computation of the other direction within two slots."""
-    slots = pair_slots(MIDDLE, MIDDLE, split_backward=True)
+    slots = pair_slots(MIDDLE, MIDDLE, split_backward=not early, early_dispatch=early)
     for at, slot in enumerate(slots[:-1]):
         if stream_of(slot.node) == "communication":
             others = [s for s in slots[at + 1 : at + 3] if s.direction[0] != slot.direction[0]]

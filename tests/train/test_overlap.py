@@ -1,7 +1,9 @@
 """Overlapped and split schedules train the same weights as the plain one, bit for bit."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
+from threading import get_ident
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from megatron_moe.config.pipeline import PipelineConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.layout_check.record import record_run
 from megatron_moe.layout_check.samples import random_datasets
+from megatron_moe.moe.token_dispatcher.symmetric import SymmetricTransport
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.exchange import PendingExchange
 from megatron_moe.pipeline.layout import parse_layout
 from megatron_moe.train.trainer import Trainer
 from tests.helpers import tiny, tiny_models
@@ -30,6 +35,7 @@ ORDERS = {
     "pairs": PipelineConfig(overlap=True),
     "split backward": PipelineConfig(delay_wgrad_compute=True),
     "weight gradients later": PipelineConfig(overlap=True, delay_wgrad_compute=True),
+    "within the backward": PipelineConfig(overlap_dispatch_backward_with_experts_wgrad=True),
     "attention early": PipelineConfig(
         overlap=True, delay_wgrad_compute=True, ep_overlap_early_attn_memory_release=True
     ),
@@ -83,6 +89,10 @@ CASES = {
     "MLA, multi-token prediction, dropout": plan(model(mla=True, mtp=MTP, dropout=0.1)),
     "tied embeddings, prediction, detached heads": plan(
         model(mtp=replace(MTP, detach_heads=True), tied_embeddings=True)
+    ),
+    "tokens sent once per rank": plan(model(moe_config=moe(dispatcher="flex"))),
+    "tokens sent once per rank, shared experts overlapped": plan(
+        model(moe_config=moe(dispatcher="flex", shared_overlap=True))
     ),
     "dropped and padded, bias": plan(
         model(moe_config=replace(moe(), capacity=CapacityConfig(factor=1.0, pad=True), shared=None))
@@ -164,9 +174,12 @@ def check(found, case: str, tolerance: Tolerance = EXACT, *, captured: bool = Fa
     [
         ("experts over two ranks", "pairs"),
         ("two chunks on each of two stages", "pairs"),
+        ("tokens sent once per rank", "pairs"),
+        ("tokens sent once per rank", "attention early"),
         ("experts over two ranks", "attention early"),
         ("experts over two ranks", "split backward"),
         *thinned((case, "weight gradients later") for case in CASES),
+        *thinned((case, "within the backward") for case in CASES),
     ],
 )
 def test_schedule_orders_train_the_same_weights(case, order):
@@ -184,6 +197,7 @@ def test_overlapped_schedule_over_processes_trains_the_same_weights(case):
     [
         ("experts over two ranks", "pairs", ("attn", "mlp", "moe_router", "moe_preprocess")),
         ("experts over two ranks", "attention early", ("attn",)),
+        ("tokens sent once per rank", "pairs", ("attn", "mlp", "moe_router", "moe_preprocess")),
         ("dropped and padded, bias", "pairs", ("moe_router",)),
         ("two chunks on each of two stages", "pairs", ("attn", "mlp", "moe_router")),
         ("gradients reduced early", "pairs", ("attn", "moe_router")),
@@ -213,3 +227,34 @@ def test_shared_experts_overlap_exchanges_between_captured_modules():
         replace(overlapped, cuda_graphs=CudaGraphConfig(cuda_graph_modules=modules, cuda_graph_warmup_steps=1))
     )
     check(found, "experts over two ranks", captured=True)
+
+
+@pytest.mark.parametrize("dispatcher", ["flex", "alltoall"])
+def test_weight_gradients_run_while_gradients_are_exchanged(dispatcher, monkeypatch):
+    each = plan(model(moe_config=moe(dispatcher=dispatcher, shared=None)), samples=2)
+    each = replace(each, pipeline=ORDERS["within the backward"])
+    in_flight, found = Counter(), Counter()
+
+    def counting(function, name, change):
+        def call(*args, **named):
+            found[name, in_flight[get_ident()] > 0] += 1
+            in_flight[get_ident()] += change
+            return function(*args, **named)
+
+        return call
+
+    transport = SymmetricTransport if dispatcher == "flex" else PendingExchange
+    changes = {"start_tokens": 1, "start_sums": 1, "finish_tokens": -1, "finish_sums": -1, "launch": 1, "wait": -1}
+    for name in changes.keys() & vars(transport).keys():
+        monkeypatch.setattr(transport, name, counting(getattr(transport, name), name, changes[name]))
+    functions = {op: getattr(reference, op) for op in OPS}
+    for op in ("linear_weight_grad", "grouped_weight_grad"):
+        functions[op] = counting(functions[op], op, 0)
+    kernels = KernelSet.of(functions, ())
+    on_threads(
+        each.parallel, lambda ctx: record_run(each, ctx, kernels, random_datasets(each, num_steps=1), num_steps=1)
+    )
+    # two ranks: head and attention of the last layer while the gradient of combine is exchanged; the attention of the
+    # first MoE layer, whose layer below has no exchange, and the dense layer afterwards
+    assert found["grouped_weight_grad", True] == 2 * 4 and not found["grouped_weight_grad", False]
+    assert found["linear_weight_grad", True] == 2 * 3 and found["linear_weight_grad", False] == 2 * 6

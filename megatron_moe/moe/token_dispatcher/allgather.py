@@ -37,7 +37,7 @@ class AllGatherDispatcher:
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         self.kernels = comm.kernels
-        self.group = comm.etp_ep
+        self.group, self.overlap = comm.etp_ep, comm.overlap_weight_grads
         self.num_local = num_experts // comm.ep.size
         self.first = comm.ep.rank * self.num_local
 
@@ -47,8 +47,8 @@ class AllGatherDispatcher:
         choices = routing.ids_TK if routing.map_TE is None else routing.map_TE
         assert choices is not None, "a routing is sparse or dense"
         # etp x ep, backward reduce-scatter: T * H elements, and T * K probabilities and ids
-        tokens, ids = exchange.start(everyone, tokens_TH), exchange.start(everyone, choices)
-        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs), routing)
+        tokens, ids = exchange.start(everyone, tokens_TH, self.overlap), exchange.start(everyone, choices)
+        return PendingAllGather(tokens, ids, exchange.start(everyone, routing.probs, self.overlap), routing)
 
     def finish_dispatch(self, pending: PendingAllGather) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies the tokens of all ranks to the rows of this rank's experts; padding rows are zeros."""
@@ -64,7 +64,7 @@ class AllGatherDispatcher:
         wide_RH = data_RH.to(internal_dtype(data_RH.dtype))
         sums_TH = self.kernels.unpermute(wide_RH, handle.index, handle.num_tokens)
         # etp x ep, backward all-gather: T * H elements of promote(fp32, dtype) for every rank
-        return exchange.start(ReduceScatter(self.group), sums_TH), data_RH.dtype
+        return exchange.start(ReduceScatter(self.group), sums_TH, self.overlap), data_RH.dtype
 
     def finish_combine(self, pending: tuple[PendingExchange, torch.dtype]) -> Tensor:
         """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""

@@ -71,6 +71,7 @@ class AllToAllDispatcher:
         to rank q of ep. Memory emulation replaces the function by an estimate from this rank's number of choices."""
         self.ep, self.etp, self.etp_ep = comm.ep, comm.etp, comm.etp_ep
         self.num_local = num_experts // self.ep.size
+        self.overlap = comm.overlap_weight_grads
         self.places_P = torch.tensor(_arrival_order(comm.ctx), device=comm.ctx.device)
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> PendingAllToAll:
@@ -82,7 +83,8 @@ class AllToAllDispatcher:
             index = first_rows(index, plan.num_sent)
             rows_RH, probs_R = rows_RH[: plan.num_sent], probs_R[: plan.num_sent]
         # ep, backward all-to-all: R * H elements, T * K * H when nothing is dropped; probabilities R elements
-        rows, probs = exchange.start(plan.over_ep, rows_RH), exchange.start(plan.over_ep, probs_R)
+        rows = exchange.start(plan.over_ep, rows_RH, self.overlap)
+        probs = exchange.start(plan.over_ep, probs_R, self.overlap)
         return PendingAllToAll(rows, probs, index, plan, len(tokens_TH))
 
     def finish_dispatch(self, pending: PendingAllToAll) -> tuple[DispatchedTokens, AllToAllHandle]:
@@ -106,7 +108,7 @@ class AllToAllDispatcher:
             data_RH = self.kernels.unpermute(data_RH, handle.order, plan.num_held)
         # etp, backward all-gather; ep, backward all-to-all: as many elements as in dispatch
         data_RH = exchange.run(plan.over_etp.transposed, data_RH)
-        return exchange.start(plan.over_ep.transposed, data_RH), handle
+        return exchange.start(plan.over_ep.transposed, data_RH, self.overlap), handle
 
     def finish_combine(self, pending: tuple[PendingExchange, AllToAllHandle]) -> Tensor:
         """Returns [T, H]: for each token of this rank, the sum of its expert outputs."""

@@ -18,6 +18,7 @@ from megatron_moe.kernels.ops import Kernels, RowIndex
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.grid import expert_grid
+from megatron_moe.parallel.parameter import WeightGradQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,8 @@ class ExpertComm:
 
     transport: Any = None
     """Transport of the flex dispatcher; set by the first one."""
+    weight_grads: WeightGradQueue | None = None
+    """Queue of delayed weight gradients that run while gradients are exchanged; None: they are not delayed."""
     note: str | None = None
     """Log line about the transport, if it is not the one that a flag names."""
 
@@ -188,6 +191,11 @@ class ExpertComm:
         factor, self.row_capacity_factor = self.row_capacity_factor, None
         yield
         self.row_capacity_factor = factor
+
+    def overlap_weight_grads(self) -> None:
+        """Computes the delayed weight gradients; called in the backward between start and finish of an exchange."""
+        if self.weight_grads is not None:
+            self.weight_grads.run()
 
     def peer_problem(self) -> OtherRankProblem | None:
         """Error about a rank whose tokens did not arrive in time; None: all arrived so far. Does not synchronise with

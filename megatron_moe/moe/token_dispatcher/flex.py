@@ -91,7 +91,8 @@ class Pending(ABC):
     """An exchange in progress; after the forward, its gradient's exchange. `exchange` starts and `received`
     finishes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, comm: ExpertComm) -> None:
+        self.comm = comm
         self._anchor: Any = None
         """Empty tensor that connects the graphs of both halves."""
         self._work: Work = None
@@ -147,6 +148,7 @@ class _StartExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.pending.comm.overlap_weight_grads()
         return None, *ctx.pending.finish_backward(ctx.pending.take_work())
 
 
@@ -166,7 +168,7 @@ class PendingDispatch(Pending):
     """A dispatch in progress; in the backward, the exchange of the gradients of tokens and probabilities."""
 
     def __init__(self, dispatcher: "FlexDispatcher", tokens_TH: Tensor, routing: Routing) -> None:
-        super().__init__()
+        super().__init__(dispatcher.comm)
         assert routing.ids_TK is not None and routing.probs_TK is not None, "a dense routing needs another dispatcher"
         self.dispatcher, self.transport = dispatcher, dispatcher.transport
         self.route = self.transport.new_route(routing.ids_TK)
@@ -208,7 +210,7 @@ class PendingCombine(Pending):
     """A combine in progress; in the backward, the exchange of the gradient of its result."""
 
     def __init__(self, dispatcher: "FlexDispatcher", rows_RH: Tensor, handle: FlexHandle) -> None:
-        super().__init__()
+        super().__init__(dispatcher.comm)
         self.kernels, self.transport, self.handle = dispatcher.kernels, dispatcher.transport, handle
         self.exchange(rows_RH)
 

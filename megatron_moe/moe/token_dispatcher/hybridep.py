@@ -165,7 +165,7 @@ class HybridEPPendingDispatch(Pending):
     """A dispatch in progress; in the backward, the exchange of the gradients of tokens and probabilities."""
 
     def __init__(self, dispatcher: "HybridEPDispatcher", tokens_TH: Tensor, routing: Routing) -> None:
-        super().__init__()
+        super().__init__(dispatcher.comm)
         assert routing.ids_TK is not None and routing.probs_TK is not None, "a dense routing needs another dispatcher"
         self.transport, self.probs_dtype = dispatcher.transport, routing.probs_TK.dtype
         self.handle = self.transport.new_handle(routing.ids_TK, routing.counts_E, dispatcher.num_rows(routing))
@@ -197,7 +197,7 @@ class HybridEPPendingCombine(Pending):
     """A combine in progress; in the backward, the exchange of the gradient of its result."""
 
     def __init__(self, dispatcher: "HybridEPDispatcher", rows_RH: Tensor, handle: HybridEPHandle) -> None:
-        super().__init__()
+        super().__init__(dispatcher.comm)
         self.transport, self.handle = dispatcher.transport, handle
         self.exchange(rows_RH)
 
@@ -223,6 +223,7 @@ class HybridEPDispatcher:
 
     host_reads = 0
     can_overflow = True
+    can_be_captured = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         comm.transport = comm.transport or HybridEPTransport(num_experts, comm)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.kernels.multiprocessors import end_reservation, reserve_multiprocessors
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank
@@ -50,7 +51,9 @@ class SymmetricTransport:
                 f"{len(hosts)} hosts of {launch.local_world_size} ranks, and memory is shared within one host only; "
                 f"use --moe-token-dispatcher-type alltoall, or at most {launch.local_world_size} expert ranks"
             )
-        self._streams = make_streams(comm.ctx.device, _STREAM)
+        priority = comm.ctx.config.high_priority_a2a_comm_stream
+        self._streams = make_streams(comm.ctx.device, _STREAM, high_priority=priority)
+        self._num_in_flight = 0
         self._channels: dict[tuple[str, bool, ChannelShape], PushChannel] = {}
         num_local = num_experts // comm.ep.size
         self._first, self._num_local = comm.ep.rank * num_local, num_local
@@ -82,11 +85,14 @@ class SymmetricTransport:
 
     def start_sums(self, rows_RH: Tensor, index: RowIndex, route: ExchangeRoute, grad_GK: Tensor | None) -> _Push:
         channel = self._channel("sums", grad_GK is not None, rows_RH, route)
+        rows, is_summed = rows_RH, self._comm.num_sms is not None
+        if is_summed:  # few multiprocessors, with others busy, would read the rows slowly
+            rows = self._kernels.unpermute(rows_RH, index, self._group.size * len(route.ids_TK))
 
         def push() -> None:
-            self._kernels.push_sums(rows_RH, index, grad_GK, channel)
+            self._kernels.push_sums(rows, index, grad_GK, channel, is_summed=is_summed)
 
-        return self._start(push, channel, grad_GK is not None, (rows_RH, index, grad_GK))
+        return self._start(push, channel, grad_GK is not None, (rows, index, grad_GK))
 
     def finish_sums(self, work: _Push, route: ExchangeRoute) -> tuple[Tensor, Tensor | None]:
         channel = self._arrive(work)
@@ -107,12 +113,21 @@ class SymmetricTransport:
     def _start(
         self, push: Callable[[], None], channel: PushChannel, with_choices: bool, keep: tuple[Any, ...]
     ) -> _Push:
-        with self._streams.fork(_STREAM):
+        streams = self._streams
+        with streams.fork(_STREAM):
+            before = streams.record()
             push()
+        self._num_in_flight += 1
+        if self._comm.num_sms is not None:
+            reserve_multiprocessors(self._comm.num_sms, self._comm.ctx.device)
+            streams.wait(before)  # so that later work does not take the multiprocessors before the push starts
         return _Push(channel, with_choices, keep)
 
     def _arrive(self, exchange: _Push) -> PushChannel:
         """Makes the current stream wait until all ranks have pushed."""
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            end_reservation()
         with self._streams.on(_STREAM):
             self._kernels.wait_for_peers(exchange.channel)
             arrived = self._streams.record()

@@ -1,6 +1,7 @@
 """Token dispatchers without the layer: combine inverts dispatch, row order, communication volume and host reads."""
 
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatron_moe.kernels import reference
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
+from megatron_moe.moe.token_dispatcher import symmetric
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
@@ -30,6 +32,7 @@ from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.streams import Streams
 from megatron_moe.parallel.symmetric_memory import has_peer_access
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
@@ -643,3 +646,45 @@ def test_hybridep_gets_its_settings_once_per_run() -> None:
             "num_blocks_permute": 7,
             "num_blocks_unpermute": 9,
         }
+
+
+class RecordingStreams(Streams):
+    """Logs the event before a push and the wait for it."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def record(self) -> Any:
+        self.log.append("event")
+        return "event"
+
+    def wait(self, event: Any) -> None:
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize("num_sms", [None, 8])
+def test_multiprocessors_are_reserved_while_exchanges_are_in_progress(num_sms, monkeypatch) -> None:
+    """Two exchanges overlap; the reservation ends with the second."""
+    logs: dict[int, list[Any]] = {0: [], 1: []}
+    here = threading.local()
+    monkeypatch.setattr(symmetric, "make_streams", lambda *args, **named: RecordingStreams(here.log))
+    monkeypatch.setattr(symmetric, "reserve_multiprocessors", lambda number, device: here.log.append(number))
+    monkeypatch.setattr(symmetric, "end_reservation", lambda: here.log.append("end"))
+
+    def rank(ctx: ParallelContext) -> None:
+        here.log = log = logs[ctx.rank]
+        comm = ExpertComm(ctx, REFERENCE, SymmetricDispatcher, num_sms=num_sms)
+        first, second = (comm.new_dispatcher(EXPERTS) for _ in range(2))
+        routing, tokens = sparse([[0, 7]], num_experts=EXPERTS), draw(1, WIDTH, seed=ctx.rank)
+        rows, handle = first.finish_dispatch(first.start_dispatch(tokens, routing))
+        del log[3 if num_sms else 1 :]
+        combine = first.start_combine(rows, handle)
+        dispatch = second.start_dispatch(tokens, routing)
+        log.append("both")
+        first.finish_combine(combine)
+        log.append("one")
+        second.finish_dispatch(dispatch)
+
+    on_threads(parallel(2, ep=2), rank)
+    start, finish = ["event", 8, "wait"] if num_sms else ["event"], ["event", "wait"]
+    assert logs[0] == logs[1] == [*start * 3, "both", *finish, "one", "end", *finish]

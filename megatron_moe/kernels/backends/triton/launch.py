@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.kernels.multiprocessors import num_reserved
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels on the CPU. Its bf16 matmul is wrong, so operands become fp32."""
 HOPPER_MULTIPROCESSORS = 132
@@ -16,6 +18,11 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return HOPPER_MULTIPROCESSORS if device.type == "meta" else 4
+
+
+def free_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU that are not reserved for an exchange in progress."""
+    return num_multiprocessors(device) - num_reserved()
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from megatron_moe.kernels import reference_push
 from megatron_moe.kernels.backends.triton.launch import INTERPRETED, num_multiprocessors, power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.rows import sum_rows
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import FLAG_STRIDE, PushChannel
 
-ROWS = 4
-"""Rows that a program has in flight. Measured on NVLink: 8 programs with 4 rows of 4 KB reach 93 % of the bandwidth
-that 132 programs reach."""
+ROWS, ROWS_OF_FEW = 4, 16
+"""Rows that a program has in flight, on all multiprocessors and on a few. Two H200 exchange 8192 rows of 4 KB, 4 in
+flight, in 98 us on 132 multiprocessors and 120 us on 16, but in 240 us on 8, where the latency of loads decides."""
 COLUMNS = 2048
 TOKENS = 64
 """Tokens of a program of `mark_ranks`."""
@@ -48,27 +47,26 @@ def push_tokens(
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
         shape.num_tokens, shape.width, tokens_TH.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
-        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, ROWS=ROWS, COLUMNS=columns, BLOCK=1024,
-        WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, num_warps=8,
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, COLUMNS=columns, BLOCK=1024,
+        WITH_CHOICES=choices is not None, STRIDE=FLAG_STRIDE, INTERPRETED=INTERPRETED, **_in_flight(channel),
     )  # fmt: skip
 
 
-def push_sums(rows_RH: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel) -> None:
-    """See `Kernels.push_sums`. With few programs, which would read the rows slowly, the sums are made by all
-    multiprocessors and stored before they are pushed."""
+def push_sums(
+    rows: Tensor, index: RowIndex, values_GK: Tensor | None, channel: PushChannel, *, is_summed: bool = False
+) -> None:
+    """See `Kernels.push_sums`."""
     assert index.rows_TK is not None, "a dense form has no rows per choice"
-    shape, rows_RH = channel.shape, rows_of(rows_RH)
+    shape, rows = channel.shape, rows_of(rows)
     columns = min(power_of_two(shape.width), COLUMNS)
-    is_summed = channel.num_programs is not None
-    source = sum_rows(rows_RH, index) if is_summed else rows_RH
     _push_sums[(_num_programs(channel),)](
-        source, index.rows_TK.contiguous(), rows_RH if values_GK is None else values_GK.contiguous(),
+        rows, index.rows_TK.contiguous(), rows if values_GK is None else values_GK.contiguous(),
         channel.addresses, channel.acknowledged[channel.rank], channel.epoch, channel.missing,
-        shape.num_tokens, shape.width, source.stride(0), _timeout_ns(channel),
+        shape.num_tokens, shape.width, rows.stride(0), _timeout_ns(channel),
         channel.tokens[channel.rank], channel.values[channel.rank],
-        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk), ROWS=ROWS,
+        RANK=channel.rank, NUM_RANKS=shape.num_ranks, TOPK=shape.topk, CHOICES=power_of_two(shape.topk),
         COLUMNS=columns, IS_SUMMED=is_summed, WITH_VALUES=values_GK is not None, STRIDE=FLAG_STRIDE,
-        INTERPRETED=INTERPRETED, num_warps=8,
+        INTERPRETED=INTERPRETED, **_in_flight(channel),
     )  # fmt: skip
 
 
@@ -109,6 +107,12 @@ def acknowledge(channel: PushChannel) -> None:
 
 def _num_programs(channel: PushChannel) -> int:
     return channel.num_programs or num_multiprocessors(channel.epoch.device)
+
+
+def _in_flight(channel: PushChannel) -> dict[str, int]:
+    """Rows per step and warps of a program."""
+    few = channel.num_programs is not None
+    return {"ROWS": ROWS_OF_FEW if few else ROWS, "num_warps": 16 if few else 8}
 
 
 def _timeout_ns(channel: PushChannel) -> int:

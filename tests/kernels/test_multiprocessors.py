@@ -1,0 +1,53 @@
+"""Multiprocessors that the next matrix product leaves to an exchange."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_moe.kernels import multiprocessors, reference
+from megatron_moe.kernels.backends.triton.launch import HOPPER_MULTIPROCESSORS, free_multiprocessors
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
+from megatron_moe.kernels.multiprocessors import end_reservation, reserve_multiprocessors
+
+GPU, META = torch.device("cuda"), torch.device("meta")
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """BLAS libraries in the order in which they were selected."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", found.append)
+    yield found
+    end_reservation()
+
+
+def test_a_reservation_ends_with_the_next_product(libraries: list[str]) -> None:
+    seen: list[int] = []
+
+    def linear_forward(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        seen.append(free_multiprocessors(META))
+        return x
+
+    functions = {op: getattr(reference, op) for op in OPS} | {"linear_forward": linear_forward}
+    kernels = KernelSet.of(functions, ())
+    reserve_multiprocessors(8, GPU)
+    assert multiprocessors.num_reserved() == 8
+    x = torch.zeros(1, 1)
+    kernels.linear_forward(x, x, None)
+    kernels.linear_forward(x, x, None)
+    assert seen == [HOPPER_MULTIPROCESSORS - 8, HOPPER_MULTIPROCESSORS]
+    assert libraries == ["cublaslt", "default"], "cuBLAS ignores the reservation"
+
+
+def test_a_reservation_ends_with_the_exchange(libraries: list[str]) -> None:
+    reserve_multiprocessors(8, GPU)
+    end_reservation()
+    end_reservation()
+    assert free_multiprocessors(META) == HOPPER_MULTIPROCESSORS
+    assert libraries == ["cublaslt", "default"]
+
+
+def test_nothing_is_reserved_on_the_cpu(libraries: list[str]) -> None:
+    reserve_multiprocessors(8, torch.device("cpu"))
+    assert multiprocessors.num_reserved() == 0 and not libraries
