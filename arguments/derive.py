@@ -58,19 +58,12 @@ def row_capacity_factor(flags: Flags) -> float:
     return 1.25 if factor is None else factor
 
 
-def symmetric_ranks(flags: Flags, ranks_per_host: int) -> int:
-    """Number of ranks per host, among which `--moe-token-dispatcher-type alltoall` uses symmetric memory; 0: it uses
-    NCCL."""
+def alltoall_is_symmetric(flags: Flags) -> bool:
+    """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory if the expert ranks are on one host."""
     exchanges = flags.moe_alltoall_backend == "auto" and flags.moe_token_dispatcher_type == "alltoall"
     # with expert choice, a token has no list of choices; the push kernels have no fp64
     is_sparse = "expert_choice" not in flags.moe_router_load_balancing_type
-    return ranks_per_host if exchanges and is_sparse and flags.device != "cpu" and not flags.fp64 else 0
-
-
-def uses_symmetric_memory(flags: Flags, ranks_per_host: int) -> bool:
-    """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory: the expert ranks are on one host."""
-    ranks, host = expert_ranks(flags), symmetric_ranks(flags, ranks_per_host)
-    return ranks <= host and host % ranks == 0
+    return exchanges and is_sparse and flags.device != "cpu" and not flags.fp64
 
 
 def experts_are_captured(flags: Flags) -> bool:

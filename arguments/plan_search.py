@@ -80,16 +80,16 @@ def _forbidden(settings: Settings, num_gpus: int, rules: Sequence[Rule]) -> list
     return [problem for problem in broken_rules(settings, Launch(world_size=num_gpus), rules) if not problem.waits]
 
 
-def to_search(settings: Settings, num_gpus: int, per_node: int = 1) -> RunPlan:
+def to_search(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
     """Plan from which a search starts: pure data parallelism on `num_gpus` GPUs with a microbatch size of 1."""
-    return as_given(_on_one_rank(settings), num_gpus, per_node)
+    return as_given(_on_one_rank(settings), gpu, num_gpus)
 
 
-def as_given(settings: Settings, num_gpus: int, per_node: int = 1) -> RunPlan:
-    """Plan with the layout that the flags set. `per_node`: GPUs per host."""
+def as_given(settings: Settings, gpu: GPU, num_gpus: int) -> RunPlan:
+    """Plan with the layout that the flags set."""
     if settings.setting("tokenizer_type").value is None:  # the tokenizer does not affect the layout
         settings = _with(settings, {"tokenizer_type": "NullTokenizer"})
-    return planned(settings, Launch(world_size=num_gpus, local_world_size=min(per_node, num_gpus)))
+    return planned(settings, Launch(world_size=num_gpus, local_world_size=min(gpu.per_node, num_gpus)))
 
 
 def settings_for(settings: Settings, plan: RunPlan, *, layout: bool = True) -> Settings:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from arguments.checks.run import broken_rules, unavailable_flags, unknown_layers
+from arguments.dry_run.cluster import DEFAULT_GPU
 from arguments.errors import FlagErrors, Problem
 from arguments.files import read_files
 from arguments.flag import Flag
@@ -15,6 +16,7 @@ from arguments.recipes import About, about, find_recipe, recipe_folders, recipe_
 from arguments.resolve import run_plan
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.parameters import ParamCount, count_parameters
 
 _NOT_YET = " is not available yet"
@@ -91,7 +93,8 @@ def row_of(name: str, registry: Registry) -> Row:
     assert path, f"there is no recipe {name}"
     info = about(name, registry)
     settings = settle(registry, [file.flags for file in read_files(path, registry, {})])
-    launch = Launch(world_size=info.gpus or 1)
+    num_gpus = info.gpus or 1
+    launch = Launch(world_size=num_gpus, local_world_size=min(GPUS[info.gpu or DEFAULT_GPU].per_node, num_gpus))
     problems = (*settings.problems, *broken_rules(settings, launch), *unavailable_flags(settings, False))
     family = name if path.parent in recipe_folders() else path.parent.name
     return Row(name, family, info, settings, planned(settings, launch), problems)

@@ -39,7 +39,7 @@ def run_plan(flags: Flags, launch: Launch, vocab_size: int, **provenance: Any) -
     parallel = parallel_config(flags, launch)
     batch = batch_config(flags, parallel.dp)
     loop = _loop(flags, batch)
-    model = model_config(flags, vocab_size, launch.local_world_size)
+    model = model_config(flags, vocab_size)
     layout = derive.pipeline_layout(flags, costs=flop_costs(model, flags.seq_length))
     return from_flags(
         RunPlan,
@@ -79,6 +79,7 @@ def parallel_config(flags: Flags, launch: Launch) -> ParallelConfig:
         ep=flags.expert_model_parallel_size,
         etp=flags.expert_tensor_parallel_size or tp,
         world_size=launch.world_size,
+        ranks_per_host=launch.local_world_size,
         sequence_parallel=flags.sequence_parallel and tp > 1,
         order="tp-cp-ep-pp-dp" if flags.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )

@@ -32,14 +32,14 @@ _LOSS_CHUNK = 1024
 """Number of tokens per GEMM of the fused output layer and loss; enough to occupy a GPU."""
 
 
-def model_config(flags: Flags, vocab_size: int, ranks_per_host: int = 1) -> ModelConfig:
+def model_config(flags: Flags, vocab_size: int) -> ModelConfig:
     """Builds the model config; `vocab_size` is the vocabulary size before padding."""
     fuses_output_layer = flags.cross_entropy_loss_fusion and flags.cross_entropy_fusion_impl == "linear"
     return from_flags(
         ModelConfig,
         flags,
         vocab_size=derive.padded_vocab_size(flags, vocab_size),
-        layers=_layers(flags, ranks_per_host),
+        layers=_layers(flags),
         norm=_norm(flags),
         position_embedding="rope" if flags.position_embedding_type == "yarn" else flags.position_embedding_type,
         max_positions=flags.max_position_embeddings,
@@ -56,7 +56,7 @@ def model_config(flags: Flags, vocab_size: int, ranks_per_host: int = 1) -> Mode
     )
 
 
-def _layers(flags: Flags, ranks_per_host: int) -> tuple[LayerConfig, ...]:
+def _layers(flags: Flags) -> tuple[LayerConfig, ...]:
     layers = zip(
         from_flags(derive.moe_layers, flags),
         from_flags(derive.windowed_layers, flags),
@@ -67,7 +67,7 @@ def _layers(flags: Flags, ranks_per_host: int) -> tuple[LayerConfig, ...]:
     return tuple(
         LayerConfig(
             mixer=_mixer(flags, windowed, rotated, exchange),
-            feed_forward=moe_config(flags, ranks_per_host) if is_moe else _dense(flags),
+            feed_forward=moe_config(flags) if is_moe else _dense(flags),
             norm=_norm(flags),
             hidden_dropout=flags.hidden_dropout,
             residual_from_norm=flags.apply_residual_connection_post_layernorm,
@@ -206,7 +206,7 @@ def _dense(flags: Flags) -> MLPConfig:
     )
 
 
-def moe_config(flags: Flags, ranks_per_host: int) -> MoEConfig:
+def moe_config(flags: Flags) -> MoEConfig:
     factor, pad = derive.capacity_factor(flags), flags.moe_pad_expert_input_to_capacity
     return MoEConfig(
         router=_router(flags),
@@ -215,7 +215,8 @@ def moe_config(flags: Flags, ranks_per_host: int) -> MoEConfig:
         shared=_shared(flags),
         latent_size=flags.moe_latent_size,
         dispatcher=flags.moe_token_dispatcher_type,
-        symmetric_ranks=derive.symmetric_ranks(flags, ranks_per_host),
+        alltoall_is_symmetric=derive.alltoall_is_symmetric(flags),
+        alltoall_is_plain=flags.moe_alltoall_backend == "nccl",
         expert_rank_capacity_factor=derive.row_capacity_factor(flags),
         flex_dispatcher_backend=flags.moe_flex_dispatcher_backend,
         flex_dispatcher_num_sms=flags.moe_flex_dispatcher_num_sms,

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 def _search(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _inputs(options, words)
     planner = plan_search.planner_of(settings, gpu, options.imbalance)
-    start = plan_search.to_search(settings, num_gpus, gpu.per_node)
+    start = plan_search.to_search(settings, gpu, num_gpus)
     found = planner.best(start, options.best, partial(plan_search.legal, settings))
     if not found:
         print(f"no layout fits {num_gpus} {gpu.name} with any memory options; use more GPUs or shorter sequences")
@@ -63,10 +63,8 @@ def _fit(options: argparse.Namespace, words: Sequence[str]) -> ExitCode:
     settings, gpu, num_gpus = _inputs(options, words)
     if problems := plan_search.forbidden(settings, num_gpus):
         raise FlagErrors(problems)
-    planner, plan = (
-        plan_search.planner_of(settings, gpu, options.imbalance),
-        plan_search.as_given(settings, num_gpus, gpu.per_node),
-    )
+    planner = plan_search.planner_of(settings, gpu, options.imbalance)
+    plan = plan_search.as_given(settings, gpu, num_gpus)
     now = planner.evaluate(plan)
     verdict = "fits" if planner.fits(now.memory) else "does not fit"
     print(f"current: {plan_search.layout_text(now)}\n  {verdict}: {now.memory.total / GIB:.1f} of {gpu.memory_gib} GiB")

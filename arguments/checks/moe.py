@@ -117,13 +117,6 @@ def etp_divides_expert_width(flags: RuleFlags) -> Violations:
 
 
 @missing_feature
-def flex_needs_one_host(flags: RuleFlags) -> Violations:
-    """The flex dispatcher writes to the memory of the other expert ranks, which must be on the same host."""
-    if _flex_spans_hosts(flags) and flags.moe_flex_dispatcher_backend == "symmetric":
-        yield f"{_across_hosts(flags)} is not available yet", "use --moe-token-dispatcher-type alltoall"
-
-
-@missing_feature
 def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
     """Symmetric memory replaces a communication library only within one host. Across hosts, HybridEP must be installed
     with support for networks; DeepEP is used within one host only."""
@@ -138,7 +131,7 @@ def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
     yield (
         f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend}, is not available yet{reason}",
         "install the branch hybrid-ep of DeepEP with HYBRID_EP_MULTINODE=1 and use --moe-flex-dispatcher-backend "
-        "hybridep, or use --moe-token-dispatcher-type alltoall",
+        "hybridep, or leave out the flag to send tokens between hosts over NCCL",
     )
 
 

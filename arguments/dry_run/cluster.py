@@ -8,7 +8,7 @@ from arguments.parser import Settings
 from arguments.recipes import about_of
 from megatron_moe.cost_model.hardware import GPU, GPUS
 
-_DEFAULT_GPU = "h100"
+DEFAULT_GPU = "h100"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def cluster_of(
         FlagErrors: the sizes contradict each other, or an `about` section is invalid.
     """
     about = about_of(start, environ)
-    gpu = GPUS[flags.gpu or about.gpu or _DEFAULT_GPU]
+    gpu = GPUS[flags.gpu or about.gpu or DEFAULT_GPU]
     total = launched if launched > 1 else about.gpus
     per_node = flags.gpus_per_node or min(gpu.per_node, flags.gpus or total or gpu.per_node)
     if flags.gpus and flags.nodes:

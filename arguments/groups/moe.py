@@ -109,14 +109,14 @@ class MoEFlags:
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = close(
         "allgather",
-        "if one rank holds all experts, every type is the same local permutation; flex works within one host, and so "
-        "does alltoall over symmetric memory",
+        "if one rank holds all experts, every type is the same local permutation; between hosts, flex and alltoall "
+        "send a token once per host",
     )
     """Token exchange between expert-parallel ranks: all ranks receive all tokens (allgather), each token is sent once
     per selected expert (alltoall), or once per rank that holds selected experts (flex)."""
     moe_alltoall_backend: Literal["auto", "nccl"] = ours("auto")
     """Transport of `--moe-token-dispatcher-type alltoall`. auto: symmetric memory, as in flex, if the expert ranks are
-    GPUs of one host and no expert selects its tokens; otherwise NCCL."""
+    GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always one row per choice over NCCL."""
     moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
         "symmetric",
         "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; within one host it "

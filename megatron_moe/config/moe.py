@@ -166,9 +166,10 @@ class MoEConfig:
     """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
-    symmetric_ranks: int = 0
-    """Number of ranks per host, among which "alltoall" exchanges tokens as "flex" does, through symmetric memory; 0: it
-    uses NCCL (`--moe-alltoall-backend`)."""
+    alltoall_is_symmetric: bool = False
+    """On one host, "alltoall" exchanges tokens as "flex" does, through symmetric memory (`--moe-alltoall-backend`)."""
+    alltoall_is_plain: bool = False
+    """"alltoall" always sends one row per choice over NCCL (`--moe-alltoall-backend nccl`)."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
@@ -181,12 +182,19 @@ class MoEConfig:
     shared_overlap: bool = False
     """Overlaps shared experts with dispatch and combine (`--moe-shared-expert-overlap`); `latent_size` must be None."""
 
-    def exchange(self, num_ranks: int) -> Literal["local", "allgather", "alltoall", "flex"]:
-        """Dispatcher that `num_ranks` ranks of etp x ep use."""
-        if num_ranks == 1:
+    def exchange(self, parallel: ParallelConfig) -> Literal["local", "allgather", "alltoall", "flex", "hierarchical"]:
+        """Dispatcher over the ranks of `parallel`. On several hosts, "alltoall" and "flex" send tokens hierarchically,
+        except with expert choice and with padded experts, whose rows need no sizes, and over HybridEP."""
+        if parallel.etp * parallel.ep == 1:
             return "local"
-        on_one_host = num_ranks <= self.symmetric_ranks and self.symmetric_ranks % num_ranks == 0
-        return "flex" if self.dispatcher == "alltoall" and on_one_host else self.dispatcher
+        if not parallel.experts_span_hosts:
+            return "flex" if self.dispatcher == "alltoall" and self.alltoall_is_symmetric else self.dispatcher
+        if self.dispatcher == "flex" and self.flex_dispatcher_backend != "hybridep":
+            return "hierarchical"
+        is_dense = "expert_choice" in self.router.balancing or (self.capacity is not None and self.capacity.pad)
+        if self.dispatcher == "alltoall" and not is_dense and not self.alltoall_is_plain:
+            return "hierarchical"
+        return self.dispatcher
 
     @property
     def latent_elements(self) -> int:

@@ -45,6 +45,8 @@ class ParallelConfig:
     A microbatch is split over as many ranks as its longest document needs. None: it is split over all cp ranks."""
     order: str = "tp-cp-ep-dp-pp"
     """Order in which the grid axes are assigned to consecutive ranks, fastest varying first."""
+    ranks_per_host: int | None = None
+    """Number of ranks per host, which are filled in ascending order of ranks; None: all ranks share one host."""
     distributed_timeout_minutes: float = 10.0
     """Timeout of collectives, in minutes (`--distributed-timeout-minutes`)."""
     debug_collectives: bool = False
@@ -60,6 +62,13 @@ class ParallelConfig:
     def edp(self) -> int:
         """Data-parallel size of the expert grid."""
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def experts_span_hosts(self) -> bool:
+        """True if some of the groups of etp x ep ranks, which are consecutive, are on several hosts."""
+        if self.ranks_per_host is None or self.world_size <= self.ranks_per_host:
+            return False
+        return self.ranks_per_host % (self.etp * self.ep) != 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,9 +98,9 @@ def expert_rows(config: MoEConfig, parallel: ParallelConfig, num_tokens: int, im
         even = num_tokens * router.topk / router.num_experts * config.capacity.factor
         return ranks * local * min(num_tokens, ceil(even))
     most = ranks * num_tokens * min(router.topk, local)
-    if config.exchange(ranks) == "allgather":
+    if config.exchange(parallel) == "allgather":
         return most
-    if config.exchange(ranks) == "flex":
+    if config.exchange(parallel) == "flex":
         factor = config.expert_rank_capacity_factor
         return most if factor is None else min(most, int(factor * parallel.etp * num_tokens * router.topk))
     return parallel.etp * num_tokens * router.topk * (imbalance if parallel.ep > 1 else 1.0)

@@ -5,11 +5,12 @@ selects g of G groups, then K experts of these groups. docs/communication-volume
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, log, sqrt
 
 from megatron_moe.config.moe import RouterConfig
+from megatron_moe.config.parallel import ParallelConfig
 
 _ROUNDING = 1e-12
 """A variance below this multiple of the squared mean is a rounding error."""
@@ -98,6 +99,44 @@ class LoadChoice:
             if 0 <= self.group_topk - selected <= num_rest:
                 distribution[held] += count * comb(num_rest, self.group_topk - selected) / all_ways
         return list(distribution.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCopies:
+    """Mean number of copies of a token in the hierarchical exchange, of groups of etp x ep ranks on several hosts."""
+
+    num_hosts: int
+    ranks_per_host: int
+    per_token: float
+    """Number of hosts to which a token is sent; may include the token's own host."""
+    forwarded: float
+    """Number of ranks to which these hosts forward a token."""
+
+
+Destinations = Callable[[LoadChoice, int], LoadSpread]
+"""Function (random routing, total ranks or domains) -> number of ranks or domains to which a token is sent."""
+
+
+def token_copies(
+    router: RouterConfig, parallel: ParallelConfig, destinations: Destinations = LoadChoice.destinations
+) -> TokenCopies:
+    """Copies of a token between the hosts of `parallel`. If a group has different numbers of ranks on its hosts, every
+    rank counts as a host (`parallel.grid.split_by_host`)."""
+    choice, num_ranks = LoadChoice.of(router), parallel.ep * parallel.etp
+    ranks_per_host = parallel.ranks_per_host or num_ranks
+    if num_ranks % ranks_per_host:
+        ranks_per_host = 1
+    num_hosts = num_ranks // ranks_per_host
+    if ranks_per_host % parallel.etp:  # parts of an expert are on different hosts
+        per_token = destinations(choice, parallel.ep).mean * parallel.etp / ranks_per_host
+    else:
+        per_token = destinations(choice, num_hosts).mean
+    return TokenCopies(
+        num_hosts=num_hosts,
+        ranks_per_host=ranks_per_host,
+        per_token=per_token,
+        forwarded=destinations(choice, parallel.ep).mean * parallel.etp,
+    )
 
 
 def _none(total: int, held: int, drawn: int) -> float:

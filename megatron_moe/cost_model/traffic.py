@@ -5,7 +5,7 @@ sends N (n - 1) / n bytes; in an all-reduce, twice as many. docs/communication-v
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_moe.config.attention import MLAConfig
@@ -13,13 +13,15 @@ from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, num_bytes
-from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread
+from megatron_moe.cost_model.expert_load import Destinations, LoadChoice, LoadSpread, token_copies
 from megatron_moe.cost_model.hardware import GPU, LINK_EFFICIENCY
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
 
 _PROBABILITY = 4
 """Bytes of the fp32 routing probability that is sent with each row."""
+_ID = 4
+"""Bytes of an expert id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,6 @@ class ExpertTraffic:
     """Bytes per row in the activation format, including the routing probability."""
     low_row_bytes: float
     """Bytes per row in FP8, including scales and routing probability."""
-
-
-Destinations = Callable[[LoadChoice, int], LoadSpread]
-"""Function (random routing, total ranks or domains) -> number of ranks or domains to which a token is sent."""
 
 
 def expert_traffic(
@@ -199,9 +197,12 @@ class Communication:
         config, parallel, sizes = layer.feed_forward, self.plan.parallel, self._sizes
         if not isinstance(config, MoEConfig) or parallel.ep * parallel.etp == 1:
             return
-        exchange = config.exchange(parallel.ep * parallel.etp)
+        exchange = config.exchange(parallel)
         if exchange == "allgather":
             yield from self._allgather_dispatch(config)
+            return
+        if exchange == "hierarchical":
+            yield from self._hierarchical_dispatch(config)
             return
         traffic, placement = self.expert_traffic(config), self.placements["ep"]
         far = 1 - placement.near
@@ -218,6 +219,21 @@ class Communication:
         gathered_rows = float(parallel.etp * sizes.residual * config.router.topk)
         size = gathered_rows * config.experts.hidden_size * 2 * (sizes.activation + sizes.internal)
         yield ring(parallel.etp, size, self.placements["etp"], group="etp", what="rows and partial results")
+
+    def _hierarchical_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
+        """Yields the traffic between hosts, where a token is sent once per host, and within hosts, where it is sent
+        once per rank. Ids and probabilities of all choices are sent with dispatched tokens, and the gradients of the
+        probabilities with those of the tokens."""
+        sizes, topk = self._sizes, config.router.topk
+        copies = token_copies(config.router, self.plan.parallel, self.destinations)
+        domains = self.placements["etp_ep"].domains[1]
+        row, hidden = config.experts.hidden_size * sizes.activation, self.plan.pipeline.overlap
+        for what, row_bytes in (("dispatch", 2 * row + topk * (_ID + 2 * sizes.internal)), ("combine", 2 * row)):
+            sent = copies.per_token * sizes.residual * row_bytes  # forward and backward
+            between, far = sent * (1 - 1 / copies.num_hosts), sent * (1 - 1 / domains)
+            yield Traffic(group="etp_ep", what=f"{what}: between hosts", bytes=between, far=far, hidden=hidden)
+            within = copies.forwarded * sizes.residual * row_bytes * (1 - 1 / copies.ranks_per_host)
+            yield Traffic(group="etp_ep", what=f"{what}: within hosts", bytes=within, far=0.0, hidden=hidden)
 
     def _allgather_dispatch(self, config: MoEConfig) -> Iterator[Traffic]:
         """Yields the traffic of the all-gather dispatcher. Forward all-gathers tokens (in the activation format) and

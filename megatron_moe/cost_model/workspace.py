@@ -14,6 +14,7 @@ from megatron_moe.config.moe import MLPConfig, MoEConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import ActivationSizes, expert_rows, saves_pairs
+from megatron_moe.cost_model.expert_load import token_copies
 
 ATTENTION = ("input_norm", "attention")
 """Modules of the attention part of a layer."""
@@ -142,14 +143,18 @@ def _in_dispatch(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationS
         return Workspace()
     width, tokens = config.experts.hidden_size, sizes.residual
     held = expert_rows(config, parallel, tokens, sizes.imbalance) * width * sizes.activation
-    if config.exchange(ranks) == "allgather":
-        gathered = tokens * ranks
+    if config.exchange(parallel) == "allgather":
+        gathered = tokens * parallel.ep * parallel.etp
         return Workspace(dispatch=gathered * width * (sizes.activation + sizes.internal), other=held)
-    if (
-        config.exchange(ranks) == "flex"
-    ):  # sums, of this rank's tokens and, if they are computed before the push, of all
-        summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + ranks)
+    if config.exchange(parallel) == "flex":
+        # sums, of this rank's tokens and, if they are computed before the push, of all tokens
+        summed = tokens * (1 if config.flex_dispatcher_num_sms is None else 1 + parallel.ep * parallel.etp)
         return Workspace(dispatch=summed * width * sizes.activation, other=held)
+    if config.exchange(parallel) == "hierarchical":
+        # sums of rows, sums that the forwarding rank receives, and its sums; the choices are sent in the forward
+        copies = token_copies(config.router, parallel)
+        sums = tokens * (2 * copies.forwarded + copies.per_token)
+        return Workspace(dispatch=sums * width * sizes.activation, other=held)
     sent = tokens * config.router.topk * width * sizes.activation
     return Workspace(dispatch=sent + held, other=held)
 
@@ -159,7 +164,7 @@ def receive_slots(layer: LayerConfig, plan: RunPlan, sizes: ActivationSizes) -> 
     microbatches) has slots for the tokens of all ranks, and for the expert id (int32) and one value of each choice."""
     parallel = plan.parallel
     config, ranks = layer.feed_forward, parallel.ep * parallel.etp
-    if not isinstance(config, MoEConfig) or config.exchange(ranks) != "flex":
+    if not isinstance(config, MoEConfig) or config.exchange(parallel) != "flex":
         return 0.0
     per_token = config.experts.hidden_size * sizes.activation + config.router.topk * (4 + sizes.internal)
     return (4.0 if plan.pipeline.overlap else 2.0) * ranks * sizes.residual * per_token

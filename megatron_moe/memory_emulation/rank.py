@@ -17,7 +17,9 @@ from megatron_moe import build
 from megatron_moe.config.emulation import RoutedLoad
 from megatron_moe.config.model import with_experts
 from megatron_moe.config.moe import RouterConfig
+from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import RunPlan
+from megatron_moe.cost_model.expert_load import token_copies
 from megatron_moe.data.batch import MicroBatch, MicrobatchContext, TokenMeta, split_sequence
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.ops import RoutedTokens
@@ -28,6 +30,8 @@ from megatron_moe.memory_emulation.tracker import HOST, Phase, Timeline, Tracker
 from megatron_moe.model.gpt import GPT
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
+from megatron_moe.moe.token_dispatcher.flex import ExchangeRoute
+from megatron_moe.moe.token_dispatcher.hierarchical import ExchangeSizes, HierarchicalDispatcher
 from megatron_moe.parallel.context import ParallelContext, torch_dtype
 from megatron_moe.parallel.streams import MetaHostCopies
 from megatron_moe.pipeline.schedule import num_warmup
@@ -188,7 +192,7 @@ def assumed_load(context: ParallelContext, imbalance: float = 1.0) -> RoutedLoad
 
 
 def assume_load(model: GPT, load: RoutedLoad) -> None:
-    """Makes all-to-all token dispatchers use the row counts of `load` instead of exchanging counts between ranks."""
+    """Makes token dispatchers that read sizes use those of `load` instead of exchanging counts between ranks."""
 
     def assumed_rows(dispatcher: AllToAllDispatcher, rows_PQ: Tensor, num_choices: int) -> list[list[int]]:
         counts_E = load.counts(dispatcher.ep.size * dispatcher.num_local, num_choices)
@@ -198,6 +202,21 @@ def assume_load(model: GPT, load: RoutedLoad) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer) and isinstance(module.dispatcher, AllToAllDispatcher):
             module.dispatcher.read_rows = partial(assumed_rows, module.dispatcher)
+        if isinstance(module, MoELayer) and isinstance(module.dispatcher, HierarchicalDispatcher):
+            parallel = module.expert_comm.ctx.config
+            module.expert_comm.transport.read_sizes = partial(_assumed_sizes, load, module.router.config, parallel)
+
+
+def _assumed_sizes(
+    load: RoutedLoad, router: RouterConfig, parallel: ParallelConfig, route: ExchangeRoute
+) -> ExchangeSizes:
+    """Sizes of the hierarchical exchange for random routing, in which this rank's experts have the assumed load."""
+    copies, num_tokens = token_copies(router, parallel), len(route.ids_TK)
+    to_host = (round(num_tokens * copies.per_token / copies.num_hosts),) * copies.num_hosts
+    to_rank = (round(num_tokens * copies.forwarded / copies.ranks_per_host),) * copies.ranks_per_host
+    num_local = router.num_experts // parallel.ep
+    counts_e = load.counts(router.num_experts, route.ids_TK.numel())[load.hot * num_local :][:num_local]
+    return ExchangeSizes(to_host, to_host, to_rank, to_rank, parallel.ep * parallel.etp * sum(counts_e))
 
 
 def with_assumed_choices(kernels: KernelSet, load: RoutedLoad) -> KernelSet:

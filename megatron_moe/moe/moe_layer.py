@@ -18,6 +18,7 @@ from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import Dispatcher, ExpertComm
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
@@ -32,6 +33,7 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "flex": SymmetricDispatcher,
         "flex with deepep": DeepEPDispatcher,
         "flex with hybridep": HybridEPDispatcher,
+        "hierarchical": HierarchicalDispatcher,
     }
 )
 
@@ -182,8 +184,7 @@ def new_expert_comm(
     Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
     """
     group = ctx.group("etp_ep")
-    kind: str = config.exchange(group.size)
-    kind, note = _available(kind, config, group, ctx)
+    kind, note = _available(config.exchange(ctx.config), config, group, ctx)
     comm = ExpertComm(
         ctx,
         kernels,
@@ -201,6 +202,11 @@ def _available(kind: str, config: MoEConfig, group: ProcessGroup, ctx: ParallelC
     """(key of `DISPATCHERS`, log line about the choice): replaces a library that is not installed, and symmetric memory
     where GPUs cannot read each other's memory."""
     library = config.flex_dispatcher_backend
+    if kind == "hierarchical":
+        return kind, (
+            f"--moe-token-dispatcher-type {config.dispatcher}: {group.size} expert ranks, with "
+            f"{ctx.config.ranks_per_host} on a host, send each token once per host"
+        )
     if config.dispatcher == "alltoall" and kind == "flex":
         if ctx.device.type == "cpu":
             return "alltoall", None

@@ -21,6 +21,8 @@ from megatron_moe.config.precision import FloatName
 from megatron_moe.parallel.grid import all_groups
 
 _MAX_NAMED = 16
+_ALL_CONNECTED = "all ranks connected"
+"""Key of the rendezvous store. Its value is the number of ranks on the host of rank 0."""
 _DTYPES: tuple[tuple[FloatName, torch.dtype], ...] = (
     ("fp64", torch.float64),
     ("fp32", torch.float32),
@@ -143,7 +145,9 @@ class ParallelContext:
         """Selects the device, waits for the other ranks and creates the groups."""
         selected = _select_device(device, launch)
         if launch.world_size > 1:
-            _rendezvous(config, launch, selected)
+            ranks_per_host = _rendezvous(config, launch, selected)
+            if config.ranks_per_host is not None:  # the groups of all ranks must be the same
+                config = replace(config, ranks_per_host=ranks_per_host)
         return cls(config, launch, selected, torch_dtype(dtype), seed, owns_process_group=launch.world_size > 1)
 
     @classmethod
@@ -232,20 +236,23 @@ def _select_device(requested: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) -> None:
+def _rendezvous(config: ParallelConfig, launch: Launch, device: torch.device) -> int:
+    """Creates the default process group. Returns the number of ranks on the host of rank 0."""
     if launch.master_addr in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if config.debug_collectives:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
+        store = _rendezvous_store(config, launch)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=_rendezvous_store(config, launch),
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(minutes=config.distributed_timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
+        return int(store.get(_ALL_CONNECTED))
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise OtherRankProblem(
             f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at "
@@ -271,7 +278,7 @@ def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
     keys = [f"rank {rank} connected" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], "")
     if launch.rank != 0:
-        store.wait(["all ranks connected"], timeout)
+        store.wait([_ALL_CONNECTED], timeout)
         return store
     try:
         store.wait(keys, timeout)
@@ -285,5 +292,5 @@ def _rendezvous_store(config: ParallelConfig, launch: Launch) -> dist.Store:
             missing[0] if missing else None,
             ExitCode.RENDEZVOUS,
         ) from error
-    store.set("all ranks connected", "")
+    store.set(_ALL_CONNECTED, f"{launch.local_world_size}")
     return store

@@ -5,7 +5,7 @@ the same pipelines. `ParallelConfig.order` assigns axes to consecutive ranks; it
 over a set of axes consists of ranks that have the same coordinates on all other axes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -90,7 +90,8 @@ def _grid(config: ParallelConfig, sizes: dict[str, int], product: str) -> Grid:
 
 def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
     """Rank lists of all process groups by name: groups of both grids, "embedding" (pipeline ranks with a copy of the
-    embedding), "world", "cp_a2a" and "cp_p2p" (hierarchical context parallelism), "cp_1", "cp_2", ... (dynamic)."""
+    embedding), "world", "etp_ep_intra" and "etp_ep_inter" (etp_ep inside a host, and ranks with the same index on its
+    hosts), "cp_a2a" and "cp_p2p" (hierarchical context parallelism), "cp_1", "cp_2", ... (dynamic)."""
     attention, expert = attention_grid(config), expert_grid(config)
     groups = {name: attention.groups(axes) for name, axes in ATTENTION_GROUPS}
     groups |= {name: expert.groups(axes) for name, axes in EXPERT_GROUPS}
@@ -99,6 +100,9 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
             f"in the order {config.order} the stages of a pipeline are tp {config.tp} x cp {config.cp} ranks apart for "
             f"attention and etp {config.etp} x ep {config.ep} ranks apart for experts"
         )
+    by_host = [split_by_host(ranks, config.ranks_per_host) for ranks in groups["etp_ep"]]
+    groups["etp_ep_intra"] = [ranks for hosts in by_host for ranks in hosts]
+    groups["etp_ep_inter"] = [ranks for hosts in by_host for ranks in zip(*hosts, strict=True)]
     groups["embedding"] = [group for ranks in groups["pp"] for group in _embedding_groups(config, ranks)]
     if config.cp_sub_axes is not None:
         levels = tuple(zip(("cp_a2a", "cp_p2p"), config.cp_sub_axes, strict=True))
@@ -107,6 +111,17 @@ def all_groups(config: ParallelConfig) -> dict[str, list[tuple[int, ...]]]:
         groups |= {f"cp_{degree}": _neighbours(attention, degree) for degree in context_degrees(config.cp)}
     groups["world"] = [tuple(range(config.world_size))]
     return groups
+
+
+def split_by_host(ranks: Sequence[int], ranks_per_host: int | None) -> list[tuple[int, ...]]:
+    """Ranks of a group by host, in ascending order. If hosts have different numbers of these ranks, every rank is
+    returned as a host, so that all hosts have equally many."""
+    hosts: dict[int, list[int]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank // ranks_per_host if ranks_per_host else 0, []).append(rank)
+    if len({len(members) for members in hosts.values()}) > 1:
+        return [(rank,) for rank in ranks]
+    return [tuple(members) for members in hosts.values()]
 
 
 def context_degrees(cp: int) -> list[int]:

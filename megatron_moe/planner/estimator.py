@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import num_bytes
-from megatron_moe.cost_model.expert_load import LoadChoice
+from megatron_moe.cost_model.expert_load import Destinations, LoadChoice
 from megatron_moe.cost_model.flops import flops_per_step
 from megatron_moe.cost_model.hardware import GPU
 from megatron_moe.cost_model.memory import RankMemory
 from megatron_moe.cost_model.placement import Placement
 from megatron_moe.cost_model.shards import held_by_rank
 from megatron_moe.cost_model.step_time import pipeline_bubble
-from megatron_moe.cost_model.traffic import Communication, Destinations, Traffic
+from megatron_moe.cost_model.traffic import Communication, Traffic
 from megatron_moe.planner.work import HIDDEN_AT_BEST, HOST_MEMORY, OFFLOAD_DISTURBANCE, LayerWork, Rates, Work, rates_of
 
 _TENSOR_FORWARD = 0.4

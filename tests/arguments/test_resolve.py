@@ -83,7 +83,8 @@ def test_experts_and_router():
     [
         ("", 1, "flex"),
         ("", 2, "flex"),
-        ("", 4, "alltoall"),
+        ("", 4, "hierarchical"),
+        ("--moe-alltoall-backend nccl", 4, "alltoall"),
         ("--moe-alltoall-backend nccl", 1, "alltoall"),
         ("--device cpu", 1, "alltoall"),
         ("--fp64", 1, "alltoall"),
@@ -95,8 +96,8 @@ def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(mo
     """Four ranks hold the experts; eight ranks are on one, two or four hosts."""
     words = f"--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall {more}"
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
-    config = plan_of(words, environ=environ).model.layers[1].feed_forward
-    assert config.exchange(4) == expected and config.exchange(1) == "local"
+    plan = plan_of(words, environ=environ)
+    assert plan.model.layers[1].feed_forward.exchange(plan.parallel) == expected
 
 
 def test_flags_of_the_flex_dispatcher():

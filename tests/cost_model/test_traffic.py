@@ -19,16 +19,21 @@ from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.config.training import BatchConfig
 from megatron_moe.cost_model.activations import ActivationSizes
-from megatron_moe.cost_model.expert_load import LoadChoice, fullest
+from megatron_moe.cost_model.expert_load import LoadChoice, LoadSpread, fullest, token_copies
 from megatron_moe.cost_model.hardware import GPUS
 from megatron_moe.cost_model.placement import Placement, Placements
 from megatron_moe.cost_model.traffic import Communication, Traffic, expert_traffic
 from megatron_moe.kernels import reference
 from megatron_moe.model.gpt import GPT
+from megatron_moe.moe.moe_layer import new_expert_comm
+from megatron_moe.moe.token_dispatcher.base import Routing
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.context_parallel import SequencePart, split_places
+from megatron_moe.parallel.exchange import AllToAll
 from megatron_moe.pipeline.layout import even_layout
 from tests.helpers import tiny
+from tests.helpers.ranks import on_threads
 from tests.helpers.tiny_models import (
     attention_config,
     layer_config,
@@ -217,6 +222,78 @@ def test_expert_parallel_ranks_send_what_is_predicted(dispatcher, monkeypatch):
     assert 0.95 < sent(changed, monkeypatch).total() / total < 1.05
 
 
+@pytest.mark.parametrize(
+    "fold",
+    [
+        {"ep": 4, "ranks_per_host": 2},
+        {"ep": 4, "ranks_per_host": 1},
+        {"ep": 8, "ranks_per_host": 4},
+        {"ep": 2, "etp": 2, "ranks_per_host": 2},
+        {"ep": 2, "etp": 2, "ranks_per_host": 1},
+    ],
+    ids=str,
+)
+def test_ranks_on_several_hosts_send_what_is_predicted(fold, monkeypatch):
+    """Bytes between hosts and within hosts. The routing contains every rotation of its tokens by the experts of a rank,
+    so that all hosts and all ranks get the same number of tokens."""
+    parallel = ParallelConfig(world_size=fold["ep"] * fold.get("etp", 1), **fold)
+    config = padded_moe("flex")
+    num_experts, num_tokens = config.router.num_experts, BATCH * SEQ
+    draw = torch.Generator().manual_seed(3)
+    first_TK = torch.rand(num_tokens // parallel.ep, num_experts, generator=draw).topk(2).indices
+    turns = num_experts // parallel.ep * torch.arange(parallel.ep)
+    ids_TK = ((first_TK[:, None] + turns[:, None]) % num_experts).flatten(0, 1)
+    sent: Counter[tuple[int, str]] = Counter()
+    launch = AllToAll.launch
+
+    def counting(over: AllToAll, rows: torch.Tensor) -> Any:
+        away = sum(size for peer, size in enumerate(over.send) if peer != over.group.rank)
+        sent[dist.get_rank(), over.group.name] += away * rows[:1].nbytes
+        return launch(over, rows)
+
+    def rank(ctx: ParallelContext) -> None:
+        comm = new_expert_comm(config, ctx, reference.bundle())
+        assert comm.dispatcher is HierarchicalDispatcher
+        dispatcher = comm.new_dispatcher(num_experts)
+        tokens = torch.randn(num_tokens, config.experts.hidden_size, requires_grad=True)
+        probs = torch.rand(ids_TK.shape, requires_grad=True)
+        counts = torch.bincount(ids_TK.flatten(), minlength=num_experts)
+        routing = Routing(num_experts=num_experts, ids_TK=ids_TK, probs_TK=probs, counts_E=counts)
+        rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+        rows = replace(rows, data=rows.data * rows.probs_R[:, None])
+        dispatcher.finish_combine(dispatcher.start_combine(rows, handle)).sum().backward()
+
+    monkeypatch.setattr(AllToAll, "launch", counting)
+    on_threads(parallel, rank, dtype=torch.float32)
+
+    def measured(choice: LoadChoice, num_parts: int) -> LoadSpread:
+        parts_TK = ids_TK // (num_experts // num_parts)
+        return LoadSpread(mean=sum(len(set(row)) for row in parts_TK.tolist()) / num_tokens, std=0.0)
+
+    changed = plan(layer_config(feed_forward=config), parallel)
+    traffic = Communication(changed, placements(parallel), measured).of_rank(0)
+    for group, where in (("etp_ep_inter", "between hosts"), ("etp_ep_intra", "within hosts")):
+        predicted_bytes = sum(each.bytes for each in traffic if each.what.endswith(where))
+        for each in range(parallel.world_size):
+            FP64_REF.check(predicted_bytes, 2.0 * sent[each, group], f"{where}, rank {each}")  # two layers
+
+
+def test_only_traffic_between_nvlink_domains_crosses_the_network():
+    """64 expert ranks on 16 hosts of 4: one domain of GB200, two domains of 32 ranks."""
+    parallel = ParallelConfig(ep=64, world_size=64, ranks_per_host=4)
+    router = replace(padded_moe("flex").router, num_experts=64)
+    config = replace(padded_moe("flex"), router=router, experts=replace(padded_moe("flex").experts, num_experts=64))
+    changed = plan(layer_config(feed_forward=config), parallel)
+    for domain, share in ((64, 0.0), (32, (1 / 2) / (15 / 16)), (4, 1.0)):
+        gpu = replace(GPUS["gb200"], nvlink_domain=domain)
+        found = Communication(changed, Placements(gpu).of_all(parallel)).of_rank(0)
+        between = [each for each in found if each.what.endswith("between hosts")]
+        assert len(between) == 2
+        for each in between:
+            FP64_REF.check(each.far, share * each.bytes, f"domains of {domain}")
+        assert not any(each.far for each in found if each.what.endswith("within hosts"))
+
+
 def test_gradients_and_weights_are_exchanged_once_per_step():
     """A parameter of n elements with d copies: n (d - 1) / d elements there and back."""
     parallel = ParallelConfig(ep=2, world_size=8)
@@ -258,7 +335,10 @@ def test_the_example_of_the_document_is_what_the_formulas_give():
     sizes = ActivationSizes(residual=2048, inner=4096, activation=2, internal=4, length=4096)
     traffic = expert_traffic(MoEConfig(router=router, experts=experts), 64, 8, sizes)
     rows = fullest(traffic.rows_taken, 64)
+    copies = token_copies(router, ParallelConfig(ep=64, world_size=64, ranks_per_host=8))
+    row = 2048 * (7168 * 2 + 8 * 8) * 7 / 8
     for figure in (
+        f"{copies.per_token * row / 1e6:.0f} MB between hosts and {copies.forwarded * row / 1e6:.0f} MB within hosts",
         f"{traffic.ranks.mean:.2f} +- {traffic.ranks.std:.2f} ranks",
         f"{traffic.domains.mean:.2f} +- {traffic.domains.std:.2f}\nnodes",
         f"{traffic.rows_taken.mean:,.0f} +- {traffic.rows_taken.std:.0f} rows, the fullest about {rows:,.0f}",

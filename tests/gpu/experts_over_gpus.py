@@ -18,6 +18,7 @@ from megatron_moe.model.init import init_parameters
 from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, Routing, expert_of_rows
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher, has_deepep
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.ranks import free_port
@@ -80,20 +81,26 @@ def without_waiting(context_of: ContextOf, num_ranks: int) -> list[Any]:
     return done
 
 
-def flex_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
+def flex_layers(context_of: ContextOf, num_ranks: int, ranks_per_host: int | None = None) -> list[Any]:
     """Every fold with the flex dispatcher and Triton kernels, in fp32."""
     results = []
-    for fold, config, data in flex_cases(num_ranks):
+    for fold, config, data in flex_cases(num_ranks, ranks_per_host):
         ctx = context_of(fold, torch.float32)
         kernels = select_kernels(KernelConfig(), ctx.device, ctx.dtype)
         results.append(on_this_rank(ctx, config, fold, data, kernels=kernels))
     return results
 
 
-def flex_cases(num_ranks: int) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
+def hierarchical_layers(context_of: ContextOf, num_ranks: int) -> list[Any]:
+    """`flex_layers` whose expert groups are on two hosts."""
+    return flex_layers(context_of, num_ranks, num_ranks // 2)
+
+
+def flex_cases(num_ranks: int, ranks_per_host: int | None = None) -> list[tuple[ParallelConfig, MoEConfig, Data]]:
     """Every fold with the flex dispatcher; row bounds that no rank exceeds, in turn."""
     found = []
-    for place, fold in enumerate(folds(num_ranks)):
+    for place, each in enumerate(folds(num_ranks)):
+        fold = replace(each, ranks_per_host=ranks_per_host)
         config = moe_config(dispatcher="flex", router=BALANCED, bias=True, shared=True, overlap=place % 2 == 0)
         found.append((fold, config, Data.random(fold.dp, padded=True)))
     return found
@@ -109,18 +116,29 @@ ROUTINGS: dict[str, Callable[[int, int], list[list[int]]]] = {
 
 
 def flex_exchanges(context_of: ContextOf, num_ranks: int) -> list[Any]:
-    """Dispatch, scaling by expert number and combine of several routings, through symmetric memory and DeepEP (if it is
-    installed). Returns (name, output, gradients of tokens and probabilities) and the formula's values."""
+    """Dispatch, scaling by expert number and combine of several routings, through symmetric memory, over NCCL on one
+    host and on several, and through DeepEP (if it is installed). Returns (name, output, gradients of tokens and
+    probabilities) and the formula's values."""
     results = _exchanges(context_of, num_ranks, SymmetricDispatcher, (torch.float32, torch.bfloat16))
+    for ranks_per_host in (None, num_ranks // 2, 1):
+        results += _exchanges(
+            context_of, num_ranks, HierarchicalDispatcher, (torch.float32, torch.bfloat16), ranks_per_host
+        )
     if has_deepep():
         results += _exchanges(context_of, num_ranks, DeepEPDispatcher, (torch.bfloat16,))
     return results
 
 
-def _exchanges(context_of: ContextOf, num_ranks: int, kind: type[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
+def _exchanges(
+    context_of: ContextOf,
+    num_ranks: int,
+    kind: type[Any],
+    dtypes: Sequence[torch.dtype],
+    ranks_per_host: int | None = None,
+) -> list[Any]:
     results = []
     for dtype in dtypes:
-        ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks), dtype)
+        ctx = context_of(ParallelConfig(world_size=num_ranks, ep=num_ranks, ranks_per_host=ranks_per_host), dtype)
         comm = ExpertComm(ctx, select_kernels(KernelConfig(), ctx.device, dtype), kind)
         dispatcher, num_local = comm.new_dispatcher(16), 16 // num_ranks
         for repeat, (name, choose) in enumerate(list(ROUTINGS.items()) * 3):
@@ -145,7 +163,7 @@ def _exchanges(context_of: ContextOf, num_ranks: int, kind: type[Any], dtypes: S
             }
             actual = {"out": out.detach(), "tokens": tokens.grad, "probs": probs.grad}
             on_host = [{key: value.cpu() for key, value in each.items()} for each in (actual, expected)]
-            results.append((f"{kind.__name__}, {name}, {dtype}", *on_host))
+            results.append((f"{kind.__name__}, {ranks_per_host} ranks per host, {name}, {dtype}", *on_host))
     return results
 
 

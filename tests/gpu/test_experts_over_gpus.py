@@ -12,6 +12,7 @@ from tests.gpu.experts_over_gpus import (
     flex_exchanges,
     flex_layers,
     flex_replays,
+    hierarchical_layers,
     on_gpus,
     without_waiting,
 )
@@ -43,6 +44,14 @@ def test_dispatchers_without_a_host_read_run_without_host_sync(num_gpus: int, tm
 def test_flex_layers_match_one_rank(num_gpus: int, tmp_path: Path) -> None:
     by_rank = on_gpus(num_gpus, flex_layers, tmp_path)
     for place, (fold, config, data) in enumerate(flex_cases(num_gpus)):
+        actual = gathered([results[place] for results in by_rank], fold)
+        FP32_LAYOUT.check_all(actual.tensors, on_one_rank(config, data).tensors, name_of(fold))
+
+
+@NUM_GPUS
+def test_layers_on_two_hosts_match_one_rank(num_gpus: int, tmp_path: Path) -> None:
+    by_rank = on_gpus(num_gpus, hierarchical_layers, tmp_path)
+    for place, (fold, config, data) in enumerate(flex_cases(num_gpus, num_gpus // 2)):
         actual = gathered([results[place] for results in by_rank], fold)
         FP32_LAYOUT.check_all(actual.tensors, on_one_rank(config, data).tensors, name_of(fold))
 

@@ -13,6 +13,7 @@ import torch
 
 from arguments import plan_search
 from arguments.checks.run import broken_rules
+from arguments.dry_run.cluster import DEFAULT_GPU
 from arguments.flags import Registry
 from arguments.parser import Settings
 from arguments.proxy.rewrite import Draft
@@ -22,7 +23,7 @@ from megatron_moe.config.emulation import EmulationConfig
 from megatron_moe.config.memory import ActivationOffloadConfig, MemoryConfig, RecomputeConfig
 from megatron_moe.config.parallel import Launch
 from megatron_moe.config.run import RunPlan
-from megatron_moe.cost_model.hardware import GIB
+from megatron_moe.cost_model.hardware import GIB, GPUS
 from megatron_moe.cost_model.memory import RankBytes, RankMemory, heaviest
 from megatron_moe.memory_emulation.rank import emulate_rank
 from megatron_moe.parallel.grid import all_groups
@@ -102,9 +103,9 @@ def missing(settings: Settings, world_size: int) -> list[str]:
 def plan_of(recipe: str) -> RunPlan:
     """Plan of a recipe without features of other hardware."""
     settings, _ = without_hardware(recipe)
-    world_size = about(recipe, REGISTRY).gpus
-    assert not missing(settings, world_size), f"{recipe}: {missing(settings, world_size)}"
-    return plan_search.as_given(settings, world_size)
+    wanted = about(recipe, REGISTRY)
+    assert not missing(settings, wanted.gpus), f"{recipe}: {missing(settings, wanted.gpus)}"
+    return plan_search.as_given(settings, GPUS[wanted.gpu or DEFAULT_GPU], wanted.gpus)
 
 
 def compare(plan: RunPlan) -> Compared:
@@ -207,7 +208,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
             feed_forward=replace(
                 layer.feed_forward,
                 dispatcher=dispatcher,
-                symmetric_ranks=8,
+                alltoall_is_symmetric=True,
                 expert_rank_capacity_factor=factor,
                 flex_dispatcher_num_sms=num_sms,
             ),

@@ -82,6 +82,37 @@ def test_levels_of_context_parallelism_are_neighbours_and_a_ring_between_them():
         all_groups(ParallelConfig(world_size=8, cp=8, cp_sub_axes=(2, 2)))
 
 
+def test_expert_groups_are_divided_among_hosts():
+    groups = all_groups(ParallelConfig(world_size=16, ep=8, ranks_per_host=4))
+    assert groups["etp_ep_intra"] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert groups["etp_ep_inter"] == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
+
+
+@pytest.mark.parametrize("ranks_per_host", [None, 4, 8, 16])
+def test_expert_groups_on_one_host_have_no_ranks_on_others(ranks_per_host):
+    config = ParallelConfig(world_size=16, ep=2, etp=2, ranks_per_host=ranks_per_host)
+    groups = all_groups(config)
+    assert groups["etp_ep_intra"] == groups["etp_ep"] and not config.experts_span_hosts
+    assert groups["etp_ep_inter"] == [(rank,) for rank in range(16)]
+
+
+def test_every_rank_is_a_host_if_hosts_have_different_numbers_of_a_group():
+    config = ParallelConfig(world_size=12, ep=6, ranks_per_host=8)
+    groups = all_groups(config)
+    assert config.experts_span_hosts
+    assert groups["etp_ep_intra"] == [tuple(range(6)), *((rank,) for rank in range(6, 12))]
+    assert groups["etp_ep_inter"] == [*((rank,) for rank in range(6)), tuple(range(6, 12))]
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 3, 4, 6, 8])
+def test_experts_span_hosts_if_a_group_does(ranks_per_host):
+    for world, ep, etp in product((4, 8, 12, 24), (1, 2, 3, 4, 6, 12), (1, 2)):
+        config = ParallelConfig(world_size=world, ep=ep, etp=etp, ranks_per_host=ranks_per_host)
+        if world % (ep * etp) == 0:
+            hosts = [{rank // ranks_per_host for rank in group} for group in all_groups(config)["etp_ep"]]
+            assert config.experts_span_hosts == any(len(each) > 1 for each in hosts), config
+
+
 def test_the_first_axis_varies_fastest():
     grid = Grid((("tp", 2), ("dp", 3)))
     assert [grid.coordinates(rank) for rank in (0, 1, 2, 5)] == [

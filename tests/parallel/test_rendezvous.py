@@ -78,6 +78,27 @@ def disagree(pooled: ParallelContext, port: int) -> str:
     return str(problem.value)
 
 
+def groups_of_hosts(pooled: ParallelContext, port: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Groups within and between hosts on ranks whose launchers report different numbers of ranks per host."""
+    rank = pooled.rank
+    dist.destroy_process_group()
+    host, local_world_size = rank // 2, (2, 1)[rank // 2]
+    launch = Launch(
+        rank=rank, world_size=3, local_rank=rank - 2 * host, local_world_size=local_world_size, master_port=port
+    )
+    config = ParallelConfig(world_size=3, ep=3, ranks_per_host=local_world_size)
+    context = ParallelContext.start(config, launch, device="cpu")
+    found = context.group("etp_ep_intra").ranks, context.group("etp_ep_inter").ranks
+    context.stop()
+    return found
+
+
+def test_all_ranks_use_the_ranks_per_host_of_the_first() -> None:
+    """Hosts of 2 ranks and 1 rank have no ranks with the same index, so every rank counts as a host."""
+    found = on_processes(ParallelConfig(world_size=3), groups_of_hosts, free_port())
+    assert found == [((rank,), (0, 1, 2)) for rank in range(3)]
+
+
 def test_ranks_that_disagree_about_a_collective_report_what_each_was_about_to_do() -> None:
     """Fault 34 with `--debug-collectives`."""
     for rank, said in enumerate(on_processes(ParallelConfig(world_size=2), disagree, free_port())):

@@ -190,7 +190,11 @@ def moe_of(cell: Cell) -> MoEConfig:
         router = replace(router, score_function="sigmoid", expert_bias=True, scaling_factor=1.5)
     if cell["dropout"] == "on":
         router = replace(router, input_jitter_eps=DROPOUT)
-    config = tiny.moe(router, capacity=_capacity(cell), dispatcher=cell["dispatcher"])
+    config = tiny.moe(
+        router,
+        capacity=_capacity(cell),
+        dispatcher="flex" if cell["dispatcher"] == "hierarchical" else cell["dispatcher"],
+    )
     if cell["latent"] == "on":
         config = replace(config, latent_size=LATENT, experts=replace(config.experts, hidden_size=LATENT))
     if cell["shared"] != "off":

@@ -29,7 +29,7 @@ DIMENSIONS = MappingProxyType(
         "ep": ("1", "2", "4", "8"),
         "etp": ("1", "2"),
         "order": ("dp-pp", "pp-dp"),
-        "dispatcher": ("local", "allgather", "alltoall", "flex"),
+        "dispatcher": ("local", "allgather", "alltoall", "flex", "hierarchical"),
         "zero": ("off", "on"),
         "overlap": ("off", "grads", "params", "experts"),
         "wgrad": ("fused", "delayed"),
@@ -66,6 +66,8 @@ def num_ranks(cell: Cell) -> int | None:
 def parallel_config(cell: Cell) -> ParallelConfig:
     """Parallel sizes of a cell."""
     sizes = {axis: int(cell[axis]) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    # expert groups on two hosts
+    ranks_per_host = sizes["ep"] * sizes["etp"] // 2 if cell["dispatcher"] == "hierarchical" else None
     return ParallelConfig(
         **sizes,
         world_size=num_ranks(cell) or 1,
@@ -74,6 +76,7 @@ def parallel_config(cell: Cell) -> ParallelConfig:
         cp_sub_axes=(2, 2) if cell["cpcomm"] == "a2a+p2p" else None,
         max_seqlen_per_dp_cp_rank=SEQ // sizes["cp"] if cell["cpdegree"] == "dynamic" else None,
         order=f"tp-cp-ep-{cell['order']}",
+        ranks_per_host=ranks_per_host,
     )
 
 
@@ -143,6 +146,7 @@ RULES: tuple[Rule, ...] = (
     (("pp", "vpp", "accumulation"), lambda c: c["vpp"] == "1" or int(c["accumulation"]) % int(c["pp"]) == 0),
     (("dp", "accumulation"), lambda c: int(c["dp"]) * int(c["accumulation"]) <= GLOBAL_BATCH),
     (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "local" or _is_one(c, "ep", "etp")),
+    (("ep", "etp", "dispatcher"), lambda c: c["dispatcher"] != "hierarchical" or not _is_one(c, "ep", "etp")),
     # overlap needs communication
     (("overlap", "dp"), lambda c: c["overlap"] != "grads" or c["dp"] != "1"),
     (("overlap", "dp"), lambda c: c["overlap"] != "params" or c["dp"] != "1"),
@@ -151,7 +155,10 @@ RULES: tuple[Rule, ...] = (
     (("overlap", "shared"), lambda c: c["overlap"] != "experts" or c["shared"] != "overlap"),
     (("overlap", "pp", "vpp"), lambda c: c["overlap"] != "experts" or c["pp"] == "1" or c["vpp"] != "1"),
     (("overlap", "wgrad"), lambda c: c["overlap"] != "experts" or c["wgrad"] == "fused"),
-    (("shared", "dispatcher"), lambda c: c["shared"] != "overlap" or c["dispatcher"] in ("alltoall", "flex")),
+    (
+        ("shared", "dispatcher"),
+        lambda c: c["shared"] != "overlap" or c["dispatcher"] in ("alltoall", "flex", "hierarchical"),
+    ),
     (("shared", "latent"), lambda c: c["shared"] != "overlap" or c["latent"] == "off"),
     # context-parallel ranks draw different dropout masks
     (("cp", "dropout"), lambda c: c["dropout"] == "off" or c["cp"] == "1"),

@@ -33,8 +33,8 @@ SLOW = {"deepseek-v3-h100-1024", "deepseek-v3-gb200-256", "qwen3-235b-a22b-h100-
 def test_the_best_ten_beat_the_published_layout_by_the_cost_model(name, kind, num_gpus):
     settings = plan_search.settings_of(["--recipe", name], REGISTRY)
     planner = plan_search.planner_of(settings, GPUS[kind])
-    published = planner.evaluate(plan_search.as_given(settings, num_gpus))
-    best = planner.best(plan_search.to_search(settings, num_gpus), 10, partial(plan_search.legal, settings))
+    published = planner.evaluate(plan_search.as_given(settings, GPUS[kind], num_gpus))
+    best = planner.best(plan_search.to_search(settings, GPUS[kind], num_gpus), 10, partial(plan_search.legal, settings))
     assert planner.fits(published.memory)
     assert len(best) == 10 and best == sorted(best, key=lambda each: each.step.total)
     assert best[0].step.total <= published.step.total
@@ -49,7 +49,7 @@ def q6() -> tuple[plan_search.Settings, Planner]:
 def test_written_recipe_equals_the_plan(tmp_path):
     settings = plan_search.settings_of(["--recipe", "quickstart"], REGISTRY)
     planner = Planner(GPUS["h100"])
-    plan = plan_search.to_search(settings, 8)
+    plan = plan_search.to_search(settings, planner.gpu, 8)
     layouts = Layouts(plan, planner.gpu)
     for number, grid in enumerate(islice(layouts.grids(), 0, None, 7)):
         for each in layouts.of_grid(grid):
@@ -69,14 +69,14 @@ def test_written_recipe_equals_the_plan(tmp_path):
 
 def test_more_tensor_parallel_ranks_than_query_groups_are_searched():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
-    plan = plan_search.to_search(settings, 8)
+    plan = plan_search.to_search(settings, GPUS["h100"], 8)
     assert {layer.mixer.num_query_groups for layer in plan.model.layers} == {4}
     assert {grid.parallel.tp for grid in Layouts(plan, GPUS["h100"]).grids()} == {1, 2, 4, 8}
 
 
 def test_fit_selects_the_cheapest_memory_options():
     settings, planner = q6()
-    plan = plan_search.as_given(settings, 1)
+    plan = plan_search.as_given(settings, planner.gpu, 1)
     roomy = planner.fit(plan)
     assert roomy is not None and roomy.plan.memory.recompute.recompute_granularity == "none"
     planner.room = roomy.memory.total - 0.5 * GIB
@@ -91,8 +91,8 @@ def test_fit_selects_the_cheapest_memory_options():
 
 def test_master_remainders_are_enabled_before_recompute():
     words = ["--recipe", "q6", "--no-use-precision-aware-optimizer"]
-    plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1)
     planner = Planner(GPUS["h200"])
+    plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
     for less, remainders in ((0.0, False), (1.0, True)):
         planner.room = RankMemory(plan).of_rank(0).total - less * GIB
         found = planner.fit_with_optimizer(plan)
@@ -102,7 +102,7 @@ def test_master_remainders_are_enabled_before_recompute():
 
 def test_optimizer_offload_is_the_last_resort():
     settings, planner = q6()
-    plan = plan_search.as_given(settings, 1)
+    plan = plan_search.as_given(settings, planner.gpu, 1)
     planner.room = RankMemory(plan).state_of_rank(0).total - 20 * GIB
     assert planner.fit(plan) is None
     found = planner.fit_with_optimizer(plan)
@@ -116,13 +116,15 @@ def test_step_time_is_within_six_percent_of_measurements():
     planner = Planner(GPUS["h200"])
     for name, micro, measured in (("q6", 2, 321.1), ("q6", 4, 306.0), ("m8", 2, 447.2), ("m8", 4, 425.3)):
         words = ["--recipe", name, "--micro-batch-size", str(micro)]
-        found = planner.evaluate(plan_search.as_given(plan_search.settings_of(words, REGISTRY), 1))
+        plan = plan_search.as_given(plan_search.settings_of(words, REGISTRY), planner.gpu, 1)
+        found = planner.evaluate(plan)
         assert abs(found.step.total * 1e3 / measured - 1) < 0.06, (name, micro, found.step.total)
 
 
 def test_more_work_and_slower_links_take_longer():
     settings = plan_search.settings_of(["--recipe", "qwen3-30b-a3b-h100-32"], REGISTRY)
-    plan, gpu = plan_search.as_given(settings, 32), GPUS["h100"]
+    gpu = GPUS["h100"]
+    plan = plan_search.as_given(settings, gpu, 32)
     before: PlannedLayout = Planner(gpu).evaluate(plan)
     slow = Planner(replace(gpu, network=gpu.network / 2)).evaluate(plan)
     assert slow.step.data_parallel > before.step.data_parallel and slow.step.experts == before.step.experts
@@ -135,16 +137,18 @@ def test_more_work_and_slower_links_take_longer():
 
 @pytest.mark.parametrize("name", ["ds4", "q6"])
 def test_memory_option_equals_its_flags(name):
-    plan = plan_search.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), 1)
+    gpu = GPUS["h200"]
+    plan = plan_search.as_given(plan_search.settings_of(["--recipe", name], REGISTRY), gpu, 1)
     for switch in more_switches(plan):
-        read = plan_search.as_given(plan_search.settings_of(["--recipe", name, *switch.flags.split()], REGISTRY), 1)
+        words = ["--recipe", name, *switch.flags.split()]
+        read = plan_search.as_given(plan_search.settings_of(words, REGISTRY), gpu, 1)
         found = switch.apply(plan)
         assert (read.precision, read.batch) == (found.precision, found.batch), switch.flags
         assert RankMemory(read).of_rank(0).total == RankMemory(found).of_rank(0).total, switch.flags
 
 
 def test_memory_options_save_memory():
-    plan = plan_search.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), 1)
+    plan = plan_search.as_given(plan_search.settings_of(["--recipe", "m8"], REGISTRY), GPUS["h200"], 1)
     for switch in more_switches(plan):
         if any(word in switch.flags for word in ("recompute", "exp-avg", "wgrad-interval")):
             assert saved(plan, switch, 0) > 0, switch.flags

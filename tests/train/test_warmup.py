@@ -40,7 +40,7 @@ def test_reduced_plan_covers_incomplete_weight_gradient_groups():
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
-@pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL])
+@pytest.mark.parametrize("parallel", [ParallelConfig(), SEVERAL, replace(SEVERAL, ranks_per_host=2)])
 def test_warm_up_step_needs_no_peers_and_leaves_no_process_group(parallel, dispatcher):
     model = tiny.model(moe_config=tiny.moe(dispatcher=dispatcher))
     take_step(tiny.plan(model=model, parallel=parallel), torch.device("cpu"))

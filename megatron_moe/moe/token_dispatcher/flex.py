@@ -39,6 +39,8 @@ class ReceivedTokens(NamedTuple):
     ids_GK: Tensor | None
     """int64 local expert ids, -1 elsewhere; None: the exchange was one of gradients."""
     probs_GK: Tensor | None
+    num_rows: int | None = None
+    """Number of rows of this rank's experts; None: the host does not know it."""
 
 
 class Transport(Protocol):
@@ -180,9 +182,9 @@ class PendingDispatch(Pending):
         return self.transport.start_tokens(tokens_TH, self.route, probs_TK)
 
     def finish(self, work: Work) -> tuple[Tensor, Tensor]:
-        tokens_GH, ids_GK, probs_GK = self.transport.finish_tokens(work)
+        tokens_GH, ids_GK, probs_GK, num_rows = self.transport.finish_tokens(work)
         assert ids_GK is not None and probs_GK is not None
-        index, self.needed_rows = self.dispatcher.sort(ids_GK, self.capacity)
+        index, self.needed_rows = self.dispatcher.sort(ids_GK, self.capacity, num_rows)
         rows_RH = self.dispatcher.kernels.permute(tokens_GH, index)
         probs_GK = probs_GK.to(self.probs_dtype, copy=True)
         self.transport.release(work)
@@ -271,13 +273,17 @@ class FlexDispatcher:
         out_TH: Tensor = pending.received()
         return out_TH
 
-    def sort(self, ids_GK: Tensor, capacity_per_rank: int | None) -> tuple[RowIndex, Tensor | None]:
+    def sort(
+        self, ids_GK: Tensor, capacity_per_rank: int | None, num_rows: int | None
+    ) -> tuple[RowIndex, Tensor | None]:
         """Rows of the local experts among the received choices, and the number of rows needed (int32 scalar on the
-        device) if it may exceed the bound."""
+        device) if it may exceed the bound. `num_rows`: the number of rows without a capacity, if it is known."""
         capacity = None if capacity_per_rank is None else capacity_per_rank * self.num_ranks
         index = self.kernels.sort_rows(ids_GK, self.num_local, capacity)
         if capacity is not None:
             return index, None
+        if num_rows is not None:
+            return first_rows(index, num_rows), None
         bound = len(ids_GK) * min(ids_GK.shape[1], self.num_local)
         factor = self.comm.row_capacity_factor
         even_share = ids_GK.numel() / self.comm.ep.size

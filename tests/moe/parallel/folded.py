@@ -82,7 +82,8 @@ def divisors(number: int) -> list[int]:
 
 
 def name_of(config: ParallelConfig) -> str:
-    return f"tp{config.tp} cp{config.cp} dp{config.dp} etp{config.etp} ep{config.ep}"
+    hosts = "" if config.ranks_per_host is None else f" {config.ranks_per_host} a host"
+    return f"tp{config.tp} cp{config.cp} dp{config.dp} etp{config.etp} ep{config.ep}{hosts}"
 
 
 @dataclass

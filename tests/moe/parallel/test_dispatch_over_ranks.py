@@ -1,7 +1,7 @@
 """Token dispatchers without the layer: combine inverts dispatch, row order, communication volume and host reads."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.config.moe import HybridEPConfig
+from megatron_moe.config.moe import CapacityConfig, HybridEPConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
+from megatron_moe.kernels.kernel_set import OPS, KernelSet
 from megatron_moe.kernels.registry import select_kernels
 from megatron_moe.moe.moe_layer import new_expert_comm
 from megatron_moe.moe.token_dispatcher.allgather import AllGatherDispatcher
 from megatron_moe.moe.token_dispatcher.alltoall import AllToAllDispatcher
 from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, ExpertComm, expert_of_rows, index_rows
 from megatron_moe.moe.token_dispatcher.deepep import DeepEPDispatcher
+from megatron_moe.moe.token_dispatcher.hierarchical import HierarchicalDispatcher
 from megatron_moe.moe.token_dispatcher.hybridep import HybridEPDispatcher
 from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
@@ -39,15 +42,31 @@ EXPERTS, WIDTH = 8, 3
 STAND_INS = Path(__file__).parents[2] / "stand_ins"
 REFERENCE = reference.bundle()
 NATIVE = select_kernels(KernelConfig(kernel_backend="torch_native"), torch.device("cpu"), torch.float32)
-FLEX = (SymmetricDispatcher, DeepEPDispatcher, HybridEPDispatcher)
+FLEX = (SymmetricDispatcher, DeepEPDispatcher, HybridEPDispatcher, HierarchicalDispatcher)
 KINDS = (AllGatherDispatcher, AllToAllDispatcher, *FLEX)
 FOLDS = (
     parallel(2, ep=2), parallel(2, etp=2), parallel(4, etp=2, ep=2), parallel(8, ep=4, etp=2, order="ep-tp-cp-dp-pp")
 )  # fmt: skip
 MORE_FOLDS = (parallel(4, ep=4), parallel(8, ep=4, etp=2), parallel(8, ep=8), parallel(8, ep=2, etp=4))
+HOSTS = (
+    parallel(2, ep=2, ranks_per_host=1),
+    parallel(4, ep=4, ranks_per_host=2),
+    parallel(4, ep=4, ranks_per_host=1),
+    parallel(4, ep=4, ranks_per_host=3),  # unequal parts of the group on its hosts
+    parallel(4, etp=2, ep=2, ranks_per_host=2),
+    parallel(4, etp=2, ep=2, ranks_per_host=1),  # parts of an expert on different hosts
+    parallel(8, ep=8, ranks_per_host=4),
+    parallel(8, ep=4, etp=2, ranks_per_host=4),
+)
+"""Groups on several hosts."""
 EVERY_DISPATCHER = pytest.mark.parametrize(
     ("kind", "fold"),
-    [(LocalDispatcher, parallel(1)), *product(KINDS, FOLDS), *thinned(list(product(KINDS, MORE_FOLDS)), 4)],
+    [
+        (LocalDispatcher, parallel(1)),
+        *product(KINDS, FOLDS),
+        *thinned(list(product(KINDS, MORE_FOLDS)), 4),
+        *((HierarchicalDispatcher, fold) for fold in HOSTS),
+    ],
     ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
 )
 BOTH = pytest.mark.parametrize("kind", KINDS)
@@ -120,15 +139,22 @@ def test_combine_undoes_dispatch_forward_and_backward(fold, kind, make, case, ca
     on_threads(fold, rank)
 
 
-@pytest.mark.parametrize("fold", [parallel(4, ep=4), parallel(4, etp=2, ep=2)], ids=name_of)
+@pytest.mark.parametrize(
+    ("kind", "fold"),
+    [
+        *product((AllToAllDispatcher, HierarchicalDispatcher), (parallel(4, ep=4), parallel(4, etp=2, ep=2))),
+        *((HierarchicalDispatcher, fold) for fold in HOSTS if fold.world_size == 4),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, ParallelConfig) else value.__name__,
+)
 @pytest.mark.parametrize("num_tokens", [[0, 3, 1, 5], [0, 0, 0, 2], [4, 0, 0, 0]], ids=str)
-def test_all_to_all_accepts_different_token_counts_per_rank(fold, num_tokens) -> None:
+def test_dispatchers_that_read_sizes_accept_different_token_counts_per_rank(kind, fold, num_tokens) -> None:
     def rank(ctx: ParallelContext) -> None:
         ids = [[(t + ctx.rank) % EXPERTS, (3 * t + ctx.rank + 1) % EXPERTS] for t in range(num_tokens[ctx.rank])]
         ids = [row if row[0] != row[1] else [row[0], -1] for row in ids]
         tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
         routing = sparse(ids, num_experts=EXPERTS)
-        _, back = there_and_back(new(AllToAllDispatcher, ctx), tokens, routing, 1 / fold.etp)
+        _, back = there_and_back(new(kind, ctx), tokens, routing, 1 / fold.etp)
         FP64_REF.check(back, tokens.detach() * served(ids), "tokens")
         back.backward(torch.ones_like(back))
         FP64_REF.check(tokens.grad, served(ids).expand(-1, WIDTH), "gradient of tokens")
@@ -174,7 +200,12 @@ def test_each_expert_receives_its_tokens_of_all_ranks_once_and_in_order(fold, ki
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(AllGatherDispatcher, 1 + 6 * 2.0**-10), (AllToAllDispatcher, 1 + 6 * 2.0**-10), (SymmetricDispatcher, 1.0)],
+    [
+        (AllGatherDispatcher, 1 + 6 * 2.0**-10),
+        (AllToAllDispatcher, 1 + 6 * 2.0**-10),
+        (SymmetricDispatcher, 1.0),
+        (HierarchicalDispatcher, 1.0),
+    ],
 )
 def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) -> None:
     """1 + 3 * 2^-10 on one rank, 3 * 2^-10 on the other: rounding to bf16 before the last sum loses both, as where
@@ -197,6 +228,28 @@ def test_bf16_rows_of_one_token_are_summed_in_fp32_across_ranks(kind, expected) 
         EXACT.check(out, torch.tensor([[expected]]).bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("ranks_per_host", "expected"),
+    [(None, 1 + 3 * 2.0**-9), (1, 1 + 3 * 2.0**-9), (2, 1.0)],
+    ids=["one host", "four hosts", "two hosts"],
+)
+def test_partial_sums_are_added_in_fp32_and_sent_in_bf16_once_per_host(ranks_per_host, expected) -> None:
+    """1 on the first rank, 2^-9 on three others. A bf16 sum of rank after rank is 1. Two hosts send bf16(1 + 2^-9) = 1
+    and 2^-8, whose sum rounds to 1."""
+
+    def rank(ctx: ParallelContext) -> Tensor:
+        routing = sparse([[0, 1, 2, 3]], torch.ones(1, 4, dtype=torch.float64), num_experts=4)
+        dispatcher = new(HierarchicalDispatcher, ctx, 4)
+        tokens = torch.ones(1, 1, dtype=torch.bfloat16)
+        rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(tokens, routing))
+        value = 1.0 if ctx.rank == 0 else 2.0**-9
+        pending = dispatcher.start_combine(replace(rows, data=torch.full_like(rows.data, value)), handle)
+        return dispatcher.finish_combine(pending)
+
+    for out in on_threads(parallel(4, ep=4, ranks_per_host=ranks_per_host), rank):
+        EXACT.check(out, torch.tensor([[expected]]).bfloat16())
+
+
 def test_local_combine_sums_bf16_rows_in_fp32() -> None:
     dispatcher = new(LocalDispatcher, ParallelContext.single())
     routing = sparse([list(range(8))], torch.ones(1, 8, dtype=torch.float64), num_experts=8)
@@ -214,6 +267,7 @@ def test_local_combine_sums_bf16_rows_in_fp32() -> None:
         (LocalDispatcher, parallel(1)),
         (AllGatherDispatcher, parallel(4, ep=2, etp=2)),
         (AllToAllDispatcher, parallel(4, ep=2, etp=2)),
+        (HierarchicalDispatcher, parallel(4, ep=4, ranks_per_host=2)),
     ],
 )
 @pytest.mark.parametrize("case", CASES)
@@ -289,6 +343,63 @@ def test_all_to_all_sends_every_row_once_each_way_and_gathers_counts() -> None:
         )
 
 
+def test_hierarchical_exchange_sends_a_token_once_per_host_and_counts_once() -> None:
+    """The four tokens of a rank have experts on 2 + 2 hosts of one rank each and on 2 x 2 of both: 6 copies between
+    hosts. A rank forwards 8 copies within its host. Choices are 2 ids and 2 probabilities of 8 bytes, in int32."""
+    for sent in traffic_of(parallel(4, ep=4, ranks_per_host=2), HierarchicalDispatcher, None):
+        assert sent == Counter(
+            {
+                ("all_gather", 4, 2 + 4 + 4): 1,  # tokens for each host and rank, rows for each rank
+                ("all_to_all", 2, 6 * (2 + 2 * 2)): 1,
+                ("all_to_all", 2, 8 * (2 + 2 * 2)): 1,
+                ("all_to_all", 2, 6 * WIDTH): 4,  # dispatch, combine, and each backward
+                ("all_to_all", 2, 8 * WIDTH): 4,
+                ("all_to_all", 2, 6 * 2): 1,  # gradients of probabilities
+                ("all_to_all", 2, 8 * 2): 1,
+            }
+        )
+
+
+def test_hierarchical_exchange_has_one_stage_on_one_host() -> None:
+    """The tokens have experts on two ranks each."""
+    for sent in traffic_of(parallel(4, ep=4), HierarchicalDispatcher, None):
+        assert sent == Counter(
+            {
+                ("all_gather", 4, 1 + 4 + 4): 1,
+                ("all_to_all", 4, 8 * (2 + 2 * 2)): 1,
+                ("all_to_all", 4, 8 * WIDTH): 4,
+                ("all_to_all", 4, 8 * 2): 1,
+            }
+        )
+
+
+def test_sizes_are_exchanged_before_tokens_are_sorted_and_before_any_token_is_sent() -> None:
+    order: dict[int, list[str]] = defaultdict(list)
+
+    def sort_rows(*args: Any) -> Any:
+        order[dist.get_rank()].append("sort")
+        return reference.sort_rows(*args)
+
+    kernels = KernelSet.of({op: getattr(REFERENCE, op) for op in OPS} | {"sort_rows": sort_rows}, REFERENCE.choices)
+
+    def rank(ctx: ParallelContext) -> None:
+        dispatcher = new(HierarchicalDispatcher, ctx, kernels=kernels)
+        read = dispatcher.transport.read_sizes
+
+        def noting(route: Any) -> Any:
+            order[ctx.rank].append("read")
+            return read(route)
+
+        dispatcher.transport.read_sizes = noting
+        dispatcher.start_dispatch(draw(4, WIDTH), sparse(CASES["spread"](0), num_experts=EXPERTS))
+
+    with counted_traffic(lambda op: order[dist.get_rank()].append(op)):
+        on_threads(parallel(4, ep=4, ranks_per_host=2), rank)
+    assert len(order) == 4
+    for steps in order.values():
+        assert steps[:5] == ["all_gather", "sort", "read", "all_to_all", "all_to_all"]
+
+
 def test_padded_all_to_all_sends_every_expert_its_capacity_and_no_counts() -> None:
     for sent in traffic_of(parallel(4, ep=4), AllToAllDispatcher, 3):
         rows = EXPERTS * 3
@@ -325,7 +436,7 @@ def test_all_gather_sends_tokens_ids_and_probabilities_and_reduce_scatters_sums(
         )
 
 
-def test_only_all_to_all_reads_on_the_host_once_for_its_split_sizes(monkeypatch) -> None:
+def test_dispatchers_read_split_sizes_on_the_host_once(monkeypatch) -> None:
     """Reads in the in-memory process group are not counted."""
     reads: list[str] = []
 
@@ -348,12 +459,42 @@ def test_only_all_to_all_reads_on_the_host_once_for_its_split_sizes(monkeypatch)
         rows, handle = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(4, WIDTH), routing))
         dispatcher.finish_combine(dispatcher.start_combine(rows, handle))
 
-    for kind, capacity, ep in product((AllToAllDispatcher, AllGatherDispatcher, LocalDispatcher), (None, 3), (1, 2)):
+    kinds = (AllToAllDispatcher, HierarchicalDispatcher, AllGatherDispatcher, LocalDispatcher)
+    for kind, capacity, ep in product(kinds, (None, 3), (1, 2)):
         if (kind is LocalDispatcher) == (ep == 1):
             reads.clear()
             on_threads(parallel(ep, ep=ep), lambda ctx, k=kind, c=capacity: rank(ctx, k, c))
-            expected = ep * (kind.host_reads if capacity is None else 0)
+            padded_read = kind is AllToAllDispatcher and capacity is not None
+            expected = ep * (0 if padded_read else kind.host_reads)
             assert len(reads) == expected, f"{kind.__name__} with capacity {capacity}: {len(reads)} reads"
+
+
+def test_groups_on_several_hosts_use_the_hierarchical_exchange() -> None:
+    """Not for expert choice or padded experts, whose sizes are known."""
+    dense_router = {"balancing": ("expert_choice",)}
+    padded = CapacityConfig(factor=1.0, pad=True)
+    expected = {
+        ("alltoall", "sparse"): HierarchicalDispatcher,
+        ("flex", "sparse"): HierarchicalDispatcher,
+        ("allgather", "sparse"): AllGatherDispatcher,
+        ("alltoall", "dense"): AllToAllDispatcher,
+        ("alltoall", "padded"): AllToAllDispatcher,
+        ("flex", "padded"): HierarchicalDispatcher,
+    }
+
+    def rank(ctx: ParallelContext) -> dict[tuple[str, str], type]:
+        found = {}
+        for name, routing in expected:
+            changes = {"dense": {"router": dense_router}, "padded": {"capacity": padded}}.get(routing, {})
+            config = moe_config(dispatcher=name, **changes)
+            found[name, routing] = new_expert_comm(config, ctx, REFERENCE).dispatcher
+        return found
+
+    fold = parallel(4, ep=4, ranks_per_host=2)
+    assert on_threads(fold, rank) == [expected] * 4
+    for comm in on_threads(fold, lambda ctx: new_expert_comm(moe_config(), ctx, REFERENCE)):
+        assert comm.note and "4 expert ranks, with 2 on a host" in comm.note
+    assert on_threads(parallel(4, ep=2, ranks_per_host=2), rank)[0]["alltoall", "sparse"] is AllToAllDispatcher
 
 
 def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None:
@@ -397,10 +538,16 @@ def test_installed_library_is_used(backend: str, kind: type) -> None:
 
 
 def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(moe_config(dispatcher="alltoall"), symmetric_ranks=8)
-    assert [config.exchange(ranks) for ranks in (1, 2, 3, 8, 16)] == ["local", "flex", "alltoall", "flex", "alltoall"]
-    assert replace(config, symmetric_ranks=0).exchange(2) == "alltoall"
-    assert replace(config, dispatcher="allgather").exchange(2) == "allgather"
+    config = replace(moe_config(dispatcher="alltoall"), alltoall_is_symmetric=True)
+    folds = [ParallelConfig(world_size=24, ep=ep, ranks_per_host=8) for ep in (1, 2, 3, 8, 24)]
+    across = "hierarchical"
+    assert [config.exchange(fold) for fold in folds] == ["local", "flex", across, "flex", across]
+    assert [replace(config, alltoall_is_symmetric=False).exchange(fold) for fold in folds[1:3]] == ["alltoall", across]
+    plain = replace(config, alltoall_is_symmetric=False, alltoall_is_plain=True)
+    assert [plain.exchange(fold) for fold in folds[1:]] == ["alltoall"] * 4
+    assert replace(config, dispatcher="allgather").exchange(folds[2]) == "allgather"
+    library = replace(config, dispatcher="flex", flex_dispatcher_backend="hybridep")
+    assert [library.exchange(fold) for fold in folds[1:]] == ["flex"] * 4
 
     def kind_and_note(ctx: ParallelContext) -> tuple[type, str | None]:
         comm = new_expert_comm(config, ctx, REFERENCE)

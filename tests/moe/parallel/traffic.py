@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,14 +32,15 @@ class Traffic:
 
 
 @contextmanager
-def counted_traffic() -> Iterator[Traffic]:
-    """Counts every collective that is called inside."""
+def counted_traffic(on_call: Callable[[str], None] = lambda op: None) -> Iterator[Traffic]:
+    """Counts every collective that is called inside, and calls `on_call` with its name."""
     traffic, originals = Traffic(), {name: getattr(dist, name) for name in OPS}
 
     def counting(name: str) -> Any:
         word, place = OPS[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            on_call(word)
             traffic.note(word, dist.get_world_size(kwargs["group"]), args[place].numel())
             return originals[name](*args, **kwargs)
 
