@@ -185,6 +185,7 @@ def new_expert_comm(
     """
     group = ctx.group("etp_ep")
     kind, note = _available(config.exchange(ctx.config), config, group, ctx)
+    assert group.size == 1 or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {group.size} ranks"
     comm = ExpertComm(
         ctx,
         kernels,

@@ -567,7 +567,7 @@ def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: py
     emulated.stop()
 
 
-def test_peer_access_is_asked_for_every_two_gpus_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_access_includes_every_two_gpus_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 4 and 6 of a host whose GPUs 0 and 1 are not connected, and ranks 4 and 5."""
     connected = {(0, 2), (2, 0)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
