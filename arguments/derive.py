@@ -58,17 +58,12 @@ def row_capacity_factor(flags: Flags) -> float:
     return 1.25 if factor is None else factor
 
 
-def symmetric_alltoall(flags: Flags) -> bool:
+def alltoall_is_symmetric(flags: Flags) -> bool:
     """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory if the expert ranks are on one host."""
     exchanges = flags.moe_alltoall_backend == "auto" and flags.moe_token_dispatcher_type == "alltoall"
     # with expert choice, a token has no list of choices; the push kernels have no fp64
     is_sparse = "expert_choice" not in flags.moe_router_load_balancing_type
     return exchanges and is_sparse and flags.device != "cpu" and not flags.fp64
-
-
-def uses_symmetric_memory(flags: Flags, ranks_per_host: int) -> bool:
-    """Whether `--moe-token-dispatcher-type alltoall` uses symmetric memory: the expert ranks are on one host."""
-    return symmetric_alltoall(flags) and ranks_per_host % expert_ranks(flags) == 0
 
 
 def experts_are_captured(flags: Flags) -> bool:

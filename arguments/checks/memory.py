@@ -124,7 +124,7 @@ def paged_stash_has_unused_rows(flags: RuleFlags) -> Violations:
             "leave out one of them",
         )
     ranks = derive.expert_ranks(flags)
-    sends_exact_rows = not derive.uses_symmetric_memory(flags, flags.ranks_per_host)
+    sends_exact_rows = flags.ranks_per_host % ranks != 0 or not derive.alltoall_is_symmetric(flags)
     if ranks > 1 and flags.moe_token_dispatcher_type == "alltoall" and sends_exact_rows:
         yield (
             f"{_PAGED} with --moe-token-dispatcher-type alltoall over NCCL, whose buffers hold only received rows",

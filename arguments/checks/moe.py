@@ -131,7 +131,7 @@ def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
     yield (
         f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend}, is not available yet{reason}",
         "install the branch hybrid-ep of DeepEP with HYBRID_EP_MULTINODE=1 and use --moe-flex-dispatcher-backend "
-        "hybridep, or leave out --moe-flex-dispatcher-backend to send tokens between hosts over NCCL",
+        "hybridep, or leave out the flag to send tokens between hosts over NCCL",
     )
 
 

@@ -120,7 +120,7 @@ class MoEFlags:
     per selected expert (alltoall), or once per rank that holds selected experts (flex)."""
     moe_alltoall_backend: Literal["auto", "nccl"] = ours("auto")
     """Transport of `--moe-token-dispatcher-type alltoall`. auto: symmetric memory, as in flex, if the expert ranks are
-    GPUs of one host and no expert selects its tokens; otherwise NCCL."""
+    GPUs of one host and no expert selects its tokens; otherwise NCCL. nccl: always one row per choice over NCCL."""
     moe_flex_dispatcher_backend: Literal["symmetric", "deepep", "hybridep", "ncclep"] = close(
         "symmetric",
         "symmetric (the default, not in Megatron-LM) writes to the memory of the other GPUs; within one host it "

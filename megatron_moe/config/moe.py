@@ -174,9 +174,10 @@ class MoEConfig:
     """Width to which hidden states are projected for the routed experts (`--moe-latent-size`); None: no projection."""
     dispatcher: Literal["local", "allgather", "alltoall", "flex"] = "local"
     """Token dispatcher (`--moe-token-dispatcher-type`). A single expert-parallel rank always uses "local"."""
-    symmetric_alltoall: bool = False
-    """Whether "alltoall" exchanges tokens on one host as "flex" does, through symmetric memory; otherwise over NCCL
-    (`--moe-alltoall-backend`)."""
+    alltoall_is_symmetric: bool = False
+    """On one host, "alltoall" exchanges tokens as "flex" does, through symmetric memory (`--moe-alltoall-backend`)."""
+    alltoall_is_plain: bool = False
+    """"alltoall" always sends one row per choice over NCCL (`--moe-alltoall-backend nccl`)."""
     expert_rank_capacity_factor: float | None = None
     """Bound of the rows of a rank's experts relative to the even share, for the flex dispatcher
     (`--moe-expert-rank-capacity-factor`); None: what no routing exceeds."""
@@ -191,15 +192,17 @@ class MoEConfig:
 
     def exchange(self, parallel: ParallelConfig) -> Literal["local", "allgather", "alltoall", "flex", "hierarchical"]:
         """Dispatcher over the ranks of `parallel`. On several hosts, "alltoall" and "flex" send tokens hierarchically,
-        except with HybridEP, with expert choice and with padded experts, whose rows need no sizes."""
+        except with expert choice and with padded experts, whose rows need no sizes, and over HybridEP."""
         if parallel.etp * parallel.ep == 1:
             return "local"
-        if self.dispatcher == "flex" and parallel.experts_span_hosts and self.flex_dispatcher_backend != "hybridep":
+        if not parallel.experts_span_hosts:
+            return "flex" if self.dispatcher == "alltoall" and self.alltoall_is_symmetric else self.dispatcher
+        if self.dispatcher == "flex" and self.flex_dispatcher_backend != "hybridep":
             return "hierarchical"
         is_dense = "expert_choice" in self.router.balancing or (self.capacity is not None and self.capacity.pad)
-        if self.dispatcher == "alltoall" and parallel.experts_span_hosts:
-            return "alltoall" if is_dense else "hierarchical"
-        return "flex" if self.dispatcher == "alltoall" and self.symmetric_alltoall else self.dispatcher
+        if self.dispatcher == "alltoall" and not is_dense and not self.alltoall_is_plain:
+            return "hierarchical"
+        return self.dispatcher
 
     @property
     def latent_elements(self) -> int:

@@ -32,8 +32,8 @@ DISPATCHERS: Mapping[str, type[Dispatcher[Any]]] = MappingProxyType(
         "alltoall": AllToAllDispatcher,
         "flex": SymmetricDispatcher,
         "flex with deepep": DeepEPDispatcher,
-        "hierarchical": HierarchicalDispatcher,
         "flex with hybridep": HybridEPDispatcher,
+        "hierarchical": HierarchicalDispatcher,
     }
 )
 
@@ -184,8 +184,8 @@ def new_expert_comm(
     Raises EnvironmentProblem if the flex dispatcher has no transport for the ranks.
     """
     group = ctx.group("etp_ep")
-    kind: str = config.exchange(ctx.config)
-    kind, note = _available(kind, config, group, ctx)
+    kind, note = _available(config.exchange(ctx.config), config, group, ctx)
+    assert group.size == 1 or kind in DISPATCHERS, f"unknown dispatcher '{kind}' for {group.size} ranks"
     comm = ExpertComm(
         ctx,
         kernels,
@@ -204,8 +204,10 @@ def _available(kind: str, config: MoEConfig, group: ProcessGroup, ctx: ParallelC
     where GPUs cannot read each other's memory."""
     library = config.flex_dispatcher_backend
     if kind == "hierarchical":
-        hosts = f"{group.size} expert ranks, with {ctx.config.ranks_per_host} on a host"
-        return kind, f"--moe-token-dispatcher-type {config.dispatcher}: {hosts}, send each token once per host"
+        return kind, (
+            f"--moe-token-dispatcher-type {config.dispatcher}: {group.size} expert ranks, with "
+            f"{ctx.config.ranks_per_host} on a host, send each token once per host"
+        )
     if config.dispatcher == "alltoall" and kind == "flex":
         if ctx.device.type == "cpu":
             return "alltoall", None

@@ -11,7 +11,7 @@ from arguments.read import read_plan
 from megatron_moe.config.attention import MLAConfig, NormConfig, RopeConfig
 from megatron_moe.config.data import TokenizerConfig
 from megatron_moe.config.model import InitConfig, MTPConfig
-from megatron_moe.config.moe import ActivationConfig, CapacityConfig, ExpertsConfig, HybridEPConfig, RouterConfig
+from megatron_moe.config.moe import ActivationConfig, CapacityConfig, ExpertsConfig, RouterConfig
 from megatron_moe.config.parallel import DataParallelConfig
 from megatron_moe.config.precision import PrecisionConfig
 from megatron_moe.config.training import BatchConfig
@@ -76,42 +76,6 @@ def test_experts_and_router():
     assert moe.capacity == CapacityConfig(factor=1.5, policy="position")
     assert (moe.shared.mlp.ffn_hidden_size, moe.shared.mlp.hidden_size, moe.shared.gate) == (96, 256, True)
     assert moe.latent_size == 64
-
-
-@pytest.mark.parametrize(
-    ("more", "hosts", "expected"),
-    [
-        ("", 1, "flex"),
-        ("", 2, "flex"),
-        ("", 4, "alltoall"),
-        ("--moe-alltoall-backend nccl", 1, "alltoall"),
-        ("--device cpu", 1, "alltoall"),
-        ("--fp64", 1, "alltoall"),
-        ("--moe-router-load-balancing-type expert_choice --moe-aux-loss-coeff 0", 1, "alltoall"),
-        ("--moe-token-dispatcher-type allgather", 1, "allgather"),
-    ],
-)
-def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(more, hosts, expected):
-    """Four ranks hold the experts; eight ranks are on one, two or four hosts."""
-    words = f"--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall {more}"
-    environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
-    config = plan_of(words, environ=environ).model.layers[1].feed_forward
-    assert config.exchange(4) == expected and config.exchange(1) == "local"
-
-
-def test_flags_of_the_flex_dispatcher():
-    config = layer().feed_forward
-    assert config.expert_rank_capacity_factor == 1.25
-    assert config.hybridep == HybridEPConfig(num_sms_preprocessing=108)
-    flags = (
-        "--moe-permute-fusion-into-hybridep --moe-hybridep-num-blocks-permute 5 --moe-hybridep-num-blocks-unpermute 6 "
-        "--moe-hybridep-num-sms-preprocessing 7 --moe-expert-rank-capacity-factor 1.5"
-    )
-    config = layer(f"{flags} --moe-token-dispatcher-type flex").feed_forward
-    assert config.expert_rank_capacity_factor == 1.5
-    assert config.hybridep == HybridEPConfig(
-        fuse_permute=True, num_blocks_permute=5, num_blocks_unpermute=6, num_sms_preprocessing=7
-    )
 
 
 def test_a_negative_capacity_drops_nothing():

@@ -208,7 +208,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
             feed_forward=replace(
                 layer.feed_forward,
                 dispatcher=dispatcher,
-                symmetric_alltoall=True,
+                alltoall_is_symmetric=True,
                 expert_rank_capacity_factor=factor,
                 flex_dispatcher_num_sms=num_sms,
             ),
@@ -217,7 +217,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(
         else layer
         for layer in plan.model.layers
     )
-    parallel = replace(plan.parallel, ep=4, world_size=4)
+    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=4)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
     slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels x ranks x tokens x bytes
     assert found.closed.receive_slots == slots

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_moe.config.moe import CapacityConfig, HybridEPConfig
+from megatron_moe.config.moe import CapacityConfig
 from megatron_moe.config.parallel import ParallelConfig
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
@@ -33,7 +32,6 @@ from megatron_moe.moe.token_dispatcher.local import LocalDispatcher
 from megatron_moe.moe.token_dispatcher.symmetric import SymmetricDispatcher
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.streams import Streams
-from megatron_moe.parallel.symmetric_memory import has_peer_access
 from tests.helpers.ranks import on_threads
 from tests.helpers.thinned import thinned
 from tests.helpers.tolerances import EXACT, FP64_REF
@@ -508,144 +506,6 @@ def test_config_selects_the_dispatcher_and_one_rank_uses_the_local_one() -> None
 
     assert on_threads(parallel(2, ep=2), rank)[0] == [AllGatherDispatcher, AllToAllDispatcher, SymmetricDispatcher]
     assert on_threads(parallel(2), rank)[0] == [LocalDispatcher] * 3
-
-
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [
-        ("deepep", "deep_ep is not installed"),
-        ("hybridep", "hybrid_ep_cpp is not installed"),
-        ("ncclep", "it is not supported"),
-    ],
-)
-def test_symmetric_memory_replaces_a_missing_library(
-    monkeypatch: pytest.MonkeyPatch, backend: str, reason: str
-) -> None:
-    monkeypatch.setattr("megatron_moe.moe.moe_layer.has_deepep", lambda: False)
-    monkeypatch.setattr(HybridEPConfig, "is_installed", lambda: False)
-    config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend=backend)
-    for comm in on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE)):
-        assert comm.dispatcher is SymmetricDispatcher and comm.note
-        assert comm.note.startswith(f"--moe-flex-dispatcher-backend {backend}: {reason}")
-    alone = new_expert_comm(config, ParallelContext.single(), REFERENCE)
-    assert alone.dispatcher is LocalDispatcher and alone.note is None
-
-
-@pytest.mark.parametrize(("backend", "kind"), [("deepep", DeepEPDispatcher), ("hybridep", HybridEPDispatcher)])
-def test_installed_library_is_used(backend: str, kind: type) -> None:
-    config = replace(moe_config(dispatcher="flex"), flex_dispatcher_backend=backend)
-    comms = on_threads(parallel(2, ep=2), lambda ctx: new_expert_comm(config, ctx, REFERENCE))
-    assert [(comm.dispatcher, comm.note) for comm in comms] == [(kind, None)] * 2
-    emulated = ParallelContext.fake(parallel(2, ep=2), 0)
-    assert new_expert_comm(config, emulated, REFERENCE).dispatcher is SymmetricDispatcher
-    emulated.stop()
-
-
-def test_alltoall_uses_symmetric_memory_among_the_gpus_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(moe_config(dispatcher="alltoall"), symmetric_alltoall=True)
-    folds = [replace(parallel(16, ep=ranks), ranks_per_host=8) for ranks in (1, 2, 8, 16)]
-    assert [config.exchange(fold) for fold in folds] == ["local", "flex", "flex", "hierarchical"]
-    assert replace(config, symmetric_alltoall=False).exchange(folds[1]) == "alltoall"
-    assert replace(config, dispatcher="allgather").exchange(folds[1]) == "allgather"
-
-    def kind_and_note(ctx: ParallelContext) -> tuple[type, str | None]:
-        comm = new_expert_comm(config, ctx, REFERENCE)
-        return comm.dispatcher, comm.note
-
-    fold = parallel(2, ep=2)
-    assert on_threads(fold, kind_and_note) == [(AllToAllDispatcher, None)] * 2  # on CPUs
-    emulated = ParallelContext.fake(fold, 0)
-    kind, note = kind_and_note(emulated)
-    assert kind is SymmetricDispatcher and note == (
-        "--moe-token-dispatcher-type alltoall: 2 expert ranks on one host exchange tokens through symmetric memory; "
-        "--moe-alltoall-backend nccl selects NCCL"
-    )
-    monkeypatch.setattr("megatron_moe.moe.moe_layer.has_peer_access", lambda group, ctx: False)
-    kind, note = kind_and_note(emulated)
-    assert kind is AllToAllDispatcher and note is not None and note.endswith("cannot access each other's memory")
-    emulated.stop()
-
-
-def test_peer_access_is_asked_for_every_two_gpus_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 4 and 6 of a host whose GPUs 0 and 1 are not connected, and ranks 4 and 5."""
-    connected = {(0, 2), (2, 0)}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in connected)
-    monkeypatch.setattr("megatron_moe.parallel.symmetric_memory.is_emulated", lambda group, ctx: False)
-    ctx = SimpleNamespace(launch=SimpleNamespace(local_world_size=4), device=torch.device("cuda"))
-    assert has_peer_access(SimpleNamespace(ranks=(4, 6)), ctx)
-    assert not has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own GPU only
-    assert has_peer_access(SimpleNamespace(ranks=(4, 5)), ctx)
-
-
-def test_symmetric_memory_for_alltoall_equals_alltoall_in_fp64() -> None:
-    """The sums of ranks are added in rank order in promote(fp32, dtype), so only their rounding differs."""
-
-    def rank(ctx: ParallelContext, kind: Any) -> tuple[Tensor, ...]:
-        ids = CASES["some dropped"](ctx.rank)
-        tokens = draw(len(ids), WIDTH, seed=ctx.rank).requires_grad_()
-        routing = sparse(ids, num_experts=EXPERTS)
-        routing.probs.requires_grad_()
-        _, back = there_and_back(new(kind, ctx), tokens, routing, 0.5)
-        back.backward(draw(len(ids), WIDTH, seed=10 + ctx.rank))
-        return back.detach(), tokens.grad, routing.probs.grad
-
-    fold = parallel(4, etp=2, ep=2)
-    expected = on_threads(fold, lambda ctx: rank(ctx, AllToAllDispatcher))
-    for actual, other in zip(on_threads(fold, lambda ctx: rank(ctx, SymmetricDispatcher)), expected, strict=True):
-        for name, *values in zip(("outputs", "gradients", "gradients of probabilities"), actual, other, strict=True):
-            FP64_REF.check(*values, name)
-
-
-@pytest.mark.parametrize(("num_rows", "overflow"), [(12, 0), (13, 1), (24, 12)])
-def test_hybridep_counts_the_rows_beyond_its_bound(num_rows: int, overflow: int) -> None:
-    """Rank 0 sends `num_rows` tokens to the last expert, whose rank has space for 12 rows."""
-
-    def rank(ctx: ParallelContext) -> tuple[int, float]:
-        comm = ExpertComm(ctx, REFERENCE, HybridEPDispatcher, row_capacity_factor=0.25)
-        dispatcher = comm.new_dispatcher(EXPERTS)
-        ids = [[EXPERTS - 1, -1] if ctx.rank == 0 and token < num_rows else [-1, -1] for token in range(24)]
-        routing = sparse(ids, num_experts=EXPERTS)
-        rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(24, WIDTH), routing))
-        assert rows.bound == 12 and rows.offsets_e[-1] == (min(num_rows, 12) if ctx.rank == 1 else 0)
-        assert not rows.data[rows.offsets_e[-1] :].any() and not rows.probs_R[rows.offsets_e[-1] :].any()
-        comm.record(rows)
-        missing = int(rows.overflow)
-        comm.raise_bound(float(comm.overflow))
-        with comm.unbounded():
-            rows, _ = dispatcher.finish_dispatch(dispatcher.start_dispatch(draw(24, WIDTH), routing))
-        assert rows.bound == 2 * 24 * 2 and int(rows.overflow) == 0
-        return missing, comm.row_capacity_factor
-
-    (first, _), (second, factor) = on_threads(parallel(2, ep=2), rank)
-    assert (first, second) == (0, overflow)
-    assert factor * 24 * 2 >= num_rows
-
-
-def test_hybridep_gets_its_settings_once_per_run() -> None:
-    settings = HybridEPConfig(fuse_permute=True, num_blocks_permute=7, num_blocks_unpermute=9, num_sms_preprocessing=64)
-    config = replace(
-        moe_config(dispatcher="flex"), flex_dispatcher_backend="hybridep", flex_dispatcher_num_sms=16, hybridep=settings
-    )
-
-    def rank(ctx: ParallelContext) -> tuple[Any, bool]:
-        comm = new_expert_comm(config, ctx, REFERENCE)
-        first, second = comm.new_dispatcher(EXPERTS), comm.new_dispatcher(EXPERTS)
-        for dispatcher in (first, second):
-            there_and_back(dispatcher, draw(4, WIDTH), sparse(CASES["spread"](0), num_experts=EXPERTS), 1.0)
-        buffer = first.transport._buffer
-        return buffer, buffer is second.transport._buffer
-
-    for buffer, is_shared in on_threads(parallel(2, ep=2), rank):
-        assert is_shared and buffer.fused == [True] * 4
-        assert buffer.settings == {
-            "num_sms_dispatch_api": 16,
-            "num_sms_combine_api": 16,
-            "num_sms_preprocessing_api": 64,
-            "num_blocks_permute": 7,
-            "num_blocks_unpermute": 9,
-        }
 
 
 class RecordingStreams(Streams):

@@ -1,0 +1,47 @@
+"""Flags of the token dispatchers become the config of MoE layers."""
+
+import pytest
+
+from megatron_moe.config.moe import HybridEPConfig, MoEConfig
+from tests.helpers.command_lines import plan_of
+
+
+def experts_of(more: str) -> MoEConfig:
+    return plan_of(more).model.layers[1].feed_forward
+
+
+@pytest.mark.parametrize(
+    ("more", "hosts", "expected"),
+    [
+        ("", 1, "flex"),
+        ("", 2, "flex"),
+        ("", 4, "hierarchical"),
+        ("--moe-alltoall-backend nccl", 4, "alltoall"),
+        ("--moe-alltoall-backend nccl", 1, "alltoall"),
+        ("--device cpu", 1, "alltoall"),
+        ("--fp64", 1, "alltoall"),
+        ("--moe-router-load-balancing-type expert_choice --moe-aux-loss-coeff 0", 1, "alltoall"),
+        ("--moe-token-dispatcher-type allgather", 1, "allgather"),
+    ],
+)
+def test_alltoall_uses_symmetric_memory_if_the_plan_has_its_ranks_on_one_host(more, hosts, expected):
+    """Four ranks hold the experts; eight ranks are on one, two or four hosts."""
+    words = f"--expert-model-parallel-size 4 --global-batch-size 32 --moe-token-dispatcher-type alltoall {more}"
+    environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": f"{8 // hosts}"}
+    plan = plan_of(words, environ=environ)
+    assert plan.model.layers[1].feed_forward.exchange(plan.parallel) == expected
+
+
+def test_flags_of_the_flex_dispatcher():
+    config = experts_of("")
+    assert config.expert_rank_capacity_factor == 1.25
+    assert config.hybridep == HybridEPConfig(num_sms_preprocessing=108)
+    flags = (
+        "--moe-permute-fusion-into-hybridep --moe-hybridep-num-blocks-permute 5 --moe-hybridep-num-blocks-unpermute 6 "
+        "--moe-hybridep-num-sms-preprocessing 7 --moe-expert-rank-capacity-factor 1.5"
+    )
+    config = experts_of(f"{flags} --moe-token-dispatcher-type flex")
+    assert config.expert_rank_capacity_factor == 1.5
+    assert config.hybridep == HybridEPConfig(
+        fuse_permute=True, num_blocks_permute=5, num_blocks_unpermute=6, num_sms_preprocessing=7
+    )
