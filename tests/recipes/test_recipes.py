@@ -13,7 +13,6 @@ from arguments.read import read_plan
 from arguments.recipe_table import Row, planned, row_of, rows
 from arguments.recipes import recipe_files, recipe_names
 from megatron_moe.config.model_differences import differences
-from megatron_moe.config.parallel import Launch
 from megatron_moe.cost_model.parameters import count_parameters
 from megatron_moe.parallel.grid import all_groups
 from tests.helpers.zoo import model_config, zoo_rows
@@ -30,9 +29,15 @@ WITHOUT_A_ROW = {
 """Models with unsupported mixers, and truncated models."""
 
 
-def launched(num_ranks: int) -> dict[str, str]:
+def launched(num_ranks: int, ranks_per_host: int = 8) -> dict[str, str]:
     """The environment of rank 0 under torchrun."""
-    return {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(min(num_ranks, 8))}
+    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(min(num_ranks, ranks_per_host))}
+    return {"RANK": "0", "LOCAL_RANK": "0", **sizes}
+
+
+def launched_row(row: Row) -> dict[str, str]:
+    """The environment of rank 0 on the machine of a recipe."""
+    return launched(row.plan.launch.world_size, row.plan.launch.local_world_size)
 
 
 def is_unpublished(row: Row) -> bool:
@@ -55,9 +60,7 @@ def test_a_recipe_violates_only_rules_about_missing_features(row: Row):
 
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if not row.waits_for], ids=lambda row: row.name)
 def test_a_supported_recipe_is_accepted_on_its_ranks(row: Row):
-    plan = read_plan(
-        ["--recipe", row.name], launched(row.about.gpus), vocab_size_of=lambda config: row.plan.data.vocab_size
-    )
+    plan = read_plan(["--recipe", row.name], launched_row(row), vocab_size_of=lambda config: row.plan.data.vocab_size)
     assert plan.model == row.plan.model
     assert plan.parallel == row.plan.parallel
 
@@ -65,7 +68,7 @@ def test_a_supported_recipe_is_accepted_on_its_ranks(row: Row):
 @pytest.mark.parametrize("row", [row for row in TABLE.values() if row.waits_for_speed], ids=lambda row: row.name)
 def test_a_recipe_that_lacks_only_speed_features_trains_without_them(row: Row):
     words = ["--recipe", row.name, "--moe-token-dispatcher-type", "alltoall", "--allow-ignored-flags"]
-    plan = read_plan(words, launched(row.about.gpus), vocab_size_of=lambda config: config.vocab_size or 0)
+    plan = read_plan(words, launched_row(row), vocab_size_of=lambda config: config.vocab_size or 0)
     assert (plan.parallel, plan.batch) == (row.plan.parallel, row.plan.batch)
 
 
@@ -101,7 +104,7 @@ def test_a_recipe_survives_a_yaml_round_trip(tmp_path, row: Row):
     path.write_text(yaml_text(row.settings, {}), encoding="utf-8")
     resettled = settle(REGISTRY, [read_file(path, REGISTRY, {}).flags])
     assert (resettled.problems, resettled.notes) == ([], [])
-    assert planned(resettled, Launch(world_size=row.about.gpus)) == row.plan
+    assert planned(resettled, row.plan.launch) == row.plan
 
 
 @pytest.mark.parametrize("row", [row for row in OF_THE_ZOO if is_unpublished(row)], ids=lambda row: row.name)
