@@ -193,6 +193,25 @@ def test_memory_options_agree(memory: MemoryConfig) -> None:
     assert abs(compare(replace(plan_of("m8"), memory=memory)).ratio - 1) < WITHIN
 
 
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_workspace_of_the_hierarchical_exchange_agrees(ranks_per_host: int) -> None:
+    plan = plan_of("m8")
+    model = replace(
+        plan.model,
+        layers=tuple(
+            replace(layer, feed_forward=replace(layer.feed_forward, dispatcher="alltoall")) if layer.is_moe else layer
+            for layer in plan.model.layers
+        ),
+    )
+    parallel = replace(plan.parallel, ep=4, world_size=4, ranks_per_host=ranks_per_host)
+    found = compare(replace(plan, model=model, parallel=parallel))
+    assert found.closed.receive_slots == 0
+    assert abs(found.ratio - 1) < WITHIN
+    at_work = found.peak - found.emulated["activations"] - sum(found.emulated[name] for name in STATE)
+    closed = found.closed.total - found.closed.state.total - found.closed.kept
+    assert abs(at_work / closed - 1) < 0.1
+
+
 @pytest.mark.parametrize(
     ("factor", "num_sms", "dispatcher"),
     [(None, None, "flex"), (None, 16, "flex"), (1.1, None, "flex"), (1.1, 16, "flex"), (1.1, None, "alltoall")],

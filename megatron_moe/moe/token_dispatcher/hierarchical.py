@@ -50,6 +50,7 @@ class _ExchangeStage:
     """Tokens in the order in which they are sent: by rank, then by token."""
 
     def send(self, tokens_TH: Tensor) -> Wait:
+        """Starts to send tokens, or the gradients of their sums."""
         return self.over.launch(self.kernels.permute(tokens_TH, self.index))
 
     def send_back(self, sums_GH: Tensor) -> Callable[[], Tensor]:
@@ -89,7 +90,7 @@ class HierarchicalTransport:
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
         ctx = comm.ctx
-        self._kernels, self._group, self._device = comm.kernels, comm.etp_ep, ctx.device
+        self._kernels, self._group = comm.kernels, comm.etp_ep
         self._inter, self._intra = ctx.group("etp_ep_inter"), ctx.group("etp_ep_intra")
         self._num_experts, self._num_local = num_experts, num_experts // comm.ep.size
         self._num_ep, self._ep_rank = comm.ep.size, comm.ep.rank
@@ -129,6 +130,7 @@ class HierarchicalTransport:
         with self._streams.fork(_EXCHANGE):
             if choices is None:
                 rows_GH = tokens_TH
+                # inter, then intra: H elements per token and host, and per token and rank
                 for stage in state.stages:
                     rows_GH = stage.send(rows_GH)()
                 received = ReceivedTokens(rows_GH, None, None)
@@ -147,6 +149,7 @@ class HierarchicalTransport:
         values_TK = None if grad_GK is None else grad_GK.to(internal_dtype(rows_RH.dtype))
         keep = (sums_TH, values_TK, route)
         with self._streams.fork(_EXCHANGE):
+            # intra, then inter: H elements, and with gradients of probabilities (4 or 8) K bytes, per received token
             for stage in reversed(stages):
                 finish_sums = stage.send_back(sums_TH)
                 values_TK = None if values_TK is None else stage.send_back(values_TK)()
