@@ -97,11 +97,7 @@ def _pipeline(flags: Flags, layout: PipelineLayout) -> PipelineConfig:
     overlap = flags.overlap_moe_expert_parallel_comm and flags.expert_model_parallel_size > 1
     within = flags.overlap_dispatch_backward_with_experts_wgrad and derive.expert_ranks(flags) > 1
     return from_flags(
-        PipelineConfig,
-        flags,
-        layout=layout,
-        overlap=overlap,
-        overlap_dispatch_backward_with_experts_wgrad=within,
+        PipelineConfig, flags, layout=layout, overlap=overlap, overlap_dispatch_backward_with_experts_wgrad=within
     )
 
 
