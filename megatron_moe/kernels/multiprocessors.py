@@ -7,7 +7,7 @@ about as long as one product, so the reservation ends with the next one. The num
 
 import warnings
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -43,15 +43,13 @@ def ends_reservation(product: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set(number: int | None) -> None:
-    _ignore_warnings()
     torch._C._set_sm_carveout_experimental(number)
     # cuBLAS ignores the number; without it, both libraries choose the same kernels
     torch.backends.cuda.preferred_blas_library("default" if number is None else "cublaslt")
 
 
-@cache
-def _ignore_warnings() -> None:
+def ignore_warnings() -> None:
     """Ignores torch's warnings, one per process, that both settings are experimental. In a backward they are issued
-    later than the settings, so the filters are permanent."""
+    later than the settings, so the filters are permanent; to be called once per run."""
     for start in ("Setting the SM carveout", "torch.backends.cuda.preferred_blas_library is an experimental"):
         warnings.filterwarnings("ignore", message=start)

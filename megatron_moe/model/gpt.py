@@ -157,7 +157,7 @@ class GPT(nn.Module):
     def steps(self, batch: MicroBatch, chunk: int = 0) -> list[Step]:
         """Divides `forward` of one stage into steps that a schedule can interleave with another microbatch's backward.
         The first step takes the argument `received` of `forward`. The last step returns the result of `forward`.
-        Exchanges that block the host are steps of their own."""
+        Exchanges that block the host are separate steps."""
         return schedule_steps(self._chain(batch, chunk, by_node=True), exchange_steps=self.blocks_host)
 
     def logits(self, tokens_BS: Tensor, mb: MicrobatchContext, hidden_SBH: Tensor | None = None) -> Tensor:

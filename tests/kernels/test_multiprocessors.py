@@ -1,5 +1,6 @@
 """Multiprocessors that the next matrix product leaves to an exchange."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from megatron_moe.kernels import multiprocessors, reference
 from megatron_moe.kernels.backends.triton.launch import HOPPER_MULTIPROCESSORS, free_multiprocessors
 from megatron_moe.kernels.kernel_set import OPS, KernelSet
-from megatron_moe.kernels.multiprocessors import end_reservation, reserve_multiprocessors
+from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
 
 GPU, META = torch.device("cuda"), torch.device("meta")
 
@@ -51,3 +52,13 @@ def test_a_reservation_ends_with_the_exchange(libraries: list[str]) -> None:
 def test_nothing_is_reserved_on_the_cpu(libraries: list[str]) -> None:
     reserve_multiprocessors(8, torch.device("cpu"))
     assert multiprocessors.num_reserved() == 0 and not libraries
+
+
+def test_warnings_of_the_experimental_settings_are_ignored() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ignore_warnings()
+        warnings.warn("Setting the SM carveout for matmuls is a temporary experimental mitigation", stacklevel=1)
+        warnings.warn("torch.backends.cuda.preferred_blas_library is an experimental feature.", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(each.message) for each in found] == ["another"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
-from megatron_moe.kernels.multiprocessors import end_reservation, reserve_multiprocessors
+from megatron_moe.kernels.multiprocessors import end_reservation, ignore_warnings, reserve_multiprocessors
 from megatron_moe.kernels.ops import RowIndex
 from megatron_moe.kernels.push_channel import ChannelShape, PushChannel, new_channel
 from megatron_moe.moe.token_dispatcher.base import ExpertComm, LateRank
@@ -54,6 +54,8 @@ class SymmetricTransport:
         priority = comm.ctx.config.high_priority_a2a_comm_stream
         self._streams = make_streams(comm.ctx.device, _STREAM, high_priority=priority)
         self._num_in_flight = 0
+        if comm.num_sms is not None:
+            ignore_warnings()
         self._channels: dict[tuple[str, bool, ChannelShape], PushChannel] = {}
         num_local = num_experts // comm.ep.size
         self._first, self._num_local = comm.ep.rank * num_local, num_local
