@@ -77,19 +77,19 @@ def exchange_overlap_without_effect(flags: Flags) -> Iterator[str]:
 
 
 def exchange_overlap_without_gain(flags: Flags) -> Iterator[str]:
-    """Overlap can cost more than it hides: few multiprocessors for a push, or a host that waits for token counts."""
+    """Overlap can cost more than it hides."""
     if derive.expert_ranks(flags) == 1 or flags.expert_model_parallel_size > 4:
         return
     num_sms, kind = flags.moe_flex_dispatcher_num_sms, flags.moe_token_dispatcher_type
     if kind == "flex" and flags.moe_flex_dispatcher_backend == "symmetric" and num_sms is not None:
         yield (
             f"--moe-flex-dispatcher-num-sms {num_sms} is unlikely to gain: on two H200, 16 multiprocessors gave 466 "
-            "TFLOP/s and all of them 475, because products that leave some free take longer"
+            "TFLOP/s and all of them 475: products that leave multiprocessors free take longer, and so does the push"
         )
     if kind == "alltoall" and flags.overlap_moe_expert_parallel_comm:
         yield (
             "--overlap-moe-expert-parallel-comm is unlikely to gain with --moe-token-dispatcher-type alltoall: on four "
-            "H200 it gave 215 TFLOP/s instead of 361, because the host waits for token counts; flex has none"
+            "H200 it gave 215 TFLOP/s instead of 361; flex never waits for the host"
         )
 
 
