@@ -12,17 +12,21 @@ import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.precision import LowPrecisionConfig, Recipe
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority, Selection, Support
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority, Selection, Support
 
 BACKENDS = Path(__file__).parent / "backends"
 AUTO = "auto"
+EMULATED = "--emulate-low-precision: dequantises the operands"
+_CAPABILITY = MappingProxyType({"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)})
+"""Least CUDA compute capability of the FP8 recipes; the others need Blackwell, (10, 0)."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,27 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
+def select_kernels(
+    config: KernelConfig, device: torch.device, dtype: torch.dtype, low_precision: LowPrecisionConfig | None = None
+) -> KernelSet:
     """Selects the kernels for parameters of `dtype` on `device`; their `table()` lists all selections and reasons.
 
-    Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op.
+    Ops that only FP8 and FP4 GEMMs need are plain torch, and not listed, if `low_precision` is None.
+
+    Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op,
+    or if the device does not support the FP8 or FP4 recipe and `low_precision` does not emulate it.
     """
+    if low_precision is not None and not low_precision.emulate:
+        check_device(low_precision.recipe, device)
     backends = {backend.name: backend for backend in discover(BACKENDS)}
     requests = dict(config.kernel_per_op)
     check_names(config, backends)
     functions, choices = {}, []
     for op in OPS:
+        if op in LOW_PRECISION_OPS and (low_precision is None or low_precision.emulate):
+            functions[op] = getattr(reference, op)
+            choices += [] if low_precision is None else [Selection(op, reference.NAME, EMULATED)]
+            continue
         request = requests.get(op, config.kernel_backend)
         if request == AUTO:
             choice = select_best(op, backends, device, dtype)
@@ -148,6 +163,18 @@ def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
             )
     if config.kernel_backend not in known:
         raise EnvironmentProblem(f"Kernel backend '{config.kernel_backend}' does not exist; use {listed(known)}.")
+
+
+def check_device(recipe: Recipe, device: torch.device) -> None:
+    """Raises `EnvironmentProblem` if `device` has no tensor cores for the FP8 or FP4 recipe."""
+    least = _CAPABILITY.get(recipe, (10, 0))
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if found is None or found < least:
+        name = f"a GPU of compute capability {found[0]}.{found[1]}" if found else f"device {device.type}"
+        raise EnvironmentProblem(
+            f"The recipe {recipe} needs a GPU of compute capability {least[0]}.{least[1]} or higher, but this rank "
+            f"runs on {name}; --emulate-low-precision computes the same numbers, slowly."
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
