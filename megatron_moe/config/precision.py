@@ -49,6 +49,11 @@ class LowPrecisionConfig:
     emulate: bool = False
     """Computes GEMMs from dequantised operands, on devices without the format (`--emulate-low-precision`)."""
 
+    @property
+    def name(self) -> str:
+        """Recipe and format as in `blockwise e4m3`, `tensorwise hybrid` and `nvfp4 e2m1`."""
+        return f"{self.recipe} {'hybrid' if self.grads.element == 'e5m2' else self.grads.element}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -91,7 +96,8 @@ def low_precision_config(
     grads: Element = "e5m2" if hybrid else "e4m3"
     match recipe:
         case "blockwise":
-            length, scale = blocks or 128, "power of 2" if power_of_2 else "fp32"
+            length = blocks or 128
+            scale: Literal["power of 2", "fp32"] = "power of 2" if power_of_2 else "fp32"
             inputs = OperandFormat(element="e4m3", block=(1, length), scale=scale)
             weights = replace(inputs, block=(length, length))
         case "tensorwise" | "delayed":

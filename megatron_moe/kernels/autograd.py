@@ -220,6 +220,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         saves: bool,
     ) -> Tensor:
         ctx.kernels, ctx.weight, ctx.index, ctx.precision = kernels, weight, index, precision
+        ctx.num_tokens = len(rows)
         permuted = rows if index is None else kernels.permute(rows, index)
         keeps_copy = saves and index is None and not precision.save_input
         rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e)
@@ -239,7 +240,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         if wants_rows:
             grad_rows = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
             if index is not None:
-                grad_rows = kernels.unpermute(grad_rows, index, len(rows))
+                grad_rows = kernels.unpermute(grad_rows, index, ctx.num_tokens)
         if wants_weight:
             if isinstance(rows, Tensor):
                 rows = rows.detach() if index is None else kernels.permute(rows.detach(), index)

@@ -3,14 +3,15 @@
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
 that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
 op. The request `auto` selects the backend with the best rating if it is better than plain torch. A backend with
-ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name.
+ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name. RECIPES are the FP8 and FP4
+recipes (`LowPrecisionConfig.name`) for which a backend provides `LOW_PRECISION_OPS`.
 """
 
 import ast
 import importlib
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -37,11 +38,16 @@ class Backend:
     needs: tuple[str, ...]
     provides: tuple[str, ...]
     on_request: bool
+    recipes: tuple[str, ...]
     module: str
 
     def missing(self) -> tuple[str, ...]:
         """Required modules that are not installed."""
         return tuple(name for name in self.needs if not is_installed(name))
+
+    def for_recipe(self, recipe: str) -> "Backend":
+        """The backend without `LOW_PRECISION_OPS` if it does not implement the recipe."""
+        return self if recipe in self.recipes else replace(self, provides=())
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -71,15 +77,18 @@ def select_kernels(
     check_names(config, backends)
     functions, choices = {}, []
     for op in OPS:
-        if op in LOW_PRECISION_OPS and (low_precision is None or low_precision.emulate):
-            functions[op] = getattr(reference, op)
-            choices += [] if low_precision is None else [Selection(op, reference.NAME, EMULATED)]
-            continue
+        able = backends
+        if op in LOW_PRECISION_OPS:
+            if low_precision is None or low_precision.emulate:
+                functions[op] = getattr(reference, op)
+                choices += [] if low_precision is None else [Selection(op, reference.NAME, EMULATED)]
+                continue
+            able = {name: backend.for_recipe(low_precision.name) for name, backend in backends.items()}
         request = requests.get(op, config.kernel_backend)
         if request == AUTO:
-            choice = select_best(op, backends, device, dtype)
+            choice = select_best(op, able, device, dtype)
         else:
-            choice = select_requested(op, request, backends, device, dtype, required=op in requests)
+            choice = select_requested(op, request, able, device, dtype, required=op in requests)
         source = reference if choice.backend == reference.NAME else backends[choice.backend].load()
         functions[op] = getattr(source, op)
         choices.append(choice)
@@ -98,14 +107,14 @@ def read(path: Path) -> Backend:
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST"):
+            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST", "RECIPES"):
                 constants[name] = ast.literal_eval(statement.value)
-    on_request = constants.pop("ON_REQUEST", False)
+    on_request, recipes = constants.pop("ON_REQUEST", False), constants.pop("RECIPES", ())
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, but defines {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that are not in the interface: {sorted(unknown)}"
     module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
-    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, module)
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, recipes, module)
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:

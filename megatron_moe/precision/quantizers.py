@@ -46,6 +46,7 @@ def quantize_weight(
     weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_weight`."""
+    column: QuantizedCopy | None
     if form.block == WHOLE:
         if scale is None:
             scale = scale_of(weight.detach().abs().float().amax(dim=(-2, -1)), form, weight.dtype)
