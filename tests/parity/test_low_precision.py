@@ -19,7 +19,7 @@ SINGLE_ELEMENTS = low_precision_config("blockwise", blocks=1)
 LAYOUTS = (
     "plain",
     "tp=2 sp=on shared=on",
-    "tp=4 sp=on attention=mla mtp=on",
+    "tp=4 sp=on mtp=on",
     "tp=2 layers=dense wgrad=delayed",
     "cp=2 attention=mla latent=on",
     "pp=2 vpp=2 accumulation=2 mtp=on head=tied",
