@@ -155,6 +155,9 @@ def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
         output_layer=flags.fp8_output_proj,
         layers_at_start=flags.num_layers_at_start_in_bf16 if skips else 0,
         layers_at_end=flags.num_layers_at_end_in_bf16 if skips else 0,
+        margin=flags.fp8_margin,
+        amax_history_len=flags.fp8_amax_history_len,
+        amax_compute_algo=flags.fp8_amax_compute_algo,
         emulate=flags.emulate_low_precision,
     )
 

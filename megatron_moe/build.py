@@ -44,8 +44,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
 from megatron_moe.planner.memory_advice import memory_advice
-from megatron_moe.precision.apply import apply_low_precision, linear_precisions
-from megatron_moe.precision.linear_precision import begin_step
+from megatron_moe.precision.apply import apply_low_precision, new_model_precision
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
@@ -199,7 +198,7 @@ def build_model(
             device = "cpu" if plan.loop.use_cpu_initialization else context.device
             init_parameters(model, plan.loop.seed, plan.model.init, device)
     if plan.precision.low_precision is not None:
-        apply_low_precision(model, plan.precision.low_precision, kernels)
+        apply_low_precision(model, plan.precision.low_precision, context, kernels)
     return model
 
 
@@ -251,7 +250,9 @@ def build_trainer(
             alignment=rule.alignment,
         )
         optimizer = Optimizer(buffers, plan.precision, rule)
-        optimizer.on_new_weights = partial(begin_step, linear_precisions(model))
+    low_precision = new_model_precision(model, plan.loop.seed, context) if plan.precision.low_precision else None
+    if low_precision is not None:
+        optimizer.on_new_weights = low_precision.discard_weights
     experts = count_expert_elements(plan.model)
     if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
@@ -272,6 +273,7 @@ def build_trainer(
         micro_batch_size=plan.batch.micro_batch_size,
         timers=timers,
         memory_guard=memory_guard,
+        low_precision=low_precision,
     )
     if context.device.type == "cuda":
         check_capturable(plan.cuda_graphs, kernels)

@@ -46,6 +46,12 @@ class LowPrecisionConfig:
     """Number of layers at the start of the decoder whose GEMMs use the format of the parameters."""
     layers_at_end: int = 0
     """Number of layers at the end of the decoder whose GEMMs use the format of the parameters."""
+    margin: int = 0
+    """Divides the scales of the recipe delayed by 2 to this power (`--fp8-margin`)."""
+    amax_history_len: int = 1
+    """Number of steps whose largest magnitudes the recipe delayed keeps (`--fp8-amax-history-len`)."""
+    amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Magnitude in the history from which the scale is computed (`--fp8-amax-compute-algo`)."""
     emulate: bool = False
     """Computes GEMMs from dequantised operands, on devices without the format (`--emulate-low-precision`)."""
 

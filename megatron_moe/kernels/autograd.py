@@ -172,7 +172,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.gather = None if sharded is None else sharded.gather
         ctx.bias_dtype = None if bias is None else bias.dtype
         keeps_copy = saves and sharded is None and not precision.save_input
-        x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy)
+        x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
         ctx.weight_q = precision.weight(weight)
         _save_input(ctx, x_q if keeps_copy else x if sharded is None else sharded.shard.detach())
         return kernels.linear_forward(x_q, ctx.weight_q, bias).unflatten(0, x.shape[:-1])
@@ -223,7 +223,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         ctx.num_tokens = len(rows)
         permuted = rows if index is None else kernels.permute(rows, index)
         keeps_copy = saves and index is None and not precision.save_input
-        rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e)
+        rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
         ctx.weight_q = precision.weight(weight)
         _save_input(ctx, rows_q if keeps_copy else rows, offsets_e)
         return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)

@@ -238,12 +238,14 @@ class Kernels(Protocol):
         columnwise: bool,
         offsets_e: Tensor | None = None,
         scale: Tensor | None = None,
+        seed: int = 0,
     ) -> QuantizedTensor:
         """Quantises inputs or output gradients [R, C] of linear layers. `rowwise`, `columnwise`: requested copies.
 
         With `offsets_e` (end of each expert's rows), the rows of each expert are quantised separately; rows from
         `offsets_e[-1]` on may have any content and do not affect other rows. `scale`: given scale, by which elements
-        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None: computed from the tensor."""
+        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None: computed from the tensor. `seed`:
+        seed of stochastic rounding."""
         ...
 
     def quantize_weight(

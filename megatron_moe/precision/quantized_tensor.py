@@ -37,6 +37,9 @@ class QuantizedTensor:
     Rows of experts ([R, C], sorted by expert) are quantised per expert. With `WHOLE`, the scales are [e], one per
     expert. In `columnwise`, [C, R], blocks start again at each expert's first row; the blocks of all experts are
     stored without gaps in scales [R // n + e, C], whose last rows may be unused.
+
+    Copies in E2M1 are padded with zeros along their last dim to whole blocks, because elements share bytes and the
+    Hadamard transform mixes the elements of a block. Rows of experts are padded per expert.
     """
 
     rowwise: Tensor | None
@@ -104,7 +107,7 @@ def spread_scales(scales: Tensor, block: tuple[int, int], num_rows: int, num_col
 
 
 def decode_scales(scales: Tensor) -> Tensor:
-    """fp32 values of scales. E8M0 exponents e are 2^(e - 127); 255 is nan."""
+    """fp32 values of scales. uint8: E8M0 exponents e of the values 2^(e - 127); 255 is nan."""
     if scales.dtype != torch.uint8:
         return scales.float()
     exponents = scales.to(torch.int32)
@@ -123,9 +126,16 @@ def expert_copies(
     copy: QuantizedCopy, block: tuple[int, int], ends: list[int], *, columnwise: bool
 ) -> list[QuantizedCopy]:
     """Splits a copy of expert rows into one copy per expert. `ends`: end of each expert's rows."""
-    parts, first_block = [], 0
+    parts, first_block, is_packed = [], 0, copy.data.dtype == torch.uint8
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        data = copy.data[:, _packed(copy, start) : _packed(copy, end)] if columnwise else copy.data[start:end]
+        if not columnwise:
+            data = copy.data[start:end]
+        elif is_packed:
+            bytes_per_block = block[1] // 2
+            last_block = first_block - (start - end) // block[1]
+            data = copy.data[:, first_block * bytes_per_block : last_block * bytes_per_block]
+        else:
+            data = copy.data[:, start:end]
         if block == WHOLE:
             scales = copy.scales[expert]
         elif columnwise:
@@ -136,10 +146,3 @@ def expert_copies(
             scales = copy.scales[:, start:end]
         parts.append(QuantizedCopy(data, scales, None if copy.factor is None else copy.factor[expert]))
     return parts
-
-
-def _packed(copy: QuantizedCopy, column: int) -> int:
-    if copy.data.dtype != torch.uint8:
-        return column
-    assert column % 2 == 0, f"packed column {column} does not start a byte"
-    return column // 2

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.precision import WHOLE, Element, OperandFormat
-from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, spread_scales
+from megatron_moe.precision import nvfp4
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
@@ -24,9 +25,12 @@ def quantize_rows(
     columnwise: bool,
     offsets_e: Tensor | None = None,
     scale: Tensor | None = None,
+    seed: int = 0,
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_rows`."""
     row = column = None
+    if form.element == "e2m1":
+        return nvfp4.quantize_rows(x, form, rowwise=rowwise, columnwise=columnwise, offsets_e=offsets_e, seed=seed)
     if form.block == WHOLE:
         if scale is None:
             scale = tensor_scale(x, form, offsets_e)
@@ -47,6 +51,8 @@ def quantize_weight(
 ) -> QuantizedTensor:
     """Implements `Kernels.quantize_weight`."""
     column: QuantizedCopy | None
+    if form.element == "e2m1":
+        return nvfp4.quantize_weight(weight, form, columnwise=columnwise)
     if form.block == WHOLE:
         if scale is None:
             scale = scale_of(weight.detach().abs().float().amax(dim=(-2, -1)), form, weight.dtype)
@@ -70,9 +76,21 @@ def quantize_copy(x: Tensor, form: OperandFormat) -> QuantizedCopy:
     amax = padded.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
     if height == 1:
         amax = amax.mT.contiguous()
-    scale = scale_of(amax, form, x.dtype)
+    exponents = _e8m0(amax) if form.scale == "e8m0" else None
+    scale = scale_of(amax, form, x.dtype) if exponents is None else decode_scales(254 - exponents)
     data = cast(wide * spread_scales(scale, form.block, num_rows, num_columns), form.element)
-    return QuantizedCopy(data, 1 / scale)
+    return QuantizedCopy(data, 1 / scale if exponents is None else exponents)
+
+
+def _e8m0(amax: Tensor) -> Tensor:
+    """E8M0 exponents of amax / 448 rounded up, uint8. inf gives the largest exponent, nan gives 255 (nan)."""
+    ratio = amax * torch.tensor(1 / LARGEST["e4m3"], device=amax.device)
+    bits = ratio.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    # 2^-127 is the smallest scale; its bits are those of a subnormal number
+    rounds_up = (mantissa > torch.where(exponent == 0, 1 << 22, 0)) & (exponent < 254)
+    exponent = torch.where(ratio.isinf(), 254, exponent + rounds_up.int())
+    return torch.where(ratio.isnan(), 255, exponent).to(torch.uint8)
 
 
 def _expert_columns(x: Tensor, form: OperandFormat, offsets_e: Tensor) -> QuantizedCopy:

@@ -20,6 +20,7 @@ CONFIGS = {
     "blockwise, fp32 scales": low_precision_config("blockwise", blocks=4, power_of_2=False),
     "blockwise, hybrid": low_precision_config("blockwise", blocks=4, hybrid=True),
     "tensorwise": low_precision_config("tensorwise"),
+    "mxfp8": low_precision_config("mxfp8", hybrid=True),
 }
 OFFSETS = ([2, 2, 11, 12], [0, 0, 0, 13], [13, 13, 13, 13], [1, 5, 9, 13], [0, 0, 0, 0])
 """Ends of four experts' rows among thirteen: an empty expert, all on one, blocks cut by experts, none at all."""
@@ -51,7 +52,12 @@ def rounded(x: Tensor, config: LowPrecisionConfig, role: str) -> Tensor:
     """`by_block` in the format of the role: x is quantised along its last dim."""
     form = {"x": config.inputs, "w": config.weights, "g": config.grads}[role]
     largest, element = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}[form.element]
-    return by_block(x, form.block, largest, element, form.scale == "power of 2")
+    return by_block(x, form.block, largest, element, form.scale in ("power of 2", "e8m0"))
+
+
+def rounded_columns(x: Tensor, config: LowPrecisionConfig, role: str) -> Tensor:
+    """`rounded` along the first dim of x."""
+    return rounded(x.T.contiguous(), config, role).T
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -66,11 +72,11 @@ def test_linear_multiplies_quantised_operands(config: LowPrecisionConfig, weight
     x_TI, grad_TO = x.view(6, 10), grad.view(6, 7)
     expected = rounded(x_TI, config, "x") @ rounded(weight, config, "w").T + bias
     FP64_REF.check(out.detach().view(6, 7), expected, "output")
-    expected = rounded(grad_TO, config, "g") @ rounded(weight, config, "w")
+    expected = rounded(grad_TO, config, "g") @ rounded_columns(weight, config, "w")
     FP64_REF.check(leaves[0].grad.view(6, 10), expected, "input gradient")
     expected = grad_TO.T @ x_TI
     if weight_grad:
-        expected = rounded(grad_TO.T.contiguous(), config, "g") @ rounded(x_TI.T.contiguous(), config, "x").T
+        expected = rounded_columns(grad_TO, config, "g").T @ rounded_columns(x_TI, config, "x")
     FP64_REF.check(leaves[1].grad, expected, "weight gradient")
     FP64_REF.check(leaves[2].grad, grad_TO.sum(dim=0), "bias gradient")
 
@@ -88,8 +94,9 @@ def test_grouped_linear_quantises_every_expert_separately(config, offsets, kerne
     for expert, (start, end) in enumerate(zip([0, *offsets], offsets, strict=False)):
         x, g, w = rows[start:end], grad[start:end], rounded(weight[expert], config, "w")
         FP64_REF.check(out[start:end].detach(), rounded(x, config, "x") @ w.T, f"output of expert {expert}")
+        w = rounded_columns(weight[expert], config, "w")
         FP64_REF.check(leaves[0].grad[start:end], rounded(g, config, "g") @ w, f"input gradient of expert {expert}")
-        expected = rounded(g.T.contiguous(), config, "g") @ rounded(x.T.contiguous(), config, "x").T
+        expected = rounded_columns(g, config, "g").T @ rounded_columns(x, config, "x")
         FP64_REF.check(leaves[1].grad[expert], expected, f"weight gradient of expert {expert}")
 
 
@@ -116,7 +123,7 @@ def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionCon
 
     copy_saved, *copy_grads = run("copy")
     assert copy_saved[0] == (torch.float8_e4m3fn, 60), "only the columnwise bytes are kept"
-    assert all(dtype == torch.float32 for dtype, _ in copy_saved[1:])
+    assert all(dtype in (torch.float32, torch.uint8) for dtype, _ in copy_saved[1:])
     for how, elements in (("input", 60), ("shard", 30)):
         saved, *grads = run(how)
         assert saved == [(torch.float64, elements)]
@@ -167,7 +174,7 @@ def test_the_weight_is_quantised_once_per_step() -> None:
     with torch.no_grad():
         weight.mul_(3)
     assert precision.weight(weight) is cached, "the copy of this step is reused"
-    precision.begin_step()
+    precision.discard_weight()
     FP64_REF.check(
         autograd.linear(KERNELS, x, weight, precision=precision).detach(),
         rounded(x, CONFIGS["blockwise"], "x") @ rounded(weight.detach(), CONFIGS["blockwise"], "w").T,
