@@ -185,6 +185,7 @@ def new_expert_comm(config: MoEConfig, ctx: ParallelContext, kernels: Kernels) -
         LocalDispatcher if kind == "local" else DISPATCHERS[kind],
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
+        row_alignment=config.row_alignment,
     )
     if kind == "flex" and library != "symmetric":
         reason = "deep_ep is not installed" if library == "deepep" else "it is not supported"
