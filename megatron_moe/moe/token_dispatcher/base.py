@@ -123,6 +123,7 @@ class ExpertComm:
         row_capacity_factor: float | None = None,
         num_sms: int | None = None,
         row_alignment: int = 1,
+        overlaps_microbatches: bool = False,
     ) -> None:
         """Creates the resources.
 
@@ -132,6 +133,7 @@ class ExpertComm:
                 dispatchers that can overflow.
             num_sms: multiprocessors of a push; None: all.
             row_alignment: multiple to which the rows of an expert are padded.
+            overlaps_microbatches: whether exchanges of a forward and of a backward may be in progress together.
         """
         self.ctx = ctx
         self.kernels = kernels
@@ -139,6 +141,7 @@ class ExpertComm:
         self.dispatcher = dispatcher
         self.row_capacity_factor, self.num_sms = row_capacity_factor, num_sms
         self.row_alignment = row_alignment
+        self.overlaps_microbatches = overlaps_microbatches
         self.overflow = None
         if dispatcher.can_overflow and row_capacity_factor is not None:
             self.overflow = torch.zeros((), device=ctx.device)
