@@ -193,6 +193,7 @@ def new_expert_comm(
         row_capacity_factor=config.expert_rank_capacity_factor,
         num_sms=config.flex_dispatcher_num_sms,
         hybridep=config.hybridep,
+        row_alignment=config.row_alignment,
         overlaps_microbatches=overlaps_microbatches,
     )
     comm.note = note

@@ -1,0 +1,87 @@
+"""FP8 training by emulation: every layout whose shards do not cut blocks gives the results of one rank.
+
+Products are computed in double precision, so results differ only where an element is quantised differently. Blocks
+along the channels have 4 elements, which divides every shard. Columnwise blocks extend over the tokens, and expert rows
+of several microbatches share an expert's GEMM under expert parallelism: one rank with the same blocks exists only for
+weight gradients in the dtype of the parameters, or for blocks of one element.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_moe.config.model import with_experts
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.layout_check.table import compare_runs
+from tests.helpers.tolerances import FP64_LAYOUT
+from tests.parity.cells import compare_plan, plan_of, record_one_rank
+from tests.parity.dimensions import cell_of
+
+PLAIN_WEIGHT_GRAD = low_precision_config("blockwise", blocks=4, hybrid=True, weight_grad=False)
+SINGLE_ELEMENTS = low_precision_config("blockwise", blocks=1)
+DELAYED = low_precision_config("delayed", hybrid=True, amax_history_len=2, amax_compute_algo="max", margin=1)
+LAYOUTS = (
+    "plain",
+    "tp=2 sp=on shared=on",
+    "tp=4 sp=on mtp=on",
+    "tp=2 layers=dense wgrad=delayed",
+    "cp=2 attention=mla latent=on",
+    "pp=2 vpp=2 accumulation=2 mtp=on head=tied",
+    "dp=2 zero=on overlap=params accumulation=2",
+    "dp=4 ep=4 dispatcher=alltoall shared=overlap",
+    "dp=2 ep=2 etp=2 tp=2 sp=on dispatcher=allgather accumulation=2",
+    "dp=4 ep=4 dispatcher=flex recompute=small",
+    "dp=2 ep=2 dispatcher=alltoall overlap=experts accumulation=4",
+    "experts=sequential recompute=full capacity=pad",
+    "recompute=moe documents=packed",
+)
+"""Cells of the parity matrix."""
+CUT_BLOCKS = ("tp=4 sp=on attention=mla mtp=on",)
+"""Cells whose shards cut blocks of 4 elements; scales of whole tensors, reduced over all ranks, are not concerned."""
+PER_TENSOR_LAYOUTS = ("dp=2 zero=on accumulation=2", "pp=2 accumulation=2 recompute=small")
+"""Cells whose GEMM operands are the same tensors on one rank."""
+
+
+def check(name: str, config: LowPrecisionConfig) -> None:
+    plan = plan_of(cell_of(name))
+    comparison = compare_plan(replace(plan, precision=replace(plan.precision, low_precision=config)))
+    assert comparison.equal, comparison.text()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_with_plain_weight_gradients_equal_one_rank(name: str) -> None:
+    check(name, PLAIN_WEIGHT_GRAD)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_with_quantised_weight_gradients_equal_one_rank(name: str) -> None:
+    check(name, SINGLE_ELEMENTS)
+
+
+@pytest.mark.parametrize("name", (*LAYOUTS, *CUT_BLOCKS))
+def test_layouts_with_delayed_scales_equal_one_rank(name: str) -> None:
+    """The first step has scale 1, so gradients must have one magnitude: data-parallel ranks do not divide the loss."""
+    check(f"{name} loss=token".removeprefix("plain "), DELAYED)
+
+
+@pytest.mark.parametrize("name", PER_TENSOR_LAYOUTS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_layouts_with_the_same_tensors_equal_one_rank(name: str, recipe: str) -> None:
+    check(name, low_precision_config(recipe, hybrid=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["dp=2 ep=2 dispatcher=alltoall loss=token", "tp=2 sp=on ep=2 dispatcher=flex accumulation=2"]
+)
+def test_padded_expert_rows_equal_one_rank(name: str) -> None:
+    """--moe-router-padding-for-quantization: padding rows change no result."""
+    plan = plan_of(cell_of(name))
+    padded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=8))
+    plan = replace(plan, model=padded, precision=replace(plan.precision, low_precision=DELAYED))
+    comparison = compare_plan(plan)
+    assert comparison.equal, comparison.text()
+    unpadded = with_experts(plan.model, lambda moe: replace(moe, row_alignment=1))
+    comparison = compare_runs(
+        record_one_rank(replace(plan, model=unpadded)), [record_one_rank(plan)], rtol=FP64_LAYOUT.rtol
+    )
+    assert comparison.equal, comparison.text()
