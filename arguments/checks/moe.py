@@ -129,7 +129,7 @@ def flex_library_across_hosts_is_installed(flags: RuleFlags) -> Violations:
         return
     reason = ": the package hybrid_ep_cpp is not installed" if backend == "hybridep" else ""
     yield (
-        f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend}, is not available yet{reason}",
+        f"{_across_hosts(flags)} and --moe-flex-dispatcher-backend {backend} is not available yet{reason}",
         "install the branch hybrid-ep of DeepEP with HYBRID_EP_MULTINODE=1 and use --moe-flex-dispatcher-backend "
         "hybridep, or leave out the flag to send tokens between hosts over NCCL",
     )
@@ -179,7 +179,7 @@ def _flex_spans_hosts(flags: RuleFlags) -> bool:
 
 def _across_hosts(flags: RuleFlags) -> str:
     ranks = derive.expert_ranks(flags)
-    return f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host,"
+    return f"--moe-token-dispatcher-type flex over {ranks} expert ranks, with {flags.ranks_per_host} on a host"
 
 
 def shared_expert_overlap_is_supported(flags: RuleFlags) -> Violations:
