@@ -187,7 +187,7 @@ def _sum_chunks(
     upper = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
     lower = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
     partial = gl.zeros((CHUNK, HALF), dtype=gl.float32, layout=LAYOUT)
-    # scales are loaded one block ahead
+    # scales are loaded one block ahead, each as soon as the previous one was used
     scale = gl.load(places[3])
     upper_scales = _row_scales(places, 0, 0, num_deep, LAYOUT)
     if CHUNKS == 2:
@@ -197,22 +197,23 @@ def _sum_chunks(
         weight = weight_stages.index(2 * stage + NUMBER).permute((1, 0))
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         partial = warpgroup_mma(rows_stages.index(2 * stage), weight, partial, use_acc=False, is_async=True)
-        next_scale = gl.load(places[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
-        next_upper = _row_scales(places, k + 1, 0, num_deep, LAYOUT)
-        if CHUNKS == 2:
-            next_lower = _row_scales(places, k + 1, 1, num_deep, LAYOUT)
+        factors = upper_scales * scale
+        upper_scales = _row_scales(places, k + 1, 0, num_deep, LAYOUT)
         partial = warpgroup_mma_wait(0, deps=(partial,))
         if CHUNKS == 2:
-            upper += partial * (upper_scales * scale)[:, None]
+            upper += partial * factors[:, None]
+            upper = warpgroup_mma_wait(0, deps=(upper,))
             partial = warpgroup_mma(rows_stages.index(2 * stage + 1), weight, partial, use_acc=False, is_async=True)
+            factors = lower_scales * scale
+            lower_scales = _row_scales(places, k + 1, 1, num_deep, LAYOUT)
+            scale = gl.load(places[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
             partial = warpgroup_mma_wait(0, deps=(partial,))
             mbarrier.arrive(empty.index(stage), count=1)
-            lower += partial * (lower_scales * scale)[:, None]
-            lower_scales = next_lower
+            lower += partial * factors[:, None]
         else:
+            scale = gl.load(places[3] + k + 1, mask=k + 1 < num_deep, other=0.0)
             mbarrier.arrive(empty.index(stage), count=1)
-            upper += partial * (upper_scales * scale)[:, None]
-        scale, upper_scales = next_scale, next_upper
+            upper += partial * factors[:, None]
         step += 1
     return upper, lower
 
