@@ -1,9 +1,9 @@
 """Grouped GEMM of block-scaled FP8 operands: 1x128 scales for the rows, 128x128 scales for the weights, bf16 results.
 
-Tensor cores sum FP8 products with about 14 bits, so sums over more than one block of the reduction dimension are kept in
-fp32 registers: each warpgroup multiplies one block of 128 elements into a fresh accumulator and adds the scaled partial
-result to its sums (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). While one warpgroup adds, the other one multiplies.
-FP8 tensor cores read operands along the reduction dimension only, so the input gradient needs transposed weights.
+Tensor cores sum FP8 products with about 14 bits, so longer sums are kept in fp32 registers: each warpgroup multiplies
+one block of 128 elements into a fresh accumulator and adds the scaled partial result to its sums (DeepSeek-V3, arXiv
+2412.19437, section 3.3.2). While one warpgroup adds, the other one multiplies. FP8 tensor cores read operands along the
+reduction dimension only, so the input gradient needs transposed weights.
 """
 
 import torch
@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megatron_moe.kernels.backends.hopper.tiles import (
-    ROWS_OF_TILE,
     aligned,
     blocks_of,
     first_tile,
