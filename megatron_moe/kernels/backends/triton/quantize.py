@@ -170,17 +170,18 @@ def quantize_tile(x, element: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.con
 
 @triton.jit
 def store_tile(
-    x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end,
+    x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end_row, end_column,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Quantises a tile of the rows before row `end` in blocks of 1x128 and stores elements and inverse scales."""
+    """Quantises a tile of a matrix [num_rows, width] in blocks of 1x128 and stores its elements and inverse scales, but
+    not beyond `end_row` and `end_column`."""
     tile_columns: tl.constexpr = x.shape[1]
     columns = first_column + tl.arange(0, tile_columns)
     q, inverse = quantize_tile(x, out_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
-    held = (rows < end)[:, None]
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=held & (columns < width)[None, :])
+    held = (rows < end_row)[:, None]
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=held & (columns < end_column)[None, :])
     blocks = first_column // LENGTH + tl.arange(0, tile_columns // LENGTH)
-    inside = held & (blocks * LENGTH < width)[None, :]
+    inside = held & (blocks * LENGTH < end_column)[None, :]
     tl.store(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], inverse, mask=inside)
 
 
@@ -194,7 +195,7 @@ def _quantize_rows(
     columns = first + tl.arange(0, COLUMNS)
     held = (rows < num_rows)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0)
-    store_tile(x, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, LARGEST, BOUND, POWER_OF_TWO)
+    store_tile(x, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO)
 
 
 @triton.jit
@@ -226,7 +227,7 @@ def _quantize_both(
     columns = first_column + tl.arange(0, LENGTH)
     held = (rows < end)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
-    store_tile(x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end, LARGEST, BOUND, POWER_OF_TWO)
+    store_tile(x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end, width, LARGEST, BOUND, POWER_OF_TWO)
     scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
     inside = (columns < width) & (first < end)
     tl.store(across_scales_ptr + block.to(tl.int64) * width + columns, inverse, mask=inside)
