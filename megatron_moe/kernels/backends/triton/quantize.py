@@ -1,0 +1,311 @@
+"""Triton kernels that quantise matrices to FP8 with a scale per block of 1x128 or 128x128 elements.
+
+Each kernel reads its input once. Elements are multiplied by their block's scale in fp32, rounded to nearest even and
+saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse scale).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
+from megatron_moe.kernels.backends.triton.rows import COPY_TILE
+from megatron_moe.kernels.ops import QuantizedTensor, RowIndex
+
+BLOCK = 128
+"""Length of a scale block."""
+LENGTH = tl.constexpr(BLOCK)
+ROWS_TILE = (16, 512)
+"""(rows, columns) of a tile of a rowwise cast."""
+_INFINITY = tl.constexpr(0x7F800000)
+_EXPONENT = tl.constexpr(0x7F800000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+@dataclass(frozen=True)
+class Format:
+    """FP8 format of elements and rounding of scales."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    power_of_two: bool = True
+    """Rounds scales down to powers of two; False: fp32 scales."""
+
+    def constants(self, source: torch.dtype) -> dict[str, float | bool]:
+        """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
+        return {
+            "LARGEST": torch.finfo(self.dtype).max,
+            "BOUND": torch.finfo(source).max,
+            "POWER_OF_TWO": self.power_of_two,
+        }
+
+
+E4M3 = Format()
+
+
+def quantize_rows(
+    x: Tensor, form: Format = E4M3, *, columnwise: bool = False, offsets_e: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantises x [..., K] in blocks of 1x128: a rowwise copy and, if `columnwise`, a transposed copy in blocks of 128
+    rows. With `offsets_e` (end of each expert's rows, int32), these blocks start again at each expert's first row; rows
+    from `offsets_e[-1]` on are undefined in both copies."""
+    x_RK = rows_of(x)
+    num_rows, width = x_RK.shape
+    rowwise, scales = empty_rows(num_rows, width, x.device, form)
+    across = across_scales = None
+    if columnwise:
+        num_blocks = triton.cdiv(num_rows, BLOCK) if offsets_e is None else num_rows // BLOCK + len(offsets_e)
+        across = torch.empty(width, num_rows, device=x.device, dtype=form.dtype)
+        across_scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
+        if across.numel():
+            _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
+                x_RK, rowwise, scales, across, across_scales, offsets_e, num_rows, width, x_RK.stride(0),
+                num_experts := 0 if offsets_e is None else len(offsets_e), EXPERTS=power_of_two(num_experts),
+                **form.constants(x.dtype), num_warps=8,
+            )  # fmt: skip
+    elif rowwise.numel():
+        rows, columns = ROWS_TILE
+        _quantize_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            x_RK, rowwise, scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
+            **form.constants(x.dtype),
+        )  # fmt: skip
+    return QuantizedTensor(
+        rowwise=rowwise, rowwise_scales=scales, columnwise=across, columnwise_scales=across_scales, block=(1, BLOCK)
+    )
+
+
+def quantize_weight(weight: Tensor, form: Format = E4M3) -> QuantizedTensor:
+    """Quantises weights [..., O, I] in blocks of 128x128, with a transposed copy of elements and scales."""
+    stack = weight.contiguous().view(-1, *weight.shape[-2:])
+    num, outputs, inputs = stack.shape
+    blocks_o, blocks_i = triton.cdiv(outputs, BLOCK), triton.cdiv(inputs, BLOCK)
+    lead = weight.shape[:-2]
+    rowwise = torch.empty(*lead, outputs, inputs, device=weight.device, dtype=form.dtype)
+    columnwise = torch.empty(*lead, inputs, outputs, device=weight.device, dtype=form.dtype)
+    scales = torch.empty(*lead, blocks_o, blocks_i, device=weight.device, dtype=torch.float32)
+    across_scales = torch.empty(*lead, blocks_i, blocks_o, device=weight.device, dtype=torch.float32)
+    if stack.numel():
+        _quantize_weight[(blocks_i, blocks_o, num)](
+            stack, rowwise, scales, columnwise, across_scales, outputs, inputs, **form.constants(weight.dtype),
+            num_warps=8,
+        )  # fmt: skip
+    return QuantizedTensor(
+        rowwise=rowwise, rowwise_scales=scales, columnwise=columnwise, columnwise_scales=across_scales,
+        block=(BLOCK, BLOCK),
+    )  # fmt: skip
+
+
+def permute_quantized(tokens_TH: Tensor, index: RowIndex, form: Format = E4M3) -> QuantizedTensor:
+    """Gathers tokens [T, H] to rows [R, H] in FP8: equals `quantize_rows(permute(tokens_TH, index))`, but quantises
+    each token once. Also gathers the gradients of an unpermute, whose backward is a permute."""
+    assert index.rows_TK is not None, "a dense routing index has no row per choice"
+    tokens_TH = rows_of(tokens_TH)
+    num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
+    rowwise, scales = empty_rows(num_rows, width, tokens_TH.device, form)
+    if rowwise.numel():
+        columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
+        num_programs = max(num_tokens, 1)
+        each = triton.cdiv(num_rows, num_programs)
+        _quantize_tokens[(num_programs, triton.cdiv(width, columns))](
+            tokens_TH, index.rows_TK.contiguous(), index.token_R, rowwise, scales, num_tokens, num_rows, width,
+            tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
+            **form.constants(tokens_TH.dtype),
+        )  # fmt: skip
+    return QuantizedTensor(
+        rowwise=rowwise, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
+    )
+
+
+def dequantize_rows(rows: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values [M, K] of a rowwise copy in blocks of 1x128; exact in bf16 if the scales are powers of two."""
+    assert rows.block == (1, BLOCK) and rows.rowwise is not None and rows.rowwise_scales is not None, rows.block
+    num_rows, width = rows.rowwise.shape
+    out = torch.empty(num_rows, width, device=rows.rowwise.device, dtype=dtype)
+    if out.numel():
+        tile_rows, columns = ROWS_TILE
+        _dequantize_rows[(triton.cdiv(num_rows, tile_rows), triton.cdiv(width, columns))](
+            rows.rowwise, rows.rowwise_scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
+        )
+    return out
+
+
+def empty_rows(num_rows: int, width: int, device: torch.device, form: Format) -> tuple[Tensor, Tensor]:
+    """Uninitialised elements [num_rows, width] and scales of a rowwise copy."""
+    return (
+        torch.empty(num_rows, width, device=device, dtype=form.dtype),
+        torch.empty(triton.cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
+    )
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x|, int32. They are ordered like the magnitudes; NaN is the largest."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def scales_of(amax_bits, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Returns (scale, inverse scale) of blocks with the largest magnitudes `amax_bits` (see `magnitude_bits`). The
+    scale is 1 for blocks that are 0 or have an element that is not finite."""
+    usable = (amax_bits > 0) & (amax_bits < _INFINITY)
+    amax = tl.where(usable, amax_bits, 0x3F800000).to(tl.float32, bitcast=True)
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax), BOUND)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+    scale = tl.where(usable, scale, 1.0)
+    return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def quantize_tile(x, element: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Quantises a tile [ROWS, COLUMNS] in blocks of 1x128 -> (elements, inverse scales [ROWS, COLUMNS / 128])."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    blocks = x.to(tl.float32).reshape(rows, columns // LENGTH, LENGTH)
+    scale, inverse = scales_of(tl.max(magnitude_bits(blocks), axis=2), LARGEST, BOUND, POWER_OF_TWO)
+    return (blocks * scale[:, :, None]).to(element).reshape(rows, columns), inverse
+
+
+@triton.jit
+def store_tile(
+    x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end_row, end_column,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Quantises a tile of a matrix [num_rows, width] in blocks of 1x128 and stores its elements and inverse scales, but
+    not beyond `end_row` and `end_column`."""
+    tile_columns: tl.constexpr = x.shape[1]
+    columns = first_column + tl.arange(0, tile_columns)
+    q, inverse = quantize_tile(x, out_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
+    held = (rows < end_row)[:, None]
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], q, mask=held & (columns < end_column)[None, :])
+    blocks = first_column // LENGTH + tl.arange(0, tile_columns // LENGTH)
+    inside = held & (blocks * LENGTH < end_column)[None, :]
+    tl.store(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], inverse, mask=inside)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, out_ptr, scales_ptr, num_rows, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)
+    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    store_tile(x, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, width, LARGEST, BOUND, POWER_OF_TWO)
+
+
+@triton.jit
+def _extent_of_block(offsets_ptr, block, num_experts, EXPERTS: tl.constexpr):
+    """Returns (first row, end) of the rows of the expert that has row block `block`, the first row being that of the
+    block. Row blocks are numbered across all experts; the end is 0 if no expert has this one."""
+    expert = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)
+    starts = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    num_blocks = tl.where(expert < num_experts, tl.cdiv(ends - starts, LENGTH), 0)
+    after = tl.cumsum(num_blocks, axis=0)
+    chosen = (block < after) & (block >= after - num_blocks)
+    first = tl.sum(tl.where(chosen, starts + (block - after + num_blocks) * LENGTH, 0), axis=0)
+    return first, tl.sum(tl.where(chosen, ends, 0), axis=0)
+
+
+@triton.jit
+def _quantize_both(
+    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, offsets_ptr, num_rows, width, stride, num_experts,
+    EXPERTS: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    if offsets_ptr is None:
+        first, end = block * LENGTH, num_rows
+    else:
+        first, end = _extent_of_block(offsets_ptr, block, num_experts, EXPERTS)
+    rows = first.to(tl.int64) + tl.arange(0, LENGTH)
+    first_column = tl.program_id(1) * LENGTH
+    columns = first_column + tl.arange(0, LENGTH)
+    held = (rows < end)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=held, other=0.0).to(tl.float32)
+    store_tile(x, rows, first_column, out_ptr, scales_ptr, num_rows, width, end, width, LARGEST, BOUND, POWER_OF_TWO)
+    scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
+    inside = (columns < width) & (first < end)
+    tl.store(across_scales_ptr + block.to(tl.int64) * width + columns, inverse, mask=inside)
+    across = tl.trans((x * scale[None, :]).to(across_ptr.dtype.element_ty))
+    place = columns.to(tl.int64)[:, None] * num_rows
+    if first % 16 == 0:  # rows of 16 bytes can be stored at once
+        aligned = tl.multiple_of(first, 16).to(tl.int64) + tl.arange(0, LENGTH)
+        tl.store(
+            across_ptr + place + aligned[None, :], across, mask=(aligned < end)[None, :] & (columns < width)[:, None]
+        )
+    else:
+        tl.store(across_ptr + place + rows[None, :], across, mask=(rows < end)[None, :] & (columns < width)[:, None])
+
+
+@triton.jit
+def _quantize_weight(
+    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, outputs, inputs,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    block_i, block_o = tl.program_id(0), tl.program_id(1)
+    o, i = block_o * LENGTH + tl.arange(0, LENGTH), block_i * LENGTH + tl.arange(0, LENGTH)
+    held = (o < outputs)[:, None] & (i < inputs)[None, :]
+    place = matrix * outputs * inputs
+    x = tl.load(x_ptr + place + o.to(tl.int64)[:, None] * inputs + i[None, :], mask=held, other=0.0).to(tl.float32)
+    amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    scale, inverse = scales_of(tl.full((1,), 0, tl.int32) + amax, LARGEST, BOUND, POWER_OF_TWO)
+    q = (x * scale[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place + o.to(tl.int64)[:, None] * inputs + i[None, :], q, mask=held)
+    held = (i < inputs)[:, None] & (o < outputs)[None, :]
+    tl.store(across_ptr + place + i.to(tl.int64)[:, None] * outputs + o[None, :], tl.trans(q), mask=held)
+    blocks_o, blocks_i = tl.cdiv(outputs, LENGTH), tl.cdiv(inputs, LENGTH)
+    one = matrix * blocks_o * blocks_i + tl.arange(0, 1)
+    tl.store(scales_ptr + one + block_o * blocks_i + block_i, inverse)
+    tl.store(across_scales_ptr + one + block_i * blocks_o + block_o, inverse)
+
+
+@triton.jit
+def _quantize_tokens(
+    tokens_ptr, places_ptr, token_ptr, rows_ptr, scales_ptr, num_tokens, num_rows, width, stride, rows_each,
+    EACH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    blocks = (first // LENGTH + tl.arange(0, COLUMNS // LENGTH))[None, :]
+    inside, has_block = columns < width, blocks * LENGTH < width
+    blocks = blocks.to(tl.int64) * num_rows
+    # see `rows._copy_tokens`: the rows are divided among the programs, which clear the padding rows of their share
+    own = token * rows_each + tl.arange(0, EACH)
+    requested = (tl.arange(0, EACH) < rows_each) & (own < num_rows)
+    some_empty = tl.min(tl.load(token_ptr + own, mask=requested, other=0), axis=0) < 0
+    if token < num_tokens:
+        x = tl.load(tokens_ptr + token * stride + columns, mask=inside, other=0.0)
+        q, inverse = quantize_tile(x, rows_ptr.dtype.element_ty, LARGEST, BOUND, POWER_OF_TWO)
+        for choice in tl.static_range(TOPK):
+            row = tl.load(places_ptr + token * TOPK + choice)
+            tl.store(rows_ptr + row * width + columns, q, mask=inside & (row >= 0))
+            tl.store(scales_ptr + blocks + row, inverse, mask=has_block & (row >= 0))
+    if some_empty:
+        for number in range(rows_each):
+            row = token * rows_each + number
+            if tl.load(token_ptr + row, mask=row < num_rows, other=0) < 0:
+                nothing = tl.zeros((1, COLUMNS), tl.float32).to(rows_ptr.dtype.element_ty)
+                tl.store(rows_ptr + row * width + columns, nothing, mask=inside)
+                tl.store(scales_ptr + blocks + row, tl.full((1, COLUMNS // LENGTH), 1.0, tl.float32), mask=has_block)
+
+
+@triton.jit
+def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    held = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    place = rows[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + place, mask=held, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // LENGTH, LENGTH)
+    blocks = tl.program_id(1) * (COLUMNS // LENGTH) + tl.arange(0, COLUMNS // LENGTH)
+    inside = (rows < num_rows)[:, None] & (blocks * LENGTH < width)[None, :]
+    scales = tl.load(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], mask=inside, other=0.0)
+    out = (x * scales[:, :, None]).reshape(ROWS, COLUMNS)
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=held)

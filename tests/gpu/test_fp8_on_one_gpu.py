@@ -1,0 +1,115 @@
+"""FP8 casts against their definition in plain torch, bit for bit, and products of FP8 operands against fp64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels.backends.hopper import fp8_product
+from megatron_moe.kernels.backends.triton import quantize
+from megatron_moe.kernels.backends.triton.backend import permute
+from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.kernels.reference_routing import sort_rows
+from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
+from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows, values_of_weight
+from tests.helpers.tolerances import EXACT, FP8_KERNEL
+
+pytestmark = pytest.mark.gpu1
+
+FORMS = {
+    "e4m3": quantize.Format(),
+    "e4m3, fp32 scales": quantize.Format(power_of_two=False),
+    "e5m2": quantize.Format(dtype=torch.float8_e5m2),
+}
+
+
+def wild(*shape: int, seed: int) -> Tensor:
+    """Normal numbers times powers of e, with blocks of zeros, subnormal numbers, and some infinities and NaN."""
+    x = draw(*shape, seed=seed) * torch.exp(4 * draw(*shape, seed=seed + 100).float()).bfloat16()
+    flat = x.view(-1)
+    flat[: len(flat) // 7] = 0
+    flat[len(flat) // 7 : len(flat) // 6] *= 2.0**-120
+    for value, place in ((torch.nan, 1), (torch.inf, 2), (-torch.inf, 3), (-torch.nan, 4)):
+        flat[place * len(flat) // 5 - 1] = value
+    return x
+
+
+def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = True, rows: int | None = None) -> None:
+    """Asserts equal elements and scales of both copies, of the first `rows` rows."""
+    assert actual.block == expected.block
+    assert actual.rowwise is not None and expected.rowwise is not None and actual.rowwise_scales is not None
+    same_elements(actual.rowwise[:rows], expected.rowwise[:rows], "rowwise")
+    EXACT.check(actual.rowwise_scales[..., :rows], expected.rowwise_scales, "scales")
+    if columnwise:
+        assert actual.columnwise is not None and actual.columnwise_scales is not None
+        assert expected.columnwise_scales is not None
+        same_elements(actual.columnwise[..., :rows], expected.columnwise, "columnwise")
+        num_blocks = expected.columnwise_scales.shape[-2]
+        EXACT.check(actual.columnwise_scales[..., :num_blocks, :], expected.columnwise_scales, "columnwise scales")
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(1, 16), (300, 200), (256, 1024), (77, 7168)])
+def test_casts_of_rows(shape: tuple[int, int], form: quantize.Format) -> None:
+    x = wild(*shape, seed=1)
+    expected = quantized_rows(x, dtype=form.dtype, power_of_two=form.power_of_two)
+    same(quantize.quantize_rows(x, form), expected, columnwise=False)
+    same(quantize.quantize_rows(x, form, columnwise=True), expected)
+    wide = torch.cat([x, x], 1)[:, : shape[1]]
+    same(quantize.quantize_rows(wide, form), expected, columnwise=False)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_casts_of_expert_rows(counts: list[int]) -> None:
+    num_rows = sum(counts)
+    x = torch.cat([wild(num_rows, 200, seed=2), torch.full((ROWS_BEHIND, 200), torch.nan, device="cuda").bfloat16()])
+    actual = quantize.quantize_rows(x, columnwise=True, offsets_e=offsets(counts))
+    same(actual, quantized_rows(x[:num_rows], torch.tensor(counts).cumsum(0).tolist()), rows=num_rows)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 300, 200), (2, 256, 128), (1536, 2048)])
+def test_casts_of_weights(shape: tuple[int, ...], form: quantize.Format) -> None:
+    weight = wild(*shape, seed=3)
+    expected = quantized_weight(weight, dtype=form.dtype, power_of_two=form.power_of_two)
+    same(quantize.quantize_weight(weight, form), expected)
+
+
+@pytest.mark.parametrize(("tokens", "width", "align"), [(1, 128, 1), (300, 200, 1), (513, 2048, 16), (100, 7168, 128)])
+def test_permuted_casts(tokens: int, width: int, align: int) -> None:
+    ids = torch.rand(tokens, 20, device="cuda").topk(6).indices
+    index = sort_rows(ids, 20, None, align)
+    x = wild(tokens, width, seed=4)
+    same(quantize.permute_quantized(x, index), quantized_rows(permute(x, index)), columnwise=False)
+
+
+def test_dequantised_rows_are_exact() -> None:
+    x = quantized_rows(draw(300, 200, seed=5) * torch.exp(4 * draw(300, 1, seed=6)))
+    EXACT.check(quantize.dequantize_rows(x).double(), values_of_rows(x), "values")
+
+
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "fp32 scales"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (80, 272), (512, 320), (208, 1408), (2048, 128)])
+def test_products_match_fp64(inputs: int, outputs: int, counts: list[int], power_of_two: bool) -> None:
+    ends, num_rows = offsets(counts), sum(counts)
+    weight = quantized_weight(draw(len(counts), outputs, inputs, seed=1), power_of_two=power_of_two)
+    behind = [torch.full((ROWS_BEHIND, width), torch.nan, device="cuda").bfloat16() for width in (inputs, outputs)]
+    rows, grad = (
+        quantized_rows(torch.cat([draw(num_rows, tail.shape[1], seed=seed), tail]), power_of_two=power_of_two)
+        for seed, tail in enumerate(behind, 2)
+    )
+    forward = fp8_product.grouped_forward(rows, weight, ends)
+    backward = fp8_product.grouped_input_grad(grad, weight, ends)
+    rows_RI, grad_RO, weight_eOI = values_of_rows(rows), values_of_rows(grad), values_of_weight(weight)
+    for expert, part in slices(counts):
+        what = f"expert {expert}"
+        FP8_KERNEL.check(forward[part].double(), rows_RI[part] @ weight_eOI[expert].T, f"forward of {what}")
+        FP8_KERNEL.check(backward[part].double(), grad_RO[part] @ weight_eOI[expert], f"gradient of {what}")
+    EXACT.check(fp8_product.grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time")
+
+
+def test_products_without_rows() -> None:
+    weight = quantized_weight(draw(3, 64, 128, seed=1))
+    empty = quantize.quantize_rows(draw(0, 128, seed=1))
+    ends = torch.zeros(3, device="cuda", dtype=torch.int32)
+    assert fp8_product.grouped_forward(empty, weight, ends).shape == (0, 64)
