@@ -80,7 +80,7 @@ def _codes(x: Tensor, form: OperandFormat, noise: torch.Generator | None) -> tup
     height = form.block[0]
     wide = x.detach().float()
     amax = F.pad(wide.abs(), (0, 1)).amax(dim=-1).amax(dim=-1) if x.shape[-2] else wide.new_zeros(x.shape[:-2])
-    scale = (_LARGEST * _LARGEST_SCALE / amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = (torch.full_like(amax, _LARGEST * _LARGEST_SCALE) / amax).clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where((amax == 0) | (scale == 0), 1.0, scale)
     factor = 1 / scale
     block_amax = wide.abs().unflatten(-1, (-1, _SIZE)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
@@ -108,7 +108,7 @@ def _round(scaled: Tensor, noise: torch.Generator | None) -> Tensor:
         fraction = (magnitude - values[low]) / (values[low + 1] - values[low])
         draw = torch.rand(scaled.shape, generator=noise, device=scaled.device)
         codes = low + (draw < fraction)
-    return (codes + 8 * scaled.signbit()).to(torch.uint8)
+    return (codes + 8 * (scaled < 0)).to(torch.uint8)
 
 
 def _one_matrix(copy: QuantizedCopy | None) -> QuantizedCopy | None:
