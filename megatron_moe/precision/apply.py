@@ -8,6 +8,7 @@ from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
 from megatron_moe.model.output_head import Head
 from megatron_moe.moe.experts import ExpertStack
+from megatron_moe.moe.moe_layer import MoELayer
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
@@ -28,6 +29,10 @@ def apply_low_precision(model: GPT, config: LowPrecisionConfig, ctx: ParallelCon
             delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
             options = {"name": name, "save_input": _saves_input(name, model), "delayed": delayed}
             module.precision = LinearPrecision(config, kernels, **options)
+    for module in model.modules():
+        # a paged stash stores the sorted rows
+        if isinstance(module, MoELayer) and module.experts.has_fused_casts and model.saved_tensors.stash is None:
+            module.dispatcher.token_major = True
 
 
 def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:

@@ -140,6 +140,18 @@ class LinearPrecision:
             scale=self._scale(_INPUT, lambda: largest_magnitude(x, offsets_e), record),
         )
 
+    @property
+    def fused_block(self) -> int | None:
+        """Block length of formats that ops can quantise their results to (`Kernels.quantize_permuted`); else None."""
+        inputs, grads = self._config.inputs, self._config.grads
+        is_fused = inputs.block[0] == grads.block[0] == 1 and "e2m1" not in (inputs.element, grads.element)
+        return inputs.block[1] if is_fused else None
+
+    @property
+    def formats(self) -> tuple[OperandFormat, OperandFormat]:
+        """Formats of (inputs, output gradients)."""
+        return self._config.inputs, self._config.grads
+
     def weight(self, weight: Tensor) -> QuantizedTensor:
         """Quantised weight [O, I] or [e, O, I] of this step, both copies."""
         if self._weight is None:

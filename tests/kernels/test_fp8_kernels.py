@@ -145,11 +145,11 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
     plain = activation.activation(x, probs, config)
     plain.backward(grad)
     forward = activation.activation_quantized(x.detach(), None if probs is None else probs.detach(), config)
-    backward, grad_probs = activation.activation_grad_quantized(
-        grad, x.detach(), None if probs is None else probs.detach(), config
-    )
+    found = activation.activation_grad_quantized(grad, x.detach(), None if probs is None else probs.detach(), config)
     assert x.grad is not None
     check(forward, quantize.quantize_rows(plain.detach()))
-    check(backward, quantize.quantize_rows(x.grad))
+    check(found.grad_x_q, quantize.quantize_rows(x.grad))
+    EXACT.check(found.grad_x_RF, x.grad, "gradient of the input")
+    EXACT.check(found.out_RF, plain.detach(), "result")
     if probs is not None:
-        EXACT.check(grad_probs, probs.grad, "gradient of the probabilities")
+        EXACT.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")

@@ -143,7 +143,12 @@ def test_columnwise_weights(recipe: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "x_error", "weight_error"),
-    [("blockwise", 0.0266, 0.0266), ("tensorwise", 0.0265, 0.0264), ("mxfp8", 0.0266, 0.0266), ("nvfp4", 0.0951, 0.1113)],
+    [
+        ("blockwise", 0.0266, 0.0266),
+        ("tensorwise", 0.0265, 0.0264),
+        ("mxfp8", 0.0266, 0.0266),
+        ("nvfp4", 0.0951, 0.1113),
+    ],
 )
 def test_relative_errors_of_gaussian_matrices(recipe: str, x_error: float, weight_error: float) -> None:
     """Relative Frobenius errors are those of the formats: 2^-4 / sqrt(...) of E4M3, larger for 2-d blocks of E2M1."""

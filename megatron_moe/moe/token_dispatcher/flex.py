@@ -145,6 +145,7 @@ class FlexDispatcher:
 
     host_reads = 0
     can_overflow = True
+    token_major = True
 
     def __init__(self, num_experts: int, comm: ExpertComm, transport: Transport) -> None:
         self.comm, self.kernels, self.transport = comm, comm.kernels, transport

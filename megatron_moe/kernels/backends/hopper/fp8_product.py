@@ -42,15 +42,15 @@ STAGES = 4
 
 def grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
     """See `Kernels.grouped_forward`; bf16 results. Reads the rowwise copies of both operands."""
-    return _multiply(rows, weight.rowwise, weight.rowwise_scales, offsets_e)
+    return multiply(rows, weight.rowwise, weight.rowwise_scales, offsets_e)
 
 
 def grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
     """See `Kernels.grouped_input_grad`; bf16 results. Reads the rowwise gradient and the columnwise weights."""
-    return _multiply(grad, weight.columnwise, weight.columnwise_scales, offsets_e)
+    return multiply(grad, weight.columnwise, weight.columnwise_scales, offsets_e)
 
 
-def _multiply(rows: QuantizedTensor, weight: Tensor | None, weight_scales: Tensor | None, offsets_e: Tensor) -> Tensor:
+def multiply(rows: QuantizedTensor, weight: Tensor | None, weight_scales: Tensor | None, offsets_e: Tensor) -> Tensor:
     """Grouped GEMM of rows [R, D] and weight [e, C, D] -> [R, C]."""
     assert rows.block == (1, DEPTH.value) and rows.rowwise is not None and rows.rowwise_scales is not None, rows.block
     assert weight is not None and weight_scales is not None, "the copy of the weights that this GEMM reads is missing"

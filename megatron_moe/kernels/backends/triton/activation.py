@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
 from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, Format, empty_rows, store_tile
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.kernels.ops import QuantizedActivationGrads, QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
 """(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
@@ -59,23 +59,26 @@ def activation_quantized(
     out, scales = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
     _forward(x_RF, probs_R, config, out, QUANTIZED_FORWARD_TILE, scales, form)
     return QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
+        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK), dtype=x_RF.dtype
     )
 
 
 def activation_grad_quantized(
     grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: Format = E4M3
-) -> tuple[QuantizedTensor, Tensor | None]:
-    """Gradients of `activation`: (FP8 gradient of x, gradient of the probabilities). For gated activations, the output
-    width must be a multiple of 128, because no scale block may contain gradients of both halves."""
+) -> QuantizedActivationGrads:
+    """Gradients of `activation` and its result. For gated activations, the output width must be a multiple of 128,
+    because no scale block may contain gradients of both halves."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
     out, scales = empty_rows(*x_RF.shape, x_RF.device, form)
-    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, out, QUANTIZED_BACKWARD_TILE, scales, form)
-    rows = QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
+    quantized = QuantizedTensor(
+        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK), dtype=x_RF.dtype
     )
-    return rows, grad_probs_R
+    grad_x_RF = torch.empty(x_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
+    out_RF = torch.empty(grad_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
+    others = (out, scales, out_RF, form)
+    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, QUANTIZED_BACKWARD_TILE, *others)
+    return QuantizedActivationGrads(quantized, grad_x_RF, grad_probs_R, out_RF)
 
 
 def _forward(
@@ -106,17 +109,20 @@ def _backward(
     config: ActivationConfig,
     grad_x_RF: Tensor,
     tile: tuple[int, int],
+    quantized: Tensor | None = None,
     scales: Tensor | None = None,
+    out_RF: Tensor | None = None,
     form: Format = E4M3,
 ) -> Tensor | None:
-    """Writes the gradient of x to `grad_x_RF` and returns that of the probabilities; `scales`: see `_forward`."""
+    """Writes the gradient of x to `grad_x_RF` and returns that of the probabilities. If given, also writes the gradient
+    of x in FP8 to `quantized` and `scales`, and the result of the activation to `out_RF`."""
     grad_RF = rows_of(grad)
     num_rows, width = grad_RF.shape
     grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
     if grad_RF.numel():
         rows, columns = _tile(width if scales is None else max(width, BLOCK), *tile)
         _activation_backward[(triton.cdiv(num_rows, rows),)](
-            grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF, scales,
+            grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF, quantized, scales, out_RF,
             x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
@@ -208,23 +214,25 @@ def _activation_forward(
 
 @triton.jit
 def _store_grad(
-    grad, rows, first, x_ptr, out_ptr, scales_ptr, num_rows, width, end,
+    grad, rows, first, x_ptr, out_ptr, quantized_ptr, scales_ptr, num_rows, width, end,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of the gradient of x, which has `width` columns, up to column `end`; in FP8 if there are scales."""
-    if scales_ptr is None:
-        columns = first + tl.arange(0, grad.shape[1])
-        inside = (rows < num_rows)[:, None] & (columns < end)[None, :]
-        tl.store(out_ptr + rows[:, None] * width + columns[None, :], grad.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        grad = grad.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
-        store_tile(grad, rows, first, out_ptr, scales_ptr, num_rows, width, num_rows, end, LARGEST, BOUND, POWER_OF_TWO)
+    """Stores a tile of the gradient of x, which has `width` columns, up to column `end`; also in FP8 if there are
+    scales."""
+    columns = first + tl.arange(0, grad.shape[1])
+    inside = (rows < num_rows)[:, None] & (columns < end)[None, :]
+    grad = grad.to(x_ptr.dtype.element_ty)  # the same rounding as if quantised later
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], grad, mask=inside)
+    if scales_ptr is not None:
+        store_tile(
+            grad, rows, first, quantized_ptr, scales_ptr, num_rows, width, num_rows, end, LARGEST, BOUND, POWER_OF_TWO
+        )
 
 
 @triton.jit
 def _activation_backward(
-    grad_ptr, x_ptr, probs_ptr, grad_x_ptr, scales_ptr, grad_probs_ptr, num_rows, width, grad_stride, x_stride, offset,
-    clamp, KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
+    grad_ptr, x_ptr, probs_ptr, grad_x_ptr, quantized_ptr, scales_ptr, out_ptr, grad_probs_ptr, num_rows, width,
+    grad_stride, x_stride, offset, clamp, KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
@@ -250,6 +258,7 @@ def _activation_backward(
                 gate = tl.minimum(x, clamp)
                 linear = tl.minimum(tl.maximum(up, -clamp), clamp) + offset
             value = _value(gate, KIND)
+            out = value * linear
             if WEIGHTED:
                 grad_probs += tl.sum(grad * value * linear, axis=1)
                 grad *= probs[:, None]
@@ -259,18 +268,24 @@ def _activation_backward(
                 grad_gate = tl.where(x <= clamp, grad_gate, 0.0)
                 grad_up = tl.where((up <= clamp) & (up >= -clamp), grad_up, 0.0)
             _store_grad(
-                grad_up, rows, start + width, x_ptr, grad_x_ptr, scales_ptr, num_rows, 2 * width, 2 * width,
+                grad_up, rows, start + width, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, 2 * width, 2 * width,
                 LARGEST, BOUND, POWER_OF_TWO,
             )  # fmt: skip
             x_grad = grad_gate
         else:
+            out = _value(x, KIND)
             if WEIGHTED:
                 grad_probs += tl.sum(grad * _value(x, KIND), axis=1)
                 grad *= probs[:, None]
             x_grad = grad * _slope(x, KIND)
         _store_grad(
-            x_grad, rows, start, x_ptr, grad_x_ptr, scales_ptr, num_rows, fan * width, width,
+            x_grad, rows, start, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, fan * width, width,
             LARGEST, BOUND, POWER_OF_TWO,
         )  # fmt: skip
+        if out_ptr is not None:
+            if WEIGHTED:
+                out *= probs[:, None]
+            out = out.to(x_ptr.dtype.element_ty)
+            tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=inside)
     if WEIGHTED:
         tl.store(grad_probs_ptr + rows, grad_probs.to(grad_probs_ptr.dtype.element_ty), mask=rows < num_rows)

@@ -11,6 +11,11 @@ from megatron_moe.kernels.backends.triton.activation import activation as activa
 from megatron_moe.kernels.backends.triton.attention.blocks import attention_block as attention_block
 from megatron_moe.kernels.backends.triton.attention.blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.backends.triton.attention.whole import attention as attention
+from megatron_moe.kernels.backends.triton.block_formats import quantize_activation as quantize_activation
+from megatron_moe.kernels.backends.triton.block_formats import quantize_activation_grad as quantize_activation_grad
+from megatron_moe.kernels.backends.triton.block_formats import quantize_permuted as quantize_permuted
+from megatron_moe.kernels.backends.triton.block_formats import quantize_rows as quantize_rows
+from megatron_moe.kernels.backends.triton.block_formats import quantize_weight as quantize_weight
 from megatron_moe.kernels.backends.triton.cross_entropy import cross_entropy as cross_entropy
 from megatron_moe.kernels.backends.triton.embedding import embedding_grad as embedding_grad
 from megatron_moe.kernels.backends.triton.experts import grouped_weight_grad as grouped_weight_grad
@@ -74,7 +79,13 @@ PROVIDES = (
     "free_pages",
     "adamw_",
     "adamw_packed_",
+    "quantize_rows",
+    "quantize_weight",
+    "quantize_permuted",
+    "quantize_activation",
+    "quantize_activation_grad",
 )
+RECIPES = ("blockwise e4m3",)
 
 
 def support(op: str, device: torch.device, dtype: torch.dtype) -> Support:
