@@ -16,6 +16,7 @@ WHOLE = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 HALF = "--moe-expert-capacity-factor 0.5 --moe-expert-wgrad-interval 1"
 """Drops half of all rows, so that half of each buffer is unused. Paged rows exclude batched weight gradients."""
 PAGES = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.6"
+FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad"
 _START_SECONDS, _TRACE_SECONDS = 12.0, 4.0
 """Approximate time of building a model including the first step, and overhead of tracing."""
 
@@ -78,6 +79,11 @@ CASES = (
     *_both("-whole", "micro batch 2, whole steps as CUDA graphs", WHOLE, _NONE),
     *_both("-gb64", "global batch 64", "--global-batch-size 64", _NONE, warmup=1, steps=3, step_seconds=3.5),
     StepCase(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
+    StepCase(name="x2", title="X2", flags="--recipe x2", steps=8, traced=2, step_seconds=1.3),
+    *(
+        StepCase(name=f"{name}-fp8", title=f"{name.upper()}, FP8 blockwise", flags=f"--recipe {name} {FP8}", traced=2)
+        for name in ("q6", "m8", "ds4", "x2")
+    ),
     *_both("-fp32-masters", "masters in fp32", "--no-use-precision-aware-optimizer", _NONE),
     *_both("-bf16-moments", "moments in bf16", BF16_MOMENTS, _NONE),
     *_both("-repeatable", "--deterministic-mode", "--deterministic-mode", _NONE),

@@ -96,8 +96,8 @@ def grouped_activation_linear(
     precision: LinearPrecision,
     handoff: GradHandoff,
 ) -> Tensor:
-    """Grouped GEMM of activation(x, probs) with quantised operands: equals `grouped_linear` of `Kernels.activation`, but
-    the result of the activation is quantised at once and not saved. x is [R, F], or [R, 2F] if the activation is gated.
+    """Grouped GEMM of activation(x, probs) with quantised operands; x is [R, F], or [R, 2F] if the activation is gated.
+    Equals `grouped_linear` of `Kernels.activation`, but the activation's result is quantised at once and not saved.
 
     Backward computes the activation again and puts the quantised gradient of x into `handoff`. Requires
     `precision.fused_block`.

@@ -23,7 +23,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MatrixOperand = Tensor | QuantizedTensor
 """Operand of a matrix multiplication, plain or quantised."""
-Matrix = TypeVar("Matrix", Tensor, MatrixOperand)
+Matrix = TypeVar("Matrix", Tensor, QuantizedTensor, MatrixOperand)
 
 
 class GroupedPart(NamedTuple, Generic[Matrix]):

@@ -147,8 +147,9 @@ class ExpertStack(nn.Module):
     ) -> Tensor:
         """Maps `rows` [R, I] to [R, O]. With `index`, `rows` are tokens [T, I], from which the GEMM gathers its R rows.
         `probs_R` multiplies only the bias. `handoff`: see `autograd.grouped_linear`."""
-        options = {"precision": self.precision, "handoff": handoff}
-        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index, **options)
+        out_RO = autograd.grouped_linear(
+            self.kernels, rows, self.weight, offsets_e, index, precision=self.precision, handoff=handoff
+        )
         if self.bias is None:
             return out_RO
         # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal

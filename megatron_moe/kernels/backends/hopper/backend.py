@@ -11,13 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_moe.kernels.backends.hopper import weight_grad
-from megatron_moe.kernels.backends.hopper.fp8_linear import grouped_weight_grad as quantized_grouped_weight_grad
-from megatron_moe.kernels.backends.hopper.fp8_linear import linear_forward as quantized_linear_forward
-from megatron_moe.kernels.backends.hopper.fp8_linear import linear_input_grad as quantized_linear_input_grad
-from megatron_moe.kernels.backends.hopper.fp8_linear import linear_weight_grad as quantized_linear_weight_grad
-from megatron_moe.kernels.backends.hopper.fp8_product import grouped_forward as quantized_grouped_forward
-from megatron_moe.kernels.backends.hopper.fp8_product import grouped_input_grad as quantized_grouped_input_grad
+from megatron_moe.kernels.backends.hopper import fp8_linear, fp8_product, weight_grad
 from megatron_moe.kernels.backends.hopper.product import grouped_forward as grouped_forward
 from megatron_moe.kernels.backends.hopper.product import grouped_input_grad as grouped_input_grad
 from megatron_moe.kernels.backends.triton import experts
@@ -38,6 +32,12 @@ PROVIDES = (
     "quantized_grouped_weight_grad",
 )
 RECIPES = ("blockwise e4m3",)
+quantized_linear_forward = fp8_linear.linear_forward
+quantized_linear_input_grad = fp8_linear.linear_input_grad
+quantized_linear_weight_grad = fp8_linear.linear_weight_grad
+quantized_grouped_forward = fp8_product.grouped_forward
+quantized_grouped_input_grad = fp8_product.grouped_input_grad
+quantized_grouped_weight_grad = fp8_linear.grouped_weight_grad
 GLUON = "3.6"
 """Required Triton version: other versions lack some of the Gluon operations used here (docs/kernels.md)."""
 

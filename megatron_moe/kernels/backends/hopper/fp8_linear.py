@@ -1,6 +1,8 @@
 """Linear layers with block-scaled FP8 operands: torch's `scaled_mm` where cuBLAS supports the shape, else the grouped
 product with one group."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,10 +26,10 @@ def linear_weight_grad(grad: QuantizedTensor, x: QuantizedTensor, out: Tensor, a
     """See `Kernels.linear_weight_grad`. Reads the columnwise copies of both operands."""
     num_rows = x.column_copy.data.shape[1]
     ends = torch.full((1,), num_rows, device=out.device, dtype=torch.int32)
-    grouped_weight_grad([GroupedPart(grad, x, ends)], out[None], accumulate)
+    grouped_weight_grad([GroupedPart[QuantizedTensor](grad, x, ends)], out[None], accumulate)
 
 
-def grouped_weight_grad(parts: list[GroupedPart[QuantizedTensor]], out: Tensor, accumulate: bool) -> None:
+def grouped_weight_grad(parts: Sequence[GroupedPart[QuantizedTensor]], out: Tensor, accumulate: bool) -> None:
     """See `Kernels.grouped_weight_grad`. The kernel writes fp32; the sums are rounded once if `out` is bf16."""
     if out.dtype == torch.float32:
         fp8_weight_grad.grouped_weight_grad(parts, out, accumulate)

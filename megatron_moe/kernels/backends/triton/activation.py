@@ -70,7 +70,7 @@ def activation_grad_quantized(
     because no scale block may contain gradients of both halves."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
-    out, scales = empty_rows(*x_RF.shape, x_RF.device, form)
+    out, scales = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
     quantized = QuantizedTensor(
         rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK), dtype=x_RF.dtype
     )
@@ -232,7 +232,8 @@ def _store_grad(
 @triton.jit
 def _activation_backward(
     grad_ptr, x_ptr, probs_ptr, grad_x_ptr, quantized_ptr, scales_ptr, out_ptr, grad_probs_ptr, num_rows, width,
-    grad_stride, x_stride, offset, clamp, KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
+    grad_stride, x_stride, offset, clamp,
+    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
@@ -268,8 +269,8 @@ def _activation_backward(
                 grad_gate = tl.where(x <= clamp, grad_gate, 0.0)
                 grad_up = tl.where((up <= clamp) & (up >= -clamp), grad_up, 0.0)
             _store_grad(
-                grad_up, rows, start + width, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, 2 * width, 2 * width,
-                LARGEST, BOUND, POWER_OF_TWO,
+                grad_up, rows, start + width, x_ptr, grad_x_ptr, quantized_ptr, scales_ptr, num_rows, 2 * width,
+                2 * width, LARGEST, BOUND, POWER_OF_TWO,
             )  # fmt: skip
             x_grad = grad_gate
         else:

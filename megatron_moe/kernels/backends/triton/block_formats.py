@@ -1,4 +1,4 @@
-"""Ops of `Kernels` that quantise to FP8 with one scale per block of 128, by the kernels of `quantize` and `activation`."""
+"""Ops that quantise to FP8 with one scale per block of 128, by the kernels of `quantize` and `activation`."""
 
 from dataclasses import replace
 
