@@ -38,8 +38,8 @@ EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
 
 
 def exact_values(*shape: int, seed: int) -> Tensor:
-    """Random bf16 numbers that are E4M3 numbers, so that casts with scales >= 1 are exact: the interpreter does not round
-    to nearest."""
+    """Random bf16 numbers that are E4M3 numbers, so that casts with scales >= 1 are exact: the interpreter does not
+    round to nearest."""
     bits = torch.randint(0, 127, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.uint8) << 7
     return (bits | signs).view(torch.float8_e4m3fn).bfloat16()
