@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import QuantizedTensor
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows
 from tests.helpers.tolerances import EXACT
@@ -16,7 +16,7 @@ from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 LAUNCHES = """
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_product
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import QuantizedTensor, RowIndex
 
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
@@ -153,3 +153,20 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
     check(backward, quantize.quantize_rows(x.grad))
     if probs is not None:
         EXACT.check(grad_probs, probs.grad, "gradient of the probabilities")
+
+
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("width", [100, 384])
+def test_norms_with_fp8_results(width: int, zero_centered: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 9, width, generator=generator).bfloat16(), torch.rand(width, generator=generator)
+    x.requires_grad_()
+    weight.requires_grad_()
+    plain = norm.rms_norm(x, weight, 1e-5, zero_centered)
+    actual, scale_R = norm.rms_norm_quantized(x.detach(), weight.detach(), 1e-5, zero_centered)
+    check(actual, quantize.quantize_rows(plain.detach()))
+    grad = torch.randn(x.shape, generator=generator).bfloat16()
+    plain.backward(grad)
+    grads = norm.rms_norm_grad(grad, x.detach(), weight.detach(), scale_R, zero_centered)
+    for result, expected in zip(grads, (x.grad, weight.grad), strict=True):
+        EXACT.check(result, expected, "gradient")
