@@ -23,7 +23,7 @@ from megatron_moe.config.model import ModelConfig
 from megatron_moe.config.optimizer import LRConfig, OptimizerConfig, OptimizerOffloadConfig
 from megatron_moe.config.parallel import DataParallelConfig, Launch, ParallelConfig
 from megatron_moe.config.pipeline import PipelineConfig
-from megatron_moe.config.precision import LowPrecision, PrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig, low_precision_config
 from megatron_moe.config.resilience import ResilienceConfig
 from megatron_moe.config.run import KernelConfig, RunPlan
 from megatron_moe.config.training import BatchConfig, LoopConfig
@@ -144,10 +144,22 @@ def _precision(flags: Flags) -> PrecisionConfig:
     )
 
 
-def _low_precision(flags: Flags) -> LowPrecision | None:
-    if flags.fp4_format is not None:
-        return flags.fp4_recipe
-    return None if flags.fp8_format is None else flags.fp8_recipe
+def _low_precision(flags: Flags) -> LowPrecisionConfig | None:
+    if flags.fp4_format is None and flags.fp8_format is None:
+        return None
+    skips = flags.first_last_layers_bf16
+    return low_precision_config(
+        flags.fp8_recipe if flags.fp4_format is None else flags.fp4_recipe,
+        hybrid=flags.fp8_format == "hybrid",
+        weight_grad=flags.fp8_wgrad,
+        output_layer=flags.fp8_output_proj,
+        layers_at_start=flags.num_layers_at_start_in_bf16 if skips else 0,
+        layers_at_end=flags.num_layers_at_end_in_bf16 if skips else 0,
+        margin=flags.fp8_margin,
+        amax_history_len=flags.fp8_amax_history_len,
+        amax_compute_algo=flags.fp8_amax_compute_algo,
+        emulate=flags.emulate_low_precision,
+    )
 
 
 def _memory(flags: Flags) -> MemoryConfig:

@@ -44,6 +44,7 @@ from megatron_moe.parallel.parameter import named_parameters
 from megatron_moe.parallel.streams import HostCopies, make_host_copies
 from megatron_moe.pipeline.auto_layout import cost_table, flop_costs
 from megatron_moe.planner.memory_advice import memory_advice
+from megatron_moe.precision.apply import apply_low_precision, new_model_precision
 from megatron_moe.resilience import packages
 from megatron_moe.resilience.fault_injection import FaultInjector
 from megatron_moe.resilience.run_status import RunStatus
@@ -142,7 +143,7 @@ def build_train_state_config(plan: RunPlan) -> TrainStateConfig:
             "--reset-position-ids": data.reset_position_ids,
             "--reset-attention-mask": data.reset_attention_mask,
             "type of gradients": precision.grads,
-            "matrix products in low precision": precision.low_precision,
+            "matrix products in low precision": precision.recipe,
         },
         run_yaml=plan.resolved_yaml,
     )
@@ -170,7 +171,7 @@ def build_memory_guard(plan: RunPlan, context: ParallelContext) -> Callable[...,
 
 
 def build_kernels(plan: RunPlan, context: ParallelContext) -> KernelSet:
-    return select_kernels(plan.kernels, context.device, context.dtype)
+    return select_kernels(plan.kernels, context.device, context.dtype, plan.precision.low_precision)
 
 
 def build_model(
@@ -196,6 +197,8 @@ def build_model(
         if initial:
             device = "cpu" if plan.loop.use_cpu_initialization else context.device
             init_parameters(model, plan.loop.seed, plan.model.init, device)
+    if plan.precision.low_precision is not None:
+        apply_low_precision(model, plan.precision.low_precision, context, kernels)
     return model
 
 
@@ -247,6 +250,9 @@ def build_trainer(
             alignment=rule.alignment,
         )
         optimizer = Optimizer(buffers, plan.precision, rule)
+    low_precision = new_model_precision(model, plan.loop.seed, context) if plan.precision.low_precision else None
+    if low_precision is not None:
+        optimizer.on_new_weights = low_precision.discard_weights
     experts = count_expert_elements(plan.model)
     if has_peers:
         check_coverage(buffers, {"attention": count_parameters(plan.model).total - experts, "expert": experts})
@@ -267,6 +273,7 @@ def build_trainer(
         micro_batch_size=plan.batch.micro_batch_size,
         timers=timers,
         memory_guard=memory_guard,
+        low_precision=low_precision,
     )
     if context.device.type == "cuda":
         check_capturable(plan.cuda_graphs, kernels)

@@ -5,8 +5,8 @@ from typing import Literal
 
 from arguments.flag import close, flag, not_yet, ours, refused
 
-_FP8 = "applies to --fp8-format, which is not available yet"
-_FP4 = "applies to --fp4-format, which is not available yet"
+_PRIMARY = "weights are stored and gathered in the dtype of the parameters; leave the flag out"
+_CUSTOM = "use one of the recipes of Megatron"
 _BLOCKS = "fp16 and fp8 state has one scale per 128 elements"
 
 
@@ -31,18 +31,42 @@ class PrecisionFlags:
     fp16_lm_cross_entropy: bool = refused(False, "the loss is always computed in fp32; leave the flag out")
     """Compute the loss in fp16."""
 
-    fp8_format: Literal["e4m3", "hybrid"] | None = not_yet(None, "use --bf16")
-    """Compute GEMMs in this FP8 format."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = close("delayed", _FP8)
-    """FP8 scaling recipe."""
-    fp8_param_gather: bool = close(False, _FP8)
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(None)
+    """Compute the GEMMs of linear layers in FP8: e4m3, or hybrid with output gradients in e5m2. Embedding, router,
+    attention, norms and output layer keep the dtype of the parameters."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = not_yet(
+        "delayed", _CUSTOM, works=("tensorwise", "mxfp8", "blockwise")
+    )
+    """FP8 scaling recipe: one scale per tensor from its history (delayed) or its values (tensorwise), or one scale per
+    block of 128 (blockwise) or 32 (mxfp8) elements."""
+    fp8_wgrad: bool = close(
+        True, "Megatron ignores --no-fp8-wgrad with Transformer Engine 2.0 and later", off=("--disable-fp8-wgrad",)
+    )
+    """Compute weight gradients in FP8 or FP4. Off: in the dtype of the parameters, from the original inputs."""
+    fp8_margin: int = flag(0, least=0)
+    """Divide the scales of recipe delayed by 2 to this power."""
+    fp8_amax_history_len: int = close(1, "the history has one entry per iteration, not per microbatch", least=1)
+    """Number of largest magnitudes from which recipe delayed computes its scales."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent")
+    """Entry of the history from which recipe delayed computes its scales."""
+    fp8_param_gather: bool = not_yet(False, _PRIMARY)
     """Store and all-gather weights in FP8."""
-    fp4_format: Literal["e2m1"] | None = not_yet(None, "use --bf16")
-    """Compute GEMMs in this FP4 format."""
-    fp4_recipe: Literal["nvfp4", "custom"] = close("nvfp4", _FP4)
+    fp8_output_proj: bool = flag(False)
+    """Compute the output layer in FP8; recipe mxfp8 only."""
+    first_last_layers_bf16: bool = flag(False)
+    """Compute the first and last decoder layers in the dtype of the parameters."""
+    num_layers_at_start_in_bf16: int = flag(1, least=0)
+    """Number of first layers for `--first-last-layers-bf16`."""
+    num_layers_at_end_in_bf16: int = flag(1, least=0)
+    """Number of last layers for `--first-last-layers-bf16`."""
+    fp4_format: Literal["e2m1"] | None = flag(None)
+    """Compute the GEMMs of linear layers in FP4."""
+    fp4_recipe: Literal["nvfp4", "custom"] = not_yet("nvfp4", _CUSTOM)
     """FP4 scaling recipe."""
-    fp4_param_gather: bool = close(False, _FP4)
+    fp4_param_gather: bool = not_yet(False, _PRIMARY)
     """Store and all-gather weights in FP4."""
+    emulate_low_precision: bool = ours(False)
+    """Compute FP8 and FP4 GEMMs from dequantised operands. Slow; for numerics on devices without these formats."""
 
     use_precision_aware_optimizer: bool = close(
         False, "with or without --use-distributed-optimizer; see docs/optimizer-memory.md"
@@ -61,8 +85,6 @@ class PrecisionFlags:
         "fp32", f"{_BLOCKS} and holds the square root; fp8 uses stochastic rounding"
     )
     """Dtype of Adam's second moment."""
-    fp8_output_proj: bool = not_yet(False, "the output layer uses the dtype of the parameters")
-    """Compute the output layer in FP8."""
     te_precision_config_file: str | None = not_yet(None, "all modules use the same format")
     """File with number formats per module."""
     output_logit_dtype: Literal["bf16", "fp32"] | None = not_yet(

@@ -171,6 +171,8 @@ def _replace_hardware(draft: Draft) -> None:
     if draft.value("fp16"):
         draft.put("fp16", False, "needs loss scaling")
         draft.put("bf16", True, "replaces fp16")
+    if draft.value("fp8_format") or draft.value("fp4_format"):
+        draft.put("emulate_low_precision", True, "the same numbers on any device")
     fp64 = "fp64" in draft.pinned and draft.pinned["fp64"].value
     for name, flag in draft.settings.registry.flags.items():
         if flag.group == "precision" and fp64:

@@ -1,11 +1,64 @@
 """Number formats of parameters, gradients, optimizer state and GEMMs."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 FloatName = Literal["fp64", "fp32", "bf16", "fp16"]
 StateName = Literal["fp32", "bf16", "fp16", "fp8"]
-LowPrecision = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
+Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
+Element = Literal["e4m3", "e5m2", "e2m1"]
+
+WHOLE = (0, 0)
+"""Block shape of tensors that have one scale per matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandFormat:
+    """Low-precision format of one kind of GEMM operand: inputs, weights or output gradients."""
+
+    element: Element
+    block: tuple[int, int]
+    """Shape of the blocks that share a scale: (1, n) along the GEMM's reduction dim, (n, n), or `WHOLE`."""
+    scale: Literal["fp32", "power of 2", "e8m0", "e4m3"]
+    """Format of the scales. e8m0 (mxfp8): a biased exponent; e4m3 (nvfp4): multiplied by an fp32 scale per tensor."""
+    hadamard: bool = False
+    """Applies a 16x16 random Hadamard transform to the columnwise copy before it is quantised (nvfp4)."""
+    stochastic: bool = False
+    """Rounds elements up with the probability of their fraction, instead of to nearest (nvfp4)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionConfig:
+    """Scaling recipe of FP8 or FP4 GEMMs and the layers to which it applies."""
+
+    recipe: Recipe
+    inputs: OperandFormat
+    """Format of the inputs of linear layers."""
+    weights: OperandFormat
+    grads: OperandFormat
+    """Format of the output gradients of linear layers."""
+    weight_grad: bool = True
+    """Computes weight gradients from columnwise FP8 or FP4 copies. False: in the format of the parameters, from the
+    original inputs and gradients."""
+    output_layer: bool = False
+    """Also computes the output layer in low precision."""
+    layers_at_start: int = 0
+    """Number of layers at the start of the decoder whose GEMMs use the format of the parameters."""
+    layers_at_end: int = 0
+    """Number of layers at the end of the decoder whose GEMMs use the format of the parameters."""
+    margin: int = 0
+    """Divides the scales of the recipe delayed by 2 to this power (`--fp8-margin`)."""
+    amax_history_len: int = 1
+    """Number of steps whose largest magnitudes the recipe delayed keeps (`--fp8-amax-history-len`)."""
+    amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Magnitude in the history from which the scale is computed (`--fp8-amax-compute-algo`)."""
+    emulate: bool = False
+    """Computes GEMMs from dequantised operands, on devices without the format (`--emulate-low-precision`)."""
+
+    @property
+    def name(self) -> str:
+        """Recipe and format as in `blockwise e4m3`, `tensorwise hybrid` and `nvfp4 e2m1`."""
+        return f"{self.recipe} {'hybrid' if self.grads.element == 'e5m2' else self.grads.element}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +80,44 @@ class PrecisionConfig:
     store_param_remainders: bool = False
     """Stores only the low 16 bits of fp32 master weights; the bf16 parameters are the high 16 bits. This is lossless
     (`--store-param-remainders`)."""
-    low_precision: LowPrecision | None = None
-    """Scaling recipe of FP8 or FP4 GEMMs (`--fp8-recipe`, `--fp4-recipe`); None: GEMMs use the format `params`."""
+    low_precision: LowPrecisionConfig | None = None
+    """FP8 or FP4 GEMMs (`--fp8-format`, `--fp4-format`); None: GEMMs use the format `params`."""
     low_precision_params: bool = False
     """Stores and gathers weights in their GEMM's FP8 or FP4 format (`--fp8-param-gather`, `--fp4-param-gather`)."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Scaling recipe of FP8 or FP4 GEMMs; None: GEMMs use the format `params`."""
+        return None if self.low_precision is None else self.low_precision.recipe
+
+
+def low_precision_config(
+    recipe: Recipe, *, hybrid: bool = False, blocks: int | None = None, power_of_2: bool = True, **options: Any
+) -> LowPrecisionConfig:
+    """Builds the operand formats of a scaling recipe.
+
+    `hybrid`: E5M2 gradients and E4M3 inputs and weights; False: E4M3 throughout. `blocks`: block length of the recipe
+    blockwise, 128 if None; `power_of_2`: rounds its scales down to powers of two. `options`: see `LowPrecisionConfig`.
+    """
+    grads: Element = "e5m2" if hybrid else "e4m3"
+    match recipe:
+        case "blockwise":
+            length = blocks or 128
+            scale: Literal["power of 2", "fp32"] = "power of 2" if power_of_2 else "fp32"
+            inputs = OperandFormat(element="e4m3", block=(1, length), scale=scale)
+            weights = replace(inputs, block=(length, length))
+        case "tensorwise" | "delayed":
+            inputs = weights = OperandFormat(element="e4m3", block=WHOLE, scale="fp32")
+        case "mxfp8":
+            inputs = weights = OperandFormat(element="e4m3", block=(1, 32), scale="e8m0")
+        case "nvfp4":
+            inputs = OperandFormat(element="e2m1", block=(1, 16), scale="e4m3", hadamard=True)
+            weights = OperandFormat(element="e2m1", block=(16, 16), scale="e4m3")
+            return LowPrecisionConfig(
+                recipe=recipe, inputs=inputs, weights=weights, grads=replace(inputs, stochastic=True), **options
+            )
+        case _:
+            raise AssertionError(f"no formats for recipe {recipe}")
+    return LowPrecisionConfig(
+        recipe=recipe, inputs=inputs, weights=weights, grads=replace(inputs, element=grads), **options
+    )

@@ -115,7 +115,7 @@ def state_bytes(plan: RunPlan, held: HeldElements, low: HeldElements) -> StateBy
     weight = num_bytes(precision.params)
     weights = float(held.total * weight)
     if precision.low_precision and precision.low_precision_params:
-        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.low_precision, 1 + 4 / 128**2))
+        weights -= low.total * (weight - _LOW_WEIGHT.get(precision.recipe or "", 1 + 4 / 128**2))
     return StateBytes(
         weights=weights,
         gradients=held.total * num_bytes(precision.grads),
@@ -283,7 +283,7 @@ class RankMemory:
         return _ChunkActivations(modules, on_host - kept)
 
     def _place(self, tensor: SavedActivation) -> _Placed:
-        memory, low, recompute = self.plan.memory, self.plan.precision.low_precision, self.plan.memory.recompute
+        memory, low, recompute = self.plan.memory, self.plan.precision.recipe, self.plan.memory.recompute
         freed_by = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
         if recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform":
             freed_by = (WHOLE_LAYER,)

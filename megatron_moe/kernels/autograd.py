@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_moe.kernels.ops import GroupedPart, Kernels, RowIndex, internal_dtype
 from megatron_moe.parallel.parameter import BatchedWeightGrad, GradAccumulator
+from megatron_moe.precision.linear_precision import LinearPrecision
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 
 class ShardedInput(NamedTuple):
@@ -21,26 +23,48 @@ class ShardedInput(NamedTuple):
 
 
 def linear(
-    kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sharded: ShardedInput | None = None
+    kernels: Kernels,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    sharded: ShardedInput | None = None,
+    precision: LinearPrecision | None = None,
 ) -> Tensor:
     """Linear layer: x [..., I], weight [O, I], bias [O] -> [..., O].
 
     The weight gradient is added to the accumulator `weight.sink` if it is set, and otherwise returned to autograd. With
-    `sharded`, x must be the gathered tensor; x itself is not saved for backward.
+    `sharded`, x must be the gathered tensor; x itself is not saved for backward. With `precision`, the GEMMs multiply
+    quantised operands.
     """
-    out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
+    if precision is None:
+        out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
+    else:
+        saves = torch.is_grad_enabled()
+        out = _QuantizedLinear.apply(kernels, x, weight, bias, sharded, precision, saves)  # type: ignore[no-untyped-call]
     return out
 
 
 def grouped_linear(
-    kernels: Kernels, rows: Tensor, weight: Tensor, offsets_e: Tensor, index: RowIndex | None = None
+    kernels: Kernels,
+    rows: Tensor,
+    weight: Tensor,
+    offsets_e: Tensor,
+    index: RowIndex | None = None,
+    *,
+    precision: LinearPrecision | None = None,
 ) -> Tensor:
     """Grouped GEMM of rows [R, I] and expert weights [e, O, I] -> [R, O]; multiplies each row by its expert's weight.
 
     Rows are sorted by expert. Beyond row `offsets_e[-1]`, the result and the gradient of `rows` are undefined. With
-    `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again.
+    `index`, `rows` are unpermuted tokens [T, I]; only these are saved, because backward permutes them again. With
+    `precision`, the GEMMs multiply quantised operands.
     """
-    out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
+    if precision is None:
+        out: Tensor = _GroupedLinear.apply(kernels, rows, weight, offsets_e, index)  # type: ignore[no-untyped-call]
+    else:
+        options = (index, precision, torch.is_grad_enabled())
+        out = _QuantizedGroupedLinear.apply(kernels, rows, weight, offsets_e, *options)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -128,6 +152,121 @@ class _GroupedLinear(torch.autograd.Function):
             part = GroupedPart(grad, rows, offsets_e)
             grad_weight = accumulate_grad(weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
         return None, grad_rows, grad_weight, None, None
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """Linear layer with quantised operands. The input is quantised once in forward, the gradient once in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sharded: ShardedInput | None,
+        precision: LinearPrecision,
+        saves: bool,
+    ) -> Tensor:
+        ctx.kernels, ctx.weight, ctx.precision = kernels, weight, precision
+        ctx.gather = None if sharded is None else sharded.gather
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        keeps_copy = saves and sharded is None and not precision.save_input
+        x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
+        ctx.weight_q = precision.weight(weight)
+        _save_input(ctx, x_q if keeps_copy else x if sharded is None else sharded.shard.detach())
+        return kernels.linear_forward(x_q, ctx.weight_q, bias).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        kernels, weight, precision = ctx.kernels, ctx.weight, ctx.precision
+        _, wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        grad_RO = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = None
+        low_weight_grad = wants_weight and precision.weight_grad
+        grad_q = precision.grad(grad_RO, rowwise=wants_x, columnwise=low_weight_grad)
+        if wants_x:
+            grad_x = kernels.linear_input_grad(grad_q, ctx.weight_q).unflatten(0, grad.shape[:-1])
+        if wants_weight:
+            x = _saved_input(ctx)
+            if isinstance(x, Tensor):
+                x = (x if ctx.gather is None else ctx.gather(x)).flatten(0, -2)
+                if low_weight_grad:
+                    x = precision.input(x, rowwise=False, columnwise=True)
+            operand = grad_q.only_columnwise() if low_weight_grad else grad_RO
+
+            def compute(out: Tensor, accumulate: bool) -> None:
+                kernels.linear_weight_grad(operand, x, out, accumulate)
+
+            grad_weight = accumulate_grad(weight, compute)
+        if wants_bias:
+            grad_bias = grad_RO.sum(dim=0, dtype=internal_dtype(grad.dtype)).to(ctx.bias_dtype)
+        return None, grad_x, grad_weight, grad_bias, None, None, None
+
+
+class _QuantizedGroupedLinear(torch.autograd.Function):
+    """Grouped GEMM with quantised operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        rows: Tensor,
+        weight: Tensor,
+        offsets_e: Tensor,
+        index: RowIndex | None,
+        precision: LinearPrecision,
+        saves: bool,
+    ) -> Tensor:
+        ctx.kernels, ctx.weight, ctx.index, ctx.precision = kernels, weight, index, precision
+        ctx.num_tokens = len(rows)
+        permuted = rows if index is None else kernels.permute(rows, index)
+        keeps_copy = saves and index is None and not precision.save_input
+        rows_q = precision.input(permuted, columnwise=keeps_copy, offsets_e=offsets_e, record=saves)
+        ctx.weight_q = precision.weight(weight)
+        _save_input(ctx, rows_q if keeps_copy else rows, offsets_e)
+        return kernels.grouped_forward(rows_q, ctx.weight_q, offsets_e)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        kernels, index, precision = ctx.kernels, ctx.index, ctx.precision
+        offsets_e, rows = ctx.saved_tensors[0], _saved_input(ctx, first=1)
+        _, wants_rows, wants_weight, *_ = ctx.needs_input_grad
+        grad_rows = grad_weight = None
+        low_weight_grad = wants_weight and precision.weight_grad
+        grad_q = precision.grad(grad, rowwise=wants_rows, columnwise=low_weight_grad, offsets_e=offsets_e)
+        if wants_rows:
+            grad_rows = kernels.grouped_input_grad(grad_q, ctx.weight_q, offsets_e)
+            if index is not None:
+                grad_rows = kernels.unpermute(grad_rows, index, ctx.num_tokens)
+        if wants_weight:
+            if isinstance(rows, Tensor):
+                rows = rows.detach() if index is None else kernels.permute(rows.detach(), index)
+                if low_weight_grad:
+                    rows = precision.input(rows, rowwise=False, columnwise=True, offsets_e=offsets_e)
+            part = GroupedPart(grad_q.only_columnwise() if low_weight_grad else grad, rows, offsets_e)
+            grad_weight = accumulate_grad(ctx.weight, BatchedWeightGrad(kernels.grouped_weight_grad, (part,)))
+        return None, grad_rows, grad_weight, None, None, None, None
+
+
+def _save_input(ctx: Any, x: Tensor | QuantizedTensor, *others: Tensor) -> None:
+    """Saves `others` and the input for backward: the input itself, or its columnwise copy."""
+    if isinstance(x, Tensor):
+        ctx.save_for_backward(*others, x)
+        return
+    ctx.saved_form = x.block, x.dtype
+    ctx.save_for_backward(*others, *x.column_copy)
+
+
+def _saved_input(ctx: Any, first: int = 0) -> Tensor | QuantizedTensor:
+    """The input saved by `_save_input` after `first` other tensors."""
+    x, *scales = ctx.saved_tensors[first:]
+    if not scales:
+        saved: Tensor = x
+        return saved
+    return QuantizedTensor.of(None, QuantizedCopy(x, *scales), *ctx.saved_form)
 
 
 def accumulate_grad(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor | None:

@@ -7,10 +7,9 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any
 
-from megatron_moe.kernels.ops import Kernels, QuantizedTensor
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
-OPS: tuple[str, ...] = tuple(name for name in vars(Kernels) if not name.startswith("_"))
-"""Names of all ops, in the order of the `Kernels` interface."""
 MATRIX_PRODUCTS = (
     "linear_forward",
     "linear_input_grad",
@@ -20,6 +19,12 @@ MATRIX_PRODUCTS = (
     "grouped_weight_grad",
 )
 """Matrix multiplication ops. Their interface allows `QuantizedTensor` operands."""
+QUANTIZED_PRODUCTS = tuple(f"quantized_{op}" for op in MATRIX_PRODUCTS)
+"""Matrix multiplications of `QuantizedTensor`s. Backends implement, and users request, them under their own names."""
+LOW_PRECISION_OPS = ("quantize_rows", "quantize_weight", *QUANTIZED_PRODUCTS)
+"""Ops that only runs with FP8 or FP4 GEMMs use."""
+OPS: tuple[str, ...] = (*(name for name in vars(Kernels) if not name.startswith("_")), *QUANTIZED_PRODUCTS)
+"""Names of all ops, in the order of the `Kernels` interface; last the multiplications of quantised operands."""
 
 
 class Priority(IntEnum):
@@ -61,14 +66,14 @@ class KernelSet(Kernels):
 
     @classmethod
     def of(cls, functions: Mapping[str, Callable[..., Any]], choices: tuple[Selection, ...]) -> "KernelSet":
-        """Creates a kernel set from one function per op. Matrix multiplications reject `QuantizedTensor` operands."""
+        """Creates a kernel set from one function per op. Matrix multiplications call the function of the op
+        `quantized_*` if an operand is a `QuantizedTensor`."""
         missing, unknown = set(OPS) - set(functions), set(functions) - set(OPS)
         assert not missing and not unknown, f"missing ops {sorted(missing)}, unknown ops {sorted(unknown)}"
         kernels = cls()
-        backends = {choice.op: choice.backend for choice in choices}
         for op, function in functions.items():
             if op in MATRIX_PRODUCTS:
-                function = _without_quantized_operands(op, backends.get(op, "unnamed"), function)
+                function = _product(function, functions[f"quantized_{op}"])
             setattr(kernels, op, function)
         kernels.choices = choices
         return kernels
@@ -85,15 +90,14 @@ class KernelSet(Kernels):
         return "\n".join(f"{c.op:<{wide_op}}  {c.backend:<{wide_backend}}  {c.reason}" for c in self.choices)
 
 
-def _without_quantized_operands(op: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `function` to raise TypeError for `QuantizedTensor` operands, which no backend implements yet."""
+def _product(plain: Callable[..., Any], quantized: Callable[..., Any]) -> Callable[..., Any]:
+    """Function that calls `quantized` if an operand is a `QuantizedTensor`, and `plain` otherwise."""
 
-    @wraps(function)
+    @wraps(plain)
     def product(first: Any, *others: Any, **named: Any) -> Any:
         # the first argument of grouped_weight_grad is a sequence of `GroupedPart`s
         grouped = [each for part in first for each in part] if isinstance(first, list | tuple) else [first]
-        if any(isinstance(each, QuantizedTensor) for each in (*grouped, *others, *named.values())):
-            raise TypeError(f"kernel backend '{backend}' does not implement '{op}' for a QuantizedTensor")
-        return function(first, *others, **named)
+        is_quantized = any(isinstance(each, QuantizedTensor) for each in (*grouped, *others, *named.values()))
+        return (quantized if is_quantized else plain)(first, *others, **named)
 
     return product

@@ -14,31 +14,12 @@ from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
 from megatron_moe.config.moe import ActivationConfig, RouterConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.low_precision_state import PackedState
 from megatron_moe.kernels.pages import Pages
 from megatron_moe.kernels.push_channel import PushChannel
 from megatron_moe.parallel.param_meta import Part
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedTensor:
-    """Low-precision matrix, or stack of matrices, as an operand of matrix multiplications.
-
-    It holds up to two quantised copies of the matrix. A GEMM reads the copy whose blocks extend along its reduction
-    dimension: `rowwise` in forward, `columnwise` for the weight gradient. No backend implements such operands yet.
-    """
-
-    rowwise: Tensor | None
-    """Values quantised along the last dim; None if no GEMM reads this copy."""
-    rowwise_scales: Tensor | None
-    """Scale of every block of `rowwise`."""
-    columnwise: Tensor | None
-    """Values quantised along the second-to-last dim; None if no GEMM reads this copy."""
-    columnwise_scales: Tensor | None
-    """Scale of every block of `columnwise`."""
-    block: tuple[int, int]
-    """Shape of the blocks that share a scale, for example (1, 128), (128, 128) or (1, 32)."""
-
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 MatrixOperand = Tensor | QuantizedTensor
 """Operand of a matrix multiplication, plain or quantised."""
@@ -245,6 +226,33 @@ class Kernels(Protocol):
     def grouped_weight_grad(self, parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
         """Writes the weight gradient of the grouped GEMM to `out` [e, O, I], or adds it if `accumulate`. An expert's
         gradient is the sum of grad^T @ rows over `parts` (not empty), in the dtype of `out`; 0 if it has no rows."""
+        ...
+
+    # quantisation of the operands of FP8 and FP4 GEMMs
+    def quantize_rows(
+        self,
+        x: Tensor,
+        form: OperandFormat,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        offsets_e: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+    ) -> QuantizedTensor:
+        """Quantises inputs or output gradients [R, C] of linear layers. `rowwise`, `columnwise`: requested copies.
+
+        With `offsets_e` (end of each expert's rows), the rows of each expert are quantised separately; rows from
+        `offsets_e[-1]` on may have any content and do not affect other rows. `scale`: given scale, by which elements
+        are multiplied, of a format with one scale per tensor, fp32 [] or [e]; None: computed from the tensor. `seed`:
+        seed of stochastic rounding."""
+        ...
+
+    def quantize_weight(
+        self, weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
+    ) -> QuantizedTensor:
+        """Quantises a weight [O, I], or a stack of weights [e, O, I]. The rowwise copy is always made. `scale`: as in
+        `quantize_rows`, fp32 [] or [e]."""
         ...
 
     def embedding_grad(self, grad_TH: Tensor, ids_T: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -28,6 +28,12 @@ from megatron_moe.kernels.ops import (
 from megatron_moe.kernels.reference_blocks import attention_block as attention_block
 from megatron_moe.kernels.reference_blocks import attention_block_grad as attention_block_grad
 from megatron_moe.kernels.reference_blocks import visible_between
+from megatron_moe.kernels.reference_low_precision import quantized_grouped_forward as quantized_grouped_forward
+from megatron_moe.kernels.reference_low_precision import quantized_grouped_input_grad as quantized_grouped_input_grad
+from megatron_moe.kernels.reference_low_precision import quantized_grouped_weight_grad as quantized_grouped_weight_grad
+from megatron_moe.kernels.reference_low_precision import quantized_linear_forward as quantized_linear_forward
+from megatron_moe.kernels.reference_low_precision import quantized_linear_input_grad as quantized_linear_input_grad
+from megatron_moe.kernels.reference_low_precision import quantized_linear_weight_grad as quantized_linear_weight_grad
 from megatron_moe.kernels.reference_pages import free_pages as free_pages
 from megatron_moe.kernels.reference_pages import pack_rows as pack_rows
 from megatron_moe.kernels.reference_pages import unpack_rows as unpack_rows
@@ -46,6 +52,8 @@ from megatron_moe.kernels.reference_routing import sort_rows as sort_rows
 from megatron_moe.kernels.reference_routing import sort_rows_dense as sort_rows_dense
 from megatron_moe.kernels.reference_routing import unpermute as unpermute
 from megatron_moe.parallel import rng
+from megatron_moe.precision.quantizers import quantize_rows as quantize_rows
+from megatron_moe.precision.quantizers import quantize_weight as quantize_weight
 
 NAME = "reference"
 REASON = "plain torch reference"

@@ -3,26 +3,31 @@
 A backend is a file `backends/<name>.py` or a package `backends/<name>/backend.py`. Its constants NAME, NEEDS (modules
 that it imports) and PROVIDES (ops) are read without importing it; its `support(op, device, dtype) -> Support` rates an
 op. The request `auto` selects the backend with the best rating if it is better than plain torch. A backend with
-ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name.
+ON_REQUEST = True is excluded from `auto` and imported only if it is requested by name. RECIPES are the FP8 and FP4
+recipes (`LowPrecisionConfig.name`) for which a backend provides `LOW_PRECISION_OPS`.
 """
 
 import ast
 import importlib
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem
+from megatron_moe.config.precision import LowPrecisionConfig, Recipe
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority, Selection, Support
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority, Selection, Support
 
 BACKENDS = Path(__file__).parent / "backends"
 AUTO = "auto"
+EMULATED = "--emulate-low-precision: dequantises the operands"
+_CAPABILITY = MappingProxyType({"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)})
+"""Least CUDA compute capability of the FP8 recipes; the others need Blackwell, (10, 0)."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,16 @@ class Backend:
     needs: tuple[str, ...]
     provides: tuple[str, ...]
     on_request: bool
+    recipes: tuple[str, ...]
     module: str
 
     def missing(self) -> tuple[str, ...]:
         """Required modules that are not installed."""
         return tuple(name for name in self.needs if not is_installed(name))
+
+    def for_recipe(self, recipe: str) -> "Backend":
+        """The backend without `LOW_PRECISION_OPS` if it does not implement the recipe."""
+        return self if recipe in self.recipes else replace(self, provides=())
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -50,21 +60,35 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def select_kernels(config: KernelConfig, device: torch.device, dtype: torch.dtype) -> KernelSet:
+def select_kernels(
+    config: KernelConfig, device: torch.device, dtype: torch.dtype, low_precision: LowPrecisionConfig | None = None
+) -> KernelSet:
     """Selects the kernels for parameters of `dtype` on `device`; their `table()` lists all selections and reasons.
 
-    Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op.
+    Ops that only FP8 and FP4 GEMMs need are plain torch, and not listed, if `low_precision` is None.
+
+    Raises `EnvironmentProblem` if a request names an unknown op or backend, or a backend that does not support the op,
+    or if the device does not support the FP8 or FP4 recipe and `low_precision` does not emulate it.
     """
+    if low_precision is not None and not low_precision.emulate:
+        check_device(low_precision.recipe, device)
     backends = {backend.name: backend for backend in discover(BACKENDS)}
     requests = dict(config.kernel_per_op)
     check_names(config, backends)
     functions, choices = {}, []
     for op in OPS:
+        able = backends
+        if op in LOW_PRECISION_OPS:
+            if low_precision is None or low_precision.emulate:
+                functions[op] = getattr(reference, op)
+                choices += [] if low_precision is None else [Selection(op, reference.NAME, EMULATED)]
+                continue
+            able = {name: backend.for_recipe(low_precision.name) for name, backend in backends.items()}
         request = requests.get(op, config.kernel_backend)
         if request == AUTO:
-            choice = select_best(op, backends, device, dtype)
+            choice = select_best(op, able, device, dtype)
         else:
-            choice = select_requested(op, request, backends, device, dtype, required=op in requests)
+            choice = select_requested(op, request, able, device, dtype, required=op in requests)
         source = reference if choice.backend == reference.NAME else backends[choice.backend].load()
         functions[op] = getattr(source, op)
         choices.append(choice)
@@ -83,14 +107,14 @@ def read(path: Path) -> Backend:
     for statement in ast.parse(path.read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST"):
+            if name in ("NAME", "NEEDS", "PROVIDES", "ON_REQUEST", "RECIPES"):
                 constants[name] = ast.literal_eval(statement.value)
-    on_request = constants.pop("ON_REQUEST", False)
+    on_request, recipes = constants.pop("ON_REQUEST", False), constants.pop("RECIPES", ())
     assert len(constants) == 3, f"{path} must define NAME, NEEDS and PROVIDES, but defines {sorted(constants)}"
     unknown = set(constants["PROVIDES"]) - set(OPS)
     assert not unknown, f"{path} provides ops that are not in the interface: {sorted(unknown)}"
     module = ".".join([f"{__package__}.backends", *([path.parent.name] if path.stem == "backend" else []), path.stem])
-    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, module)
+    return Backend(constants["NAME"], constants["NEEDS"], constants["PROVIDES"], on_request, recipes, module)
 
 
 def select_best(op: str, backends: dict[str, Backend], device: torch.device, dtype: torch.dtype) -> Selection:
@@ -148,6 +172,18 @@ def check_names(config: KernelConfig, backends: dict[str, Backend]) -> None:
             )
     if config.kernel_backend not in known:
         raise EnvironmentProblem(f"Kernel backend '{config.kernel_backend}' does not exist; use {listed(known)}.")
+
+
+def check_device(recipe: Recipe, device: torch.device) -> None:
+    """Raises `EnvironmentProblem` if `device` has no tensor cores for the FP8 or FP4 recipe."""
+    least = _CAPABILITY.get(recipe, (10, 0))
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if found is None or found < least:
+        name = f"a GPU of compute capability {found[0]}.{found[1]}" if found else f"device {device.type}"
+        raise EnvironmentProblem(
+            f"The recipe {recipe} needs a GPU of compute capability {least[0]}.{least[1]} or higher, but this rank "
+            f"runs on {name}; --emulate-low-precision computes the same numbers, slowly."
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

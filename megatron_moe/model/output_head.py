@@ -16,6 +16,7 @@ from megatron_moe.parallel.linear import column_product
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel
+from megatron_moe.precision.linear_precision import LinearPrecision
 
 
 class Head(nn.Module):
@@ -29,6 +30,8 @@ class Head(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.loss_chunk = config.loss_chunk
+        self.precision: LinearPrecision | None = None
+        """FP8 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
         self.weight = None
         if not config.tied_embeddings:
             weight = ParamMeta(role="head", fan_in=config.hidden_size, tp_dim=0)
@@ -53,8 +56,9 @@ class Head(nn.Module):
         if detach:
             weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
         if labels_BS is not None and self.loss_chunk is not None:
+            assert self.precision is None, "the loss in chunks has no FP8 products"
             return self._chunked_loss(hidden_SBH, weight_VH, bias_V, labels_BS, self.loss_chunk)
-        logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels)
+        logits_SBV = column_product(hidden_SBH, weight_VH, bias_V, self.ctx, self.kernels, self.precision)
         return logits_SBV if labels_BS is None else self.loss(logits_SBV, labels_BS)
 
     def _chunked_loss(

@@ -16,6 +16,7 @@ from megatron_moe.moe.token_dispatcher.base import DispatchedTokens, expert_of_r
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
+from megatron_moe.precision.linear_precision import LinearPrecision
 
 
 class Experts(nn.Module):
@@ -82,6 +83,8 @@ class ExpertStack(nn.Module):
     """Linear layers y = x W^T + b of n local experts: `weight` [n, outputs, inputs] and `bias` [n, outputs]."""
 
     bias: Parameter | None
+    precision: LinearPrecision | None
+    """FP8 or FP4 operands; None: the GEMMs use the dtype of the weights. Set after the model is built."""
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class ExpertStack(nn.Module):
         """`splits`: number of equal blocks of output channels (2: gate and up); each is sharded over etp separately."""
         super().__init__()
         self.kernels = kernels
+        self.precision = None
         num = config.num_experts
         parts = (outputs // splits,) * splits if tp_dim == 0 else ()
         meta = ParamMeta(role="matrix", grid="expert", init=init, num_experts=num, tp_dim=tp_dim, splits=parts)
@@ -114,7 +118,7 @@ class ExpertStack(nn.Module):
     ) -> Tensor:
         """Maps `rows` [R, I] to [R, O]. With `index`, `rows` are tokens [T, I], from which the GEMM gathers its R rows.
         `probs_R` multiplies only the bias."""
-        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index)
+        out_RO = autograd.grouped_linear(self.kernels, rows, self.weight, offsets_e, index, precision=self.precision)
         if self.bias is None:
             return out_RO
         # on the other etp ranks the bias is 0 but gets the full gradient, so that all copies stay equal

@@ -6,7 +6,7 @@ reads the weights, and each node of the forward waits for the updates of its par
 backward cannot overwrite gradients that an update still reads, because the forward has waited for the update.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,8 @@ class Optimizer:
         in_place = all(state.home == "device" for state in self.states)
         assert buffers.alignment == self.rule.alignment, f"ranges aligned to {buffers.alignment}: {self.rule}"
         assert in_place or self.rule.alignment == "element", "state in host memory is stepped in chunks of elements"
+        self.on_new_weights: Callable[[], None] = lambda: None
+        """Called whenever weights change, to discard what was computed from them."""
         self._copies: list[tuple[OptimizerState, str, Tensor]] = []
         """(state, kind, copy): fp32 copies of state in other formats, made by the last call of `named_state`."""
         shared = (self.rule, offload, buffers.kernels, self._host_copies)
@@ -130,6 +132,7 @@ class Optimizer:
         """
         assert (decoupled_lr is None) == (self.config.decoupled_lr is None), f"decoupled learning rate {decoupled_lr}"
         self.finish_gather()
+        self.on_new_weights()
         self.step_count.add_(proceed.to(torch.int64))
         self._copies = []
         # a rejected first step must not divide by 1 - beta^0
@@ -160,6 +163,7 @@ class Optimizer:
         """Stores the values that the caller wrote to `StateRange.data`, converts the master weights to the parameters'
         dtype, and gathers the parameters on all ranks."""
         self.finish_gather()
+        self.on_new_weights()
         self._host_copies.synchronize_all()
         for state, kind, numbers in self._copies:
             state.write(kind, numbers)
@@ -172,6 +176,7 @@ class Optimizer:
     def masters_from_weights(self) -> None:
         """Copies the parameters to the master weights. Needed if parameters are set without optimizer state."""
         self.finish_gather()
+        self.on_new_weights()
         self._host_copies.synchronize_all()
         self._copies = []
         for state in self.states:

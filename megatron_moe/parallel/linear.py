@@ -13,6 +13,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
 from megatron_moe.parallel.parameter import Parameter, new_parameter
 from megatron_moe.parallel.tensor_parallel import enter_tensor_parallel, gather_shard, leave_tensor_parallel
+from megatron_moe.precision.linear_precision import LinearPrecision
 
 
 class Linear(nn.Module):
@@ -32,6 +33,8 @@ class Linear(nn.Module):
     """
 
     bias: Parameter | None
+    precision: LinearPrecision | None
+    """FP8 or FP4 operands; None: the GEMMs use the dtype of the weight. Set after the model is built."""
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Linear(nn.Module):
         self.ctx = ctx
         self.kernels = kernels
         self.tp_dim = tp_dim
+        self.precision = None
         weight_meta = ParamMeta(
             role="matrix",
             init=init,
@@ -74,15 +78,21 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [S, ..., inputs] to y [S, ..., outputs]. A sharded dim contains only this rank's shard."""
         if self.tp_dim == 0:
-            return column_product(x, self.weight, self.bias, self.ctx, self.kernels)
+            return column_product(x, self.weight, self.bias, self.ctx, self.kernels, self.precision)
         if self.tp_dim is None or self.ctx.group("tp").size == 1:
-            return autograd.linear(self.kernels, x, self.weight, self.bias)
-        out = leave_tensor_parallel(autograd.linear(self.kernels, x, self.weight), self.ctx)
+            return autograd.linear(self.kernels, x, self.weight, self.bias, precision=self.precision)
+        partial_SBO = autograd.linear(self.kernels, x, self.weight, precision=self.precision)
+        out = leave_tensor_parallel(partial_SBO, self.ctx)
         return out if self.bias is None else out + self.bias
 
 
 def column_product(
-    hidden_SBH: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, kernels: Kernels
+    hidden_SBH: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ctx: ParallelContext,
+    kernels: Kernels,
+    precision: LinearPrecision | None = None,
 ) -> Tensor:
     """Multiplies the residual stream by a column-parallel weight [O / tp, H]; returns all positions, [S, B, O / tp].
 
@@ -92,4 +102,5 @@ def column_product(
     sharded = None
     if ctx.config.sequence_parallel:
         sharded = ShardedInput(hidden_SBH, partial(gather_shard, group=ctx.group("tp")))
-    return autograd.linear(kernels, enter_tensor_parallel(hidden_SBH, ctx), weight, bias, sharded=sharded)
+    whole_SBH = enter_tensor_parallel(hidden_SBH, ctx)
+    return autograd.linear(kernels, whole_SBH, weight, bias, sharded=sharded, precision=precision)

@@ -31,6 +31,7 @@ from megatron_moe.optim.lr_scheduler import LRSchedule
 from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.rng import Key, RNGKey
 from megatron_moe.parallel.streams import Streams
+from megatron_moe.precision.linear_precision import ModelPrecision
 from megatron_moe.resilience.numerics_guard import SpikeLimit
 from megatron_moe.resilience.replica_check import check_replicas
 from megatron_moe.resilience.rerun import Repeatability
@@ -86,17 +87,20 @@ class Trainer:
         micro_batch_size: int,
         timers: Timers | None = None,
         memory_guard: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        low_precision: ModelPrecision | None = None,
     ) -> None:
         """
         Args:
             timers: None disables timing.
             memory_guard: takes the iteration; returns a context manager that reports out-of-memory errors.
+            low_precision: state of FP8 or FP4 GEMMs; None: the run has none.
         """
         self.loop = loop
         self.resilience = resilience
         self.logging = logging
         self.micro_batch_size = micro_batch_size
         self._memory_guard = memory_guard
+        self.low_precision = low_precision
         self.context = pipeline.context
         self.pipeline = pipeline
         self.model = pipeline.model
@@ -204,6 +208,8 @@ class Trainer:
         self.model.train()
         if self.model.expert_comm is not None:
             self.model.expert_comm.begin_step()
+        if self.low_precision is not None:
+            self.low_precision.begin_step(iteration)
         self.buffers.begin_step(len(batches), early=losses is None)
         prepared = self.prepare(batches, iteration)
         if self.full_iteration is None or losses is not None:
@@ -257,6 +263,8 @@ class Trainer:
             grad_scale=clip_coefficient(norms["all"], self.optimizer.config.clip_grad),
             proceed=proceed,
         )
+        if self.low_precision is not None:
+            self.low_precision.end_step(proceed)
         for router in self.routers:
             router.record_bias(self.metrics)
         update_routers(self.routers, self.context, proceed=proceed)

@@ -14,12 +14,13 @@ NO_TORCH = (
 
 LEVELS = (
     NO_TORCH,
+    ("precision",),
     ("parallel", "kernels"),
     ("logs", "data"),
     ("memory", "parallel.linear"),
     ("moe",),
     ("model", "pipeline.executor", "pipeline.segment", "pipeline.graph_cut", "optim", "checkpoint", "resilience"),
-    ("train", "build", "memory_emulation", "layout_check"),
+    ("train", "build", "memory_emulation", "layout_check", "precision.apply"),
 )
 """Levels from low to high. A module imports from lower levels only; the longest matching prefix decides its level."""
 
@@ -27,6 +28,7 @@ SAME_LEVEL_ALLOWED = (
     ("kernels.autograd", "parallel.parameter"),  # weight gradients go to the accumulator that the parameter carries
     ("kernels", "parallel.rng"),  # dropout inside attention draws by key
     ("data", "logs"),  # a batch carries the metrics, and preprocessing reports its progress
+    ("build", "precision.apply"),
     ("build", "train"),  # the assembler builds the trainer
     ("memory_emulation", "build"),
     ("memory_emulation", "train"),

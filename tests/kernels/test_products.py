@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.kernels import autograd, reference
-from megatron_moe.kernels.backends.torch_native import backend as torch_native
-from megatron_moe.kernels.kernel_set import MATRIX_PRODUCTS, OPS, KernelSet, Selection
-from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
+from megatron_moe.kernels.ops import GroupedPart
 from megatron_moe.kernels.sequential_grouped_gemm import sequential
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.param_meta import ParamMeta
@@ -149,26 +147,3 @@ def test_sinks_receive_weight_gradients_and_may_defer_them() -> None:
     stack.sink.run()
     FP64_REF.check(weight.sink.buffer, 2 * plain["linear"], "linear")
     FP64_REF.check(stack.sink.buffer, 2 * plain["grouped"], "grouped")
-
-
-QUANTIZED = QuantizedTensor(
-    rowwise=draw(4, 4), rowwise_scales=None, columnwise=None, columnwise_scales=None, block=(1, 32)
-)
-PLAIN, ENDS = draw(4, 4), ends([4])
-QUANTIZED_CALLS = {
-    "linear_forward": lambda k, q: k.linear_forward(PLAIN, q, None),
-    "linear_input_grad": lambda k, q: k.linear_input_grad(PLAIN, weight=q),
-    "linear_weight_grad": lambda k, q: k.linear_weight_grad(q, PLAIN, draw(4, 4), False),
-    "grouped_forward": lambda k, q: k.grouped_forward(q, draw(1, 4, 4), ENDS),
-    "grouped_input_grad": lambda k, q: k.grouped_input_grad(q, draw(1, 4, 4), ENDS),
-    "grouped_weight_grad": lambda k, q: k.grouped_weight_grad([GroupedPart(PLAIN, q, ENDS)], draw(1, 4, 4), False),
-}
-
-
-@pytest.mark.parametrize("op", MATRIX_PRODUCTS)
-def test_every_backend_rejects_quantized_operands_by_name(op: str) -> None:
-    functions = {name: getattr(torch_native, name, getattr(KERNELS, name)) for name in OPS}
-    choices = tuple(Selection(name, "torch_native", "") for name in OPS)
-    for kernels, name in ((KERNELS, "reference"), (KernelSet.of(functions, choices), "torch_native")):
-        with pytest.raises(TypeError, match=f"kernel backend '{name}' does not implement '{op}' for a QuantizedTensor"):
-            QUANTIZED_CALLS[op](kernels, QUANTIZED)

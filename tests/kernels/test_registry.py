@@ -1,7 +1,9 @@
 """Selection of kernel backends: priorities, requests and rejections."""
 
+import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +11,14 @@ import pytest
 import torch
 
 from megatron_moe.config.exit_codes import EnvironmentProblem, ExitCode
+from megatron_moe.config.precision import low_precision_config
 from megatron_moe.config.run import KernelConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels import registry as choosing
-from megatron_moe.kernels.kernel_set import OPS, KernelSet, Priority
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS, OPS, KernelSet, Priority
 from megatron_moe.kernels.registry import discover, select_kernels
 
+INPUTS = low_precision_config("blockwise").inputs
 CPU = torch.device("cpu")
 
 
@@ -32,11 +36,56 @@ def refusal(config: KernelConfig, dtype: torch.dtype = torch.float32) -> str:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_auto_selects_one_backend_per_op_with_a_reason(device: str, dtype: torch.dtype) -> None:
-    bundle = select_kernels(KernelConfig(), torch.device(device), dtype)
-    assert [choice.op for choice in bundle.choices] == list(OPS)
-    assert all(callable(getattr(bundle, op)) and choice.reason for op, choice in zip(OPS, bundle.choices, strict=True))
-    lines = bundle.table().splitlines()
-    assert len(lines) == len(OPS) and all(op in line for op, line in zip(OPS, lines, strict=True))
+    for low_precision in (None, replace(low_precision_config("blockwise"), emulate=True)):
+        bundle = select_kernels(KernelConfig(), torch.device(device), dtype, low_precision)
+        used = [op for op in OPS if low_precision or op not in LOW_PRECISION_OPS]
+        assert [choice.op for choice in bundle.choices] == used
+        assert all(callable(getattr(bundle, op)) for op in OPS) and all(choice.reason for choice in bundle.choices)
+        lines = bundle.table().splitlines()
+        assert all(line.startswith(op) for op, line in zip(used, lines, strict=True))
+
+
+def test_fp8_without_a_device_for_it_is_rejected_unless_emulated(monkeypatch) -> None:
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"):
+        with pytest.raises(EnvironmentProblem, match=rf"{recipe} needs a GPU .* device cpu; --emulate-low-precision"):
+            select_kernels(KernelConfig(), CPU, torch.bfloat16, low_precision_config(recipe))
+    least = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+    for found in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+        for recipe, needed in least.items():
+            reject = pytest.raises(EnvironmentProblem, match=f"compute capability {found[0]}.{found[1]};")
+            with nullcontext() if found >= needed else reject:
+                choosing.check_device(recipe, torch.device("cuda"))
+
+
+def test_backends_provide_low_precision_ops_for_their_recipes_only(tmp_path, monkeypatch) -> None:
+    backend = tmp_path / "fast.py"
+    backend.write_text(
+        "from megatron_moe.kernels.kernel_set import Priority, Support\n"
+        'NAME = "fast"\nNEEDS = ()\nPROVIDES = ("quantized_linear_forward",)\nRECIPES = ("blockwise e4m3",)\n'
+        'def support(op, device, dtype):\n    return Support(Priority.BEST, "fast")\n'
+        'def quantized_linear_forward(x, weight, bias):\n    return "fast"\n'
+    )
+    found = choosing.read(backend)
+    assert found.recipes == ("blockwise e4m3",)
+    assert found.for_recipe("blockwise e4m3").provides == found.provides
+    assert found.for_recipe("blockwise hybrid").provides == ()
+    spec = importlib.util.spec_from_file_location("fast", backend)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(choosing, "discover", lambda folder: [found])
+    monkeypatch.setattr(choosing.Backend, "load", lambda self: module)
+    monkeypatch.setattr(choosing, "check_device", lambda recipe, device: None)
+    for hybrid, chosen in ((False, "fast"), (True, "reference")):
+        config = low_precision_config("blockwise", hybrid=hybrid)
+        bundle = select_kernels(KernelConfig(), torch.device("cuda"), torch.bfloat16, config)
+        assert backend_of(bundle)["quantized_linear_forward"] == chosen
+        assert backend_of(bundle)["quantized_linear_input_grad"] == "reference"
+    bundle = select_kernels(KernelConfig(), torch.device("cuda"), torch.bfloat16, low_precision_config("blockwise"))
+    quantized = bundle.quantize_rows(torch.ones(1, 128), INPUTS, rowwise=True, columnwise=False)
+    plain = torch.ones(1, 128)
+    assert bundle.linear_forward(quantized, plain, None) == "fast", "quantised operands select the quantised op"
+    assert bundle.linear_forward(plain, plain, None) == 128.0
 
 
 def test_kernel_sets_reject_missing_and_unknown_ops() -> None:

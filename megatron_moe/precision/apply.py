@@ -1,0 +1,78 @@
+"""Applies an FP8 or FP4 recipe to the linear layers of a model."""
+
+from functools import partial
+
+from megatron_moe.config.precision import LowPrecisionConfig
+from megatron_moe.kernels.ops import Kernels
+from megatron_moe.model.attention import Attention
+from megatron_moe.model.gpt import GPT
+from megatron_moe.model.output_head import Head
+from megatron_moe.moe.experts import ExpertStack
+from megatron_moe.parallel.collectives import all_reduce_
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import Linear
+from megatron_moe.parallel.parameter import held_experts
+from megatron_moe.precision.linear_precision import DelayedScaling, LinearPrecision, ModelPrecision
+
+LowPrecisionModule = Linear | ExpertStack | Head
+
+
+def apply_low_precision(model: GPT, config: LowPrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+    """Sets `precision` of the linear layers and experts of the decoder and of multi-token prediction.
+
+    Embedding, router, gates, norms and the output layer keep the dtype of the parameters; the output layer only without
+    `config.output_layer`. So do the first and last decoder layers selected by `config`.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, LowPrecisionModule) and _uses_low_precision(name, module, model, config):
+            delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
+            options = {"name": name, "save_input": _saves_input(name, model), "delayed": delayed}
+            module.precision = LinearPrecision(config, kernels, **options)
+
+
+def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:
+    """Low-precision state of all modules of `model`."""
+    modules = (module for module in model.modules() if isinstance(module, LowPrecisionModule))
+    layers = [module.precision for module in modules if module.precision is not None]
+    # tp_dp_cp: all ranks of a pipeline stage
+    reduce_max = partial(all_reduce_, group=ctx.group("tp_dp_cp"), op="max")
+    return ModelPrecision(layers, seed, ctx.rank, reduce_max)
+
+
+def _delayed_scaling(module: LowPrecisionModule, config: LowPrecisionConfig, ctx: ParallelContext) -> DelayedScaling:
+    """Scales of a module, saved in checkpoints as its buffers `fp8_scales` and `fp8_amax_history`."""
+    experts = None
+    if isinstance(module, ExpertStack):
+        experts = module.weight.global_shape[0], held_experts(module.weight).start
+    delayed = DelayedScaling(config, ctx.device, *(experts or (None, 0)))
+    module.register_buffer("fp8_scales", delayed.scales)
+    module.register_buffer("fp8_amax_history", delayed.history)
+    return delayed
+
+
+def _uses_low_precision(name: str, module: LowPrecisionModule, model: GPT, config: LowPrecisionConfig) -> bool:
+    if isinstance(module, Head):
+        return config.output_layer
+    parts = name.split(".")
+    if parts[0] != "decoder":
+        return True
+    layer = int(parts[2])  # decoder.layers.7.mlp.linear_fc1
+    return config.layers_at_start <= layer < len(model.config.layers) - config.layers_at_end
+
+
+def _saves_input(name: str, model: GPT) -> bool:
+    """Whether a module saves its original input for backward instead of the columnwise copy, because the original is
+    saved anyway, or recomputed, or stored in pages."""
+    owner, _, linear = name.rpartition(".")
+    saved_tensors = model.saved_tensors
+    if owner.endswith(".experts"):
+        is_discarded = linear == "linear_fc2" and saved_tensors.is_recomputed("moe_act")
+        return saved_tensors.stash is not None or is_discarded
+    if linear == "linear_proj":  # attention saves its output, except where a gate multiplies it
+        attention = model.get_submodule(owner)
+        has_gate = isinstance(attention, Attention) and attention.config.output_gate
+        return not has_gate and not saved_tensors.is_recomputed("core_attn")
+    if owner.endswith(".shared_experts") and linear == "linear_fc1":  # the router saves the same input
+        return True
+    follows_norm = linear in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_fc1")
+    return follows_norm and saved_tensors.is_recomputed("layernorm")

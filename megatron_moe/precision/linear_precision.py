@@ -1,0 +1,203 @@
+"""Low-precision GEMM operands of linear layers: quantisation of inputs, weights and output gradients."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import LowPrecisionConfig, OperandFormat
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantizers import LARGEST, largest_magnitude
+
+_INPUT, _WEIGHT, _GRAD = range(3)
+
+
+class Quantizers(Protocol):
+    """The ops of `Kernels` that quantise."""
+
+    def quantize_rows(
+        self,
+        x: Tensor,
+        form: OperandFormat,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        offsets_e: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+    ) -> QuantizedTensor: ...
+
+    def quantize_weight(
+        self, weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
+    ) -> QuantizedTensor: ...
+
+
+class DelayedScaling:
+    """Scales of one linear layer for the recipe delayed: each is computed from the magnitudes of earlier steps.
+
+    There are three scales, of input, weight and output gradient, or three per expert of the model. All microbatches of
+    a step use the same scales, so recomputed operands are equal. The magnitudes of a step, over all ranks of the
+    pipeline stage, enter the history at its end. (Transformer Engine updates scales after every microbatch.)
+    """
+
+    def __init__(self, config: LowPrecisionConfig, device: torch.device, num_experts: int | None, first: int) -> None:
+        """`num_experts`: number of experts of the model, None for other layers. `first`: first expert of this rank."""
+        shape = (3,) if num_experts is None else (3, num_experts)
+        self.scales = torch.ones(shape, device=device)
+        """Factor by which operands are multiplied before the cast, fp32 [3] or [3, E]."""
+        self.history = torch.zeros(config.amax_history_len, *shape, device=device)
+        """Largest magnitudes per step, newest first."""
+        self.amax = torch.zeros(shape, device=device)
+        """Largest magnitudes of this step on this rank."""
+        self._uses_max = config.amax_compute_algo == "max"
+        forms = (config.inputs, config.weights, config.grads)
+        largest = torch.tensor([LARGEST[form.element] for form in forms], device=device) / 2.0**config.margin
+        self._largest = largest if num_experts is None else largest[:, None]
+        self._first = first
+
+    def scale(self, role: int, amax: Tensor, record: bool) -> Tensor:
+        """Scale of an operand, [] or [e]; `amax`: its largest magnitudes, which are recorded if `record`."""
+        local = slice(self._first, self._first + len(amax)) if amax.dim() else ...
+        if record:
+            recorded = self.amax[role][local]
+            torch.maximum(recorded, amax, out=recorded)
+        return self.scales[role][local]
+
+    def update(self, proceed: Tensor) -> None:
+        """Adds `amax`, reduced over the ranks, to the history and computes new scales. `proceed`: bool scalar on the
+        device; False: nothing changes, because the step was not applied."""
+        history = torch.cat([self.amax[None], self.history[:-1]])
+        amax = history.amax(dim=0) if self._uses_max else history[0]
+        scales = (self._largest / amax).clamp(max=torch.finfo(torch.float32).max)
+        scales = torch.where((amax > 0) & amax.isfinite(), scales, self.scales)
+        self.history.copy_(torch.where(proceed, history, self.history))
+        self.scales.copy_(torch.where(proceed, scales, self.scales))
+
+
+class LinearPrecision:
+    """Quantises the GEMM operands of one linear layer, or of one stack of expert layers, and caches its weight.
+
+    The weight is quantised by the first forward of a step and reused by all later microbatches and by recompute, until
+    `discard_weight`.
+    """
+
+    def __init__(
+        self,
+        config: LowPrecisionConfig,
+        kernels: Quantizers,
+        *,
+        name: str = "",
+        save_input: bool = False,
+        delayed: DelayedScaling | None = None,
+    ) -> None:
+        """
+        Args:
+            name: global name of the layer, which stochastic rounding uses as its key.
+            save_input: saves the original input for backward, which quantises its columnwise copy again, because the
+                input is kept anyway. False: saves the columnwise copy.
+            delayed: scales of the recipe delayed; None for the other recipes.
+        """
+        self.weight_grad = config.weight_grad
+        """Whether the weight gradient is computed from quantised copies."""
+        self.save_input = save_input or not config.weight_grad
+        self.delayed = delayed
+        self._config = config
+        self._kernels = kernels
+        self._name = name
+        self._step: tuple[int, ...] = ()
+        self._num_draws = 0
+        self._weight: QuantizedTensor | None = None
+
+    def begin_step(self, *step: int) -> None:
+        """Begins a step. `step`: numbers that identify the step and the rank, the key of stochastic rounding."""
+        self._step, self._num_draws = step, 0
+        self.discard_weight()  # an evaluation may have made it, whose magnitudes the recipe delayed does not record
+        if self.delayed is not None:
+            self.delayed.amax.zero_()
+
+    def discard_weight(self) -> None:
+        """Discards the quantised weight. Called after the weights have changed."""
+        self._weight = None
+
+    def input(
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = False,
+        offsets_e: Tensor | None = None,
+        record: bool = True,
+    ) -> QuantizedTensor:
+        """Quantises an input [R, I]; with `offsets_e`, rows sorted by expert. `record`: False in evaluation."""
+        return self._kernels.quantize_rows(
+            x,
+            self._config.inputs,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            offsets_e=offsets_e,
+            scale=self._scale(_INPUT, lambda: largest_magnitude(x, offsets_e), record),
+        )
+
+    def weight(self, weight: Tensor) -> QuantizedTensor:
+        """Quantised weight [O, I] or [e, O, I] of this step, both copies."""
+        if self._weight is None:
+            scale = self._scale(_WEIGHT, lambda: weight.detach().abs().amax(dim=(-2, -1)).float(), True)
+            form = self._config.weights
+            self._weight = self._kernels.quantize_weight(weight.detach(), form, columnwise=True, scale=scale)
+        return self._weight
+
+    def grad(
+        self, grad: Tensor, *, rowwise: bool, columnwise: bool, offsets_e: Tensor | None = None
+    ) -> QuantizedTensor:
+        """Quantises an output gradient [R, O]; with `offsets_e`, rows sorted by expert."""
+        form, seed = self._config.grads, 0
+        if form.stochastic:
+            key = repr((self._name, self._step, self._num_draws)).encode()
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+            self._num_draws += 1
+        return self._kernels.quantize_rows(
+            grad,
+            form,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            offsets_e=offsets_e,
+            scale=self._scale(_GRAD, lambda: largest_magnitude(grad, offsets_e), True),
+            seed=seed,
+        )
+
+    def _scale(self, role: int, amax: Callable[[], Tensor], record: bool) -> Tensor | None:
+        return None if self.delayed is None else self.delayed.scale(role, amax(), record)
+
+
+class ModelPrecision:
+    """Low-precision state of all linear layers of this rank."""
+
+    def __init__(
+        self, layers: Sequence[LinearPrecision], seed: int, rank: int, reduce_max: Callable[[Tensor], object]
+    ) -> None:
+        """`reduce_max`: reduces a tensor in place to its maximum over the ranks of this pipeline stage."""
+        self.layers = tuple(layers)
+        self._seed, self._rank, self._reduce_max = seed, rank, reduce_max
+
+    def begin_step(self, iteration: int) -> None:
+        for layer in self.layers:
+            layer.begin_step(self._seed, iteration, self._rank)
+
+    def discard_weights(self) -> None:
+        """Discards all quantised weights, because the weights have changed."""
+        for layer in self.layers:
+            layer.discard_weight()
+
+    def end_step(self, proceed: Tensor) -> None:
+        """Computes new scales for the recipe delayed. `proceed`: bool scalar on the device; False: the step was not
+        applied, and the scales do not change. Collective over the pipeline stage: 12 bytes per layer or expert."""
+        delayed = [layer.delayed for layer in self.layers if layer.delayed is not None]
+        if not delayed:
+            return
+        flat = torch.cat([each.amax.flatten() for each in delayed])
+        self._reduce_max(flat)
+        for each, amax in zip(delayed, flat.split([each.amax.numel() for each in delayed]), strict=True):
+            each.amax.copy_(amax.view_as(each.amax))
+            each.update(proceed)

@@ -1,0 +1,148 @@
+"""Quantised matrices: bytes and scales of the copies that GEMMs read, and their conversion back to floating point."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import WHOLE
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the eight E2M1 codes without sign."""
+
+
+class QuantizedCopy(NamedTuple):
+    """Matrix [..., R, C], or stack of matrices, quantised along its last dim."""
+
+    data: Tensor
+    """float8_e4m3fn or float8_e5m2 [..., R, C]; uint8 [..., R, C / 2] for E2M1, with even columns in the low bits."""
+    scales: Tensor
+    """Scale of every block; see `QuantizedTensor`."""
+    factor: Tensor | None = None
+    """fp32 [...]: factor of all scales of a matrix (nvfp4); None: 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTensor:
+    """Low-precision matrix, or stack of matrices, as an operand of matrix multiplications.
+
+    It holds up to two quantised copies of the matrix. A GEMM reads the copy whose blocks extend along its reduction
+    dimension: for y = x W^T, forward reads both `rowwise` copies, the input gradient the `columnwise` copy of W, and
+    the weight gradient the `columnwise` copies of x and of the gradient. A value is its element times the scale of its
+    block. With a block (1, n), the scales of a copy [..., R, C] are [..., ceil(C / n), R]; with (n, n), [..., ceil(R /
+    n), ceil(C / n)]; with `WHOLE`, [...]. They are fp32, except E8M0 exponents (uint8, mxfp8) and float8_e4m3fn
+    (nvfp4).
+
+    Rows of experts ([R, C], sorted by expert) are quantised per expert. With `WHOLE`, the scales are [e], one per
+    expert. In `columnwise`, [C, R], blocks start again at each expert's first row; the blocks of all experts are
+    stored without gaps in scales [R // n + e, C], whose last rows may be unused.
+
+    Copies in E2M1 are padded with zeros along their last dim to whole blocks, because elements share bytes and the
+    Hadamard transform mixes the elements of a block. Rows of experts are padded per expert.
+    """
+
+    rowwise: Tensor | None
+    """Bytes of the matrix [..., R, C]; None if no GEMM reads this copy."""
+    rowwise_scales: Tensor | None
+    columnwise: Tensor | None
+    """Bytes of the transposed matrix [..., C, R]; None if no GEMM reads this copy."""
+    columnwise_scales: Tensor | None
+    block: tuple[int, int]
+    """Shape of the blocks that share a scale: (1, 128), (128, 128), (1, 32), (1, 16), (16, 16) or `WHOLE`."""
+    dtype: torch.dtype = torch.bfloat16
+    """Dtype of the tensor that was quantised, and of the results of GEMMs."""
+    rowwise_factor: Tensor | None = None
+    """Factor of all `rowwise_scales`, fp32 (nvfp4); None: 1."""
+    columnwise_factor: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, rowwise: QuantizedCopy | None, columnwise: QuantizedCopy | None, block: tuple[int, int], dtype: torch.dtype
+    ) -> "QuantizedTensor":
+        row, column = (copy or (None, None, None) for copy in (rowwise, columnwise))
+        return cls(
+            rowwise=row[0],
+            rowwise_scales=row[1],
+            columnwise=column[0],
+            columnwise_scales=column[1],
+            block=block,
+            dtype=dtype,
+            rowwise_factor=row[2],
+            columnwise_factor=column[2],
+        )
+
+    @property
+    def row_copy(self) -> QuantizedCopy:
+        assert self.rowwise is not None and self.rowwise_scales is not None, "the tensor has no rowwise copy"
+        return QuantizedCopy(self.rowwise, self.rowwise_scales, self.rowwise_factor)
+
+    @property
+    def column_copy(self) -> QuantizedCopy:
+        assert self.columnwise is not None and self.columnwise_scales is not None, "the tensor has no columnwise copy"
+        return QuantizedCopy(self.columnwise, self.columnwise_scales, self.columnwise_factor)
+
+    def only_columnwise(self) -> "QuantizedTensor":
+        """The tensor without the rowwise copy, which no weight gradient reads."""
+        return replace(self, rowwise=None, rowwise_scales=None, rowwise_factor=None)
+
+
+def dequantize(copy: QuantizedCopy, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Values of a quantised copy [..., R, C] in `dtype`, which must be at least fp32."""
+    values = unpack_e2m1(copy.data).to(dtype) if copy.data.dtype == torch.uint8 else copy.data.to(dtype)
+    scales = decode_scales(copy.scales).to(dtype)
+    if copy.factor is not None:
+        scales = scales * copy.factor.to(dtype)[..., None, None]
+    return values * spread_scales(scales, block, *values.shape[-2:])
+
+
+def spread_scales(scales: Tensor, block: tuple[int, int], num_rows: int, num_columns: int) -> Tensor:
+    """Scale of every element of a copy [..., R, C], in a shape that broadcasts to it."""
+    if block == WHOLE:
+        return scales[..., None, None]
+    if block[0] == 1:
+        return scales.mT.repeat_interleave(block[1], dim=-1)[..., :num_columns]
+    per_row = scales.repeat_interleave(block[1], dim=-1)[..., :num_columns]
+    return per_row.repeat_interleave(block[0], dim=-2)[..., :num_rows, :]
+
+
+def decode_scales(scales: Tensor) -> Tensor:
+    """fp32 values of scales. uint8: E8M0 exponents e of the values 2^(e - 127); 255 is nan."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    exponents = scales.to(torch.int32)
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is not a normal number
+    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
+
+
+def unpack_e2m1(data: Tensor) -> Tensor:
+    """fp32 values [..., C] of packed E2M1 codes, uint8 [..., C / 2]."""
+    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).long()
+    magnitudes = torch.tensor(_E2M1, device=data.device)[codes & 7]
+    return torch.where(codes >= 8, -magnitudes, magnitudes)
+
+
+def expert_copies(
+    copy: QuantizedCopy, block: tuple[int, int], ends: list[int], *, columnwise: bool
+) -> list[QuantizedCopy]:
+    """Splits a copy of expert rows into one copy per expert. `ends`: end of each expert's rows."""
+    parts, first_block, is_packed = [], 0, copy.data.dtype == torch.uint8
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if not columnwise:
+            data = copy.data[start:end]
+        elif is_packed:
+            bytes_per_block = block[1] // 2
+            last_block = first_block - (start - end) // block[1]
+            data = copy.data[:, first_block * bytes_per_block : last_block * bytes_per_block]
+        else:
+            data = copy.data[:, start:end]
+        if block == WHOLE:
+            scales = copy.scales[expert]
+        elif columnwise:
+            num_blocks = -(-(end - start) // block[1])
+            scales = copy.scales[first_block : first_block + num_blocks]
+            first_block += num_blocks
+        else:
+            scales = copy.scales[:, start:end]
+        parts.append(QuantizedCopy(data, scales, None if copy.factor is None else copy.factor[expert]))
+    return parts

@@ -1,0 +1,158 @@
+"""Quantisers of the FP8 and FP4 recipes in plain torch: scales, elements and layout of `QuantizedTensor`.
+
+They give the bytes and scales of Transformer Engine's kernels. Inputs are converted to fp32 first. Elements are rounded
+to nearest even and saturate; nan stays nan.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_moe.config.precision import WHOLE, Element, OperandFormat
+from megatron_moe.precision import nvfp4
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+_MANTISSA = 0x7FFFFF
+
+
+def quantize_rows(
+    x: Tensor,
+    form: OperandFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    offsets_e: Tensor | None = None,
+    scale: Tensor | None = None,
+    seed: int = 0,
+) -> QuantizedTensor:
+    """Implements `Kernels.quantize_rows`."""
+    row = column = None
+    if form.element == "e2m1":
+        return nvfp4.quantize_rows(x, form, rowwise=rowwise, columnwise=columnwise, offsets_e=offsets_e, seed=seed)
+    if form.block == WHOLE:
+        if scale is None:
+            scale = tensor_scale(x, form, offsets_e)
+        per_row = scale if offsets_e is None else _of_rows(scale, offsets_e, len(x))[:, None]
+        data = cast(x.float() * per_row, form.element)
+        row = QuantizedCopy(data, 1 / scale)
+        column = QuantizedCopy(data.T.contiguous(), 1 / scale)
+        return QuantizedTensor.of(row if rowwise else None, column if columnwise else None, form.block, x.dtype)
+    if rowwise:
+        row = quantize_copy(x, form)
+    if columnwise:
+        column = quantize_copy(x.T, form) if offsets_e is None else _expert_columns(x, form, offsets_e)
+    return QuantizedTensor.of(row, column, form.block, x.dtype)
+
+
+def quantize_weight(
+    weight: Tensor, form: OperandFormat, *, columnwise: bool, scale: Tensor | None = None
+) -> QuantizedTensor:
+    """Implements `Kernels.quantize_weight`."""
+    column: QuantizedCopy | None
+    if form.element == "e2m1":
+        return nvfp4.quantize_weight(weight, form, columnwise=columnwise)
+    if form.block == WHOLE:
+        if scale is None:
+            scale = scale_of(weight.detach().abs().float().amax(dim=(-2, -1)), form, weight.dtype)
+        row = QuantizedCopy(cast(weight.float() * scale[..., None, None], form.element), 1 / scale)
+        column = QuantizedCopy(row.data.mT.contiguous(), row.scales)
+    else:
+        row = quantize_copy(weight, form)
+        if form.block[0] == 1:
+            column = quantize_copy(weight.mT, form) if columnwise else None
+        else:
+            column = QuantizedCopy(row.data.mT.contiguous(), row.scales.mT.contiguous())
+    return QuantizedTensor.of(row, column if columnwise else None, form.block, weight.dtype)
+
+
+def quantize_copy(x: Tensor, form: OperandFormat) -> QuantizedCopy:
+    """Quantises a matrix [..., R, C] in blocks that extend along its last dim. Short blocks count as padded with 0."""
+    height, width = form.block
+    num_rows, num_columns = x.shape[-2:]
+    wide = x.detach().float()
+    padded = F.pad(wide, (0, -num_columns % width, 0, -num_rows % height))
+    amax = padded.abs().unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax(dim=(-3, -1))
+    if height == 1:
+        amax = amax.mT.contiguous()
+    exponents = _e8m0(amax) if form.scale == "e8m0" else None
+    scale = scale_of(amax, form, x.dtype) if exponents is None else decode_scales(254 - exponents)
+    data = cast(wide * spread_scales(scale, form.block, num_rows, num_columns), form.element)
+    return QuantizedCopy(data, 1 / scale if exponents is None else exponents)
+
+
+def _e8m0(amax: Tensor) -> Tensor:
+    """E8M0 exponents of amax / 448 rounded up, uint8. inf gives the largest exponent, nan gives 255 (nan)."""
+    ratio = amax * torch.tensor(1 / LARGEST["e4m3"], device=amax.device)
+    bits = ratio.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    # 2^-127 is the smallest scale; its bits are those of a subnormal number
+    rounds_up = (mantissa > torch.where(exponent == 0, 1 << 22, 0)) & (exponent < 254)
+    exponent = torch.where(ratio.isinf(), 254, exponent + rounds_up.int())
+    return torch.where(ratio.isnan(), 255, exponent).to(torch.uint8)
+
+
+def _expert_columns(x: Tensor, form: OperandFormat, offsets_e: Tensor) -> QuantizedCopy:
+    """Columnwise copy of expert rows [R, C]: the transposed rows, in blocks that start again at every expert."""
+    length, num_experts = form.block[1], len(offsets_e)
+    place_R, is_row_R = _padded_places(offsets_e, len(x), length)
+    num_places = (len(x) // length + num_experts) * length
+    padded = x.new_zeros(num_places + 1, x.shape[1])
+    padded[place_R] = torch.where(is_row_R[:, None], x.detach(), 0)
+    copy = quantize_copy(padded[:num_places].T, form)
+    return QuantizedCopy(copy.data[:, place_R.clamp(max=num_places - 1)], copy.scales)
+
+
+def _padded_places(offsets_e: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """(Place of each row if every expert's rows are padded to a multiple of `length`, whether the row has an expert).
+    The place of rows without an expert is the number of places."""
+    ends = offsets_e.long()
+    starts = F.pad(ends[:-1], (1, 0))
+    num_blocks = (ends - starts + length - 1) // length
+    first_place = F.pad(num_blocks.cumsum(0)[:-1], (1, 0)) * length
+    row_R = torch.arange(num_rows, device=offsets_e.device)
+    expert_R = torch.searchsorted(ends, row_R, right=True).clamp(max=len(ends) - 1)
+    is_row_R = row_R < ends[-1]
+    place_R = first_place[expert_R] + row_R - starts[expert_R]
+    return torch.where(is_row_R, place_R, (num_rows // length + len(ends)) * length), is_row_R
+
+
+def tensor_scale(x: Tensor, form: OperandFormat, offsets_e: Tensor | None = None) -> Tensor:
+    """Scale of a whole matrix [R, C], a scalar; with `offsets_e`, the scale of each expert's rows, [e]."""
+    return scale_of(largest_magnitude(x, offsets_e), form, x.dtype)
+
+
+def largest_magnitude(x: Tensor, offsets_e: Tensor | None = None) -> Tensor:
+    """Largest magnitude of a matrix [R, C] in fp32: a scalar, or [e] for the rows of each expert; 0 if empty."""
+    magnitude_R = F.pad(x.detach(), (0, 1)).abs().amax(dim=-1).float()
+    if offsets_e is None:
+        return F.pad(magnitude_R, (0, 1)).amax()
+    expert_R = torch.searchsorted(offsets_e.long(), torch.arange(len(x), device=x.device), right=True)
+    of_experts = magnitude_R.new_zeros(len(offsets_e) + 1)
+    return of_experts.scatter_reduce(0, expert_R, magnitude_R, "amax")[:-1]
+
+
+def _of_rows(value_e: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
+    """Value of each row's expert; rows after the last expert get the value of the last expert."""
+    row_R = torch.arange(num_rows, device=offsets_e.device)
+    return value_e[torch.searchsorted(offsets_e.long(), row_R, right=True).clamp(max=len(offsets_e) - 1)]
+
+
+def scale_of(amax: Tensor, form: OperandFormat, dtype: torch.dtype) -> Tensor:
+    """fp32 factor by which elements with the largest magnitude `amax` (fp32) are multiplied before the cast.
+
+    1 for an amax of 0, inf or nan. `dtype`: dtype of the tensor; its largest number replaces an infinite scale.
+    """
+    scale = torch.full_like(amax, LARGEST[form.element]) / amax  # number / tensor would multiply by the reciprocal
+    bound = torch.finfo(torch.float32 if form.block == WHOLE or dtype == torch.float64 else dtype).max
+    scale = torch.where(scale.isinf(), bound, scale)
+    if form.scale == "power of 2":
+        scale = (scale.view(torch.int32) & ~_MANTISSA).view(torch.float32)
+    return torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+
+
+def cast(scaled: Tensor, element: Element) -> Tensor:
+    """Rounds fp32 values to FP8, with saturation."""
+    largest = LARGEST[element]
+    return scaled.clamp(-largest, largest).to(DTYPES[element])

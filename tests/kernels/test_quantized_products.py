@@ -1,0 +1,182 @@
+"""Matrix products with quantised operands: values against sums of dequantised elements, gradients, saved tensors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.config.precision import LowPrecisionConfig, low_precision_config
+from megatron_moe.kernels import autograd, reference
+from megatron_moe.kernels.autograd import ShardedInput
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.kernels.sequential_grouped_gemm import sequential
+from megatron_moe.precision.linear_precision import LinearPrecision
+from tests.helpers.tolerances import EXACT, FP64_REF
+
+KERNELS = reference.bundle()
+CONFIGS = {
+    "blockwise": low_precision_config("blockwise", blocks=4),
+    "blockwise, fp32 scales": low_precision_config("blockwise", blocks=4, power_of_2=False),
+    "blockwise, hybrid": low_precision_config("blockwise", blocks=4, hybrid=True),
+    "tensorwise": low_precision_config("tensorwise"),
+    "mxfp8": low_precision_config("mxfp8", hybrid=True),
+}
+OFFSETS = ([2, 2, 11, 12], [0, 0, 0, 13], [13, 13, 13, 13], [1, 5, 9, 13], [0, 0, 0, 0])
+"""Ends of four experts' rows among thirteen: an empty expert, all on one, blocks cut by experts, none at all."""
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def ends(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def by_block(x: Tensor, block: tuple[int, int], largest: float, element: torch.dtype, power_of_2: bool) -> Tensor:
+    """Quantises and dequantises a matrix, one block at a time; block (0, 0) is the whole matrix."""
+    out, (height, width) = torch.zeros_like(x), (size or max(x.shape) for size in block)
+    for i in range(0, x.shape[0], height):
+        for j in range(0, x.shape[1], width):
+            part = x[i : i + height, j : j + width].float()
+            scale = largest / part.abs().max() if part.numel() and part.any() else torch.ones(())
+            if power_of_2:
+                scale = 2.0 ** torch.floor(torch.log2(scale))
+            value = (part * scale).clamp(-largest, largest).to(element).double() * (1 / scale).double()
+            out[i : i + height, j : j + width] = value.to(x.dtype)
+    return out
+
+
+def rounded(x: Tensor, config: LowPrecisionConfig, role: str) -> Tensor:
+    """`by_block` in the format of the role: x is quantised along its last dim."""
+    form = {"x": config.inputs, "w": config.weights, "g": config.grads}[role]
+    largest, element = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}[form.element]
+    return by_block(x, form.block, largest, element, form.scale in ("power of 2", "e8m0"))
+
+
+def rounded_columns(x: Tensor, config: LowPrecisionConfig, role: str) -> Tensor:
+    """`rounded` along the first dim of x."""
+    return rounded(x.T.contiguous(), config, role).T
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("weight_grad", [True, False])
+def test_linear_multiplies_quantised_operands(config: LowPrecisionConfig, weight_grad: bool) -> None:
+    config = replace(config, weight_grad=weight_grad)
+    x, weight, bias = draw(3, 2, 10), draw(7, 10, seed=1), draw(7, seed=2)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    out = autograd.linear(KERNELS, *leaves, precision=LinearPrecision(config, KERNELS))
+    grad = draw(3, 2, 7, seed=3)
+    out.backward(grad)
+    x_TI, grad_TO = x.view(6, 10), grad.view(6, 7)
+    expected = rounded(x_TI, config, "x") @ rounded(weight, config, "w").T + bias
+    FP64_REF.check(out.detach().view(6, 7), expected, "output")
+    expected = rounded(grad_TO, config, "g") @ rounded_columns(weight, config, "w")
+    FP64_REF.check(leaves[0].grad.view(6, 10), expected, "input gradient")
+    expected = grad_TO.T @ x_TI
+    if weight_grad:
+        expected = rounded_columns(grad_TO, config, "g").T @ rounded_columns(x_TI, config, "x")
+    FP64_REF.check(leaves[1].grad, expected, "weight gradient")
+    FP64_REF.check(leaves[2].grad, grad_TO.sum(dim=0), "bias gradient")
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.parametrize("kernels", [KERNELS, sequential(KERNELS)], ids=["grouped", "looped"])
+def test_grouped_linear_quantises_every_expert_separately(config, offsets, kernels) -> None:
+    rows, weight, grad = draw(13, 10), draw(4, 7, 10, seed=1), draw(13, 7, seed=2)
+    rows[offsets[-1] :], grad[offsets[-1] :] = torch.nan, torch.nan  # padding rows have any content
+    leaves = [t.clone().requires_grad_() for t in (rows, weight)]
+    precision = LinearPrecision(config, kernels)
+    out = autograd.grouped_linear(kernels, leaves[0], leaves[1], ends(offsets), precision=precision)
+    out.backward(grad)
+    for expert, (start, end) in enumerate(zip([0, *offsets], offsets, strict=False)):
+        x, g, w = rows[start:end], grad[start:end], rounded(weight[expert], config, "w")
+        FP64_REF.check(out[start:end].detach(), rounded(x, config, "x") @ w.T, f"output of expert {expert}")
+        w = rounded_columns(weight[expert], config, "w")
+        FP64_REF.check(leaves[0].grad[start:end], rounded(g, config, "g") @ w, f"input gradient of expert {expert}")
+        expected = rounded_columns(g, config, "g").T @ rounded_columns(x, config, "x")
+        FP64_REF.check(leaves[1].grad[expert], expected, f"weight gradient of expert {expert}")
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_saving_the_input_gives_the_same_weight_gradient(config: LowPrecisionConfig) -> None:
+    """The original input, the shard of a gathered input and token-major rows are quantised again in backward."""
+    x, weight, grad = draw(6, 10), draw(7, 10, seed=1), draw(6, 7, seed=2)
+    index = RowIndex(token_R=torch.arange(6), choice_R=torch.arange(6), offsets_E=ends([4, 6]), rows_TK=None)
+    gathered = ShardedInput(x[:3], gather=lambda shard: torch.cat([shard, x[3:]]))
+
+    def run(how: str) -> tuple[list[tuple[torch.dtype, int]], Tensor, Tensor]:
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        precision, saved = LinearPrecision(config, KERNELS, save_input=how == "input"), []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append((tensor.dtype, tensor.numel()))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            sharded = gathered if how == "shard" else None
+            out = autograd.linear(KERNELS, *leaves, sharded=sharded, precision=precision)
+        out.backward(grad)
+        return saved, leaves[0].grad, leaves[1].grad
+
+    copy_saved, *copy_grads = run("copy")
+    assert copy_saved[0] == (torch.float8_e4m3fn, 60), "only the columnwise bytes are kept"
+    assert all(dtype in (torch.float32, torch.uint8) for dtype, _ in copy_saved[1:])
+    for how, elements in (("input", 60), ("shard", 30)):
+        saved, *grads = run(how)
+        assert saved == [(torch.float64, elements)]
+        for found, expected in zip(grads, copy_grads, strict=True):
+            EXACT.check(found, expected, how)
+    results = []
+    for given in (index, None):
+        leaves = x.clone().requires_grad_(), torch.stack([weight, 2 * weight]).requires_grad_()
+        precision = LinearPrecision(config, KERNELS)
+        autograd.grouped_linear(KERNELS, *leaves, ends([4, 6]), given, precision=precision).backward(grad)
+        results.append([leaf.grad for leaf in leaves])
+    for found, expected in zip(*results, strict=True):
+        EXACT.check(found, expected, "token-major rows")
+
+
+def test_results_have_the_dtype_of_the_operands() -> None:
+    x, weight = draw(6, 10, dtype=torch.bfloat16), draw(7, 10, seed=1, dtype=torch.bfloat16)
+    precision = LinearPrecision(CONFIGS["blockwise"], KERNELS)
+    out = autograd.linear(KERNELS, x, weight, precision=precision)
+    config = CONFIGS["blockwise"]
+    expected = rounded(x.float(), config, "x") @ rounded(weight.float(), config, "w").T
+    EXACT.check(out, expected.bfloat16())
+
+
+def test_evaluation_makes_no_columnwise_copy() -> None:
+    made = []
+
+    class Recorder(LinearPrecision):
+        def input(self, x, **options):
+            made.append(options.get("columnwise"))
+            return super().input(x, **options)
+
+    x, weight = draw(6, 10), draw(7, 10, seed=1).requires_grad_()
+    for grad_enabled in (True, False):
+        with torch.set_grad_enabled(grad_enabled):
+            autograd.linear(KERNELS, x, weight, precision=Recorder(CONFIGS["blockwise"], KERNELS))
+    assert made == [True, False]
+
+
+def test_the_weight_is_quantised_once_per_step() -> None:
+    weight = draw(8, 8, seed=1).requires_grad_()
+    precision = LinearPrecision(CONFIGS["blockwise"], KERNELS)
+    x = draw(4, 8)
+    first = autograd.linear(KERNELS, x, weight, precision=precision)
+    cached = precision.weight(weight)
+    EXACT.check(autograd.linear(KERNELS, x, weight, precision=precision).detach(), first.detach(), "second microbatch")
+    assert precision.weight(weight) is cached
+    with torch.no_grad():
+        weight.mul_(3)
+    assert precision.weight(weight) is cached, "the copy of this step is reused"
+    precision.discard_weight()
+    FP64_REF.check(
+        autograd.linear(KERNELS, x, weight, precision=precision).detach(),
+        rounded(x, CONFIGS["blockwise"], "x") @ rounded(weight.detach(), CONFIGS["blockwise"], "w").T,
+        "after the update",
+    )
