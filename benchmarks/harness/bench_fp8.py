@@ -16,9 +16,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a script, from any folder
 
-from megatron_moe.kernels.backends.hopper import fp8_product, product
-from megatron_moe.kernels.backends.triton import quantize
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad, product, weight_grad
+from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
 from megatron_moe.kernels.reference_routing import sort_rows
 
 SHAPES = {
@@ -128,8 +129,40 @@ def products() -> None:
         row(f"{name} input gradient", time, teraflop=teraflop)
 
 
+def weight_grads() -> None:
+    for name, (rows, experts, inputs, outputs) in SHAPES.items():
+        if experts * inputs * outputs > 1 << 30:
+            continue
+        counts = torch.randint(0, experts, (rows,), device="cuda").bincount(minlength=experts)
+        ends = counts.cumsum(0).to(torch.int32)
+        x, grad, out = draw(rows, inputs), draw(rows, outputs), torch.zeros(experts, outputs, inputs, device="cuda")
+        teraflop = 2 * rows * inputs * outputs / 1e12
+        part = GroupedPart(grad, x, ends)
+        low = GroupedPart(*(quantize.quantize_rows(each, columnwise=True, offsets_e=ends) for each in (grad, x)), ends)
+        for adds in (False, True):
+            how = "added" if adds else "stored"
+            time = milliseconds(partial(weight_grad.grouped_weight_grad, [part], out, adds))
+            row(f"{name} weight gradient, {how}, bf16", time, teraflop=teraflop)
+            time = milliseconds(partial(fp8_weight_grad.grouped_weight_grad, [low], out, adds))
+            row(f"{name} weight gradient, {how}", time, teraflop=teraflop)
+
+
+def activations() -> None:
+    config = ActivationConfig(kind="silu", gated=True)
+    for rows, width in ((65536, 768), (49152, 1408), (32768, 2048)):
+        x, grad, probs = draw(rows, 2 * width), draw(rows, width), torch.rand(rows, device="cuda")
+        size = rows * width / 1e9
+        time = milliseconds(partial(activation.activation, x, probs, config))
+        row(f"SwiGLU {rows} x {width}, bf16", time, 6 * size)
+        time = milliseconds(partial(activation.activation_quantized, x, probs, config))
+        row(f"SwiGLU {rows} x {width} and cast", time, 5.03 * size)
+        time = milliseconds(partial(activation.activation_grad_quantized, grad, x, probs, config))
+        row(f"SwiGLU gradient {rows} x {width} and cast", time, 14.06 * size)
+
+
 def main(argv: list[str]) -> None:
-    parts = {"ceilings": ceilings, "casts": casts, "products": products}
+    parts = {"ceilings": ceilings, "casts": casts, "products": products, "weight_grads": weight_grads}
+    parts["activations"] = activations
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     torch.manual_seed(0)

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels.backends.hopper import fp8_product
-from megatron_moe.kernels.backends.triton import quantize
+from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
+from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
 from megatron_moe.kernels.reference_routing import sort_rows
 from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows, values_of_weight
-from tests.helpers.tolerances import EXACT, FP8_KERNEL
+from tests.helpers.tolerances import EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
 
 pytestmark = pytest.mark.gpu1
 
@@ -106,6 +107,73 @@ def test_products_match_fp64(inputs: int, outputs: int, counts: list[int], power
         FP8_KERNEL.check(forward[part].double(), rows_RI[part] @ weight_eOI[expert].T, f"forward of {what}")
         FP8_KERNEL.check(backward[part].double(), grad_RO[part] @ weight_eOI[expert], f"gradient of {what}")
     EXACT.check(fp8_product.grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time")
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (272, 80), (320, 512), (1408, 208)])
+def test_weight_gradients_match_fp64(
+    inputs: int, outputs: int, counts: list[int], num_parts: int, accumulate: bool
+) -> None:
+    before = torch.randn(len(counts), outputs, inputs, device="cuda")
+    expected = before.double() if accumulate else torch.zeros_like(before, dtype=torch.float64)
+    parts = []
+    for number in range(num_parts):
+        counted = counts[number:] + counts[:number]
+        ends = offsets(counted)
+        operands = [
+            cast_with_nan_behind(draw(sum(counts), width, seed=10 * number + place), ends)
+            for place, width in enumerate((outputs, inputs))
+        ]
+        parts.append(GroupedPart(*operands, ends))
+        for expert, part in slices(counted):
+            grad, rows = (values_of_columns(each, counted, expert, part) for each in operands)
+            expected[expert] += grad @ rows.T
+    actual, repeated = (before.clone() if accumulate else torch.full_like(before, torch.nan) for _ in range(2))
+    for out in (actual, repeated):
+        fp8_weight_grad.grouped_weight_grad(parts, out, accumulate)
+    FP8_SUM.check(actual.double(), expected, "gradient")
+    EXACT.check(repeated, actual, "a second time")
+
+
+def cast_with_nan_behind(x: Tensor, ends: Tensor) -> QuantizedTensor:
+    """Both copies of expert rows, followed by rows of NaN without an expert."""
+    behind = quantize.quantize_rows(torch.cat([x, x[:ROWS_BEHIND]]), columnwise=True, offsets_e=ends)
+    assert behind.columnwise is not None
+    behind.columnwise[:, len(x) :] = torch.nan
+    return behind
+
+
+def values_of_columns(x: QuantizedTensor, counts: list[int], expert: int, part: slice) -> Tensor:
+    """fp64 values of an expert's rows in the columnwise copy [C, R]."""
+    assert x.columnwise is not None and x.columnwise_scales is not None
+    first = sum(-(-count // 128) for count in counts[:expert])
+    blocks = first + torch.arange(counts[expert], device="cuda") // 128
+    return x.columnwise[:, part].double() * x.columnwise_scales[blocks].T.double()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("width", [128, 768, 1408])
+def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
+    config = ActivationConfig(kind="silu", gated=True)
+    x = draw(301, 2 * width, seed=1).requires_grad_()
+    probs = torch.rand(301, device="cuda").requires_grad_() if weighted else None
+    if probs is not None:
+        probs.data[::5] = 0.0
+    grad = draw(301, width, seed=2)
+    plain = activation.activation(x, probs, config)
+    plain.backward(grad)
+    given = None if probs is None else probs.detach()
+    forward = activation.activation_quantized(x.detach(), given, config)
+    found = activation.activation_grad_quantized(grad, x.detach(), given, config)
+    assert x.grad is not None
+    same(forward, quantized_rows(plain.detach()), columnwise=False)
+    same(found.grad_x_q, quantized_rows(x.grad), columnwise=False)
+    EXACT.check(found.grad_x_RF, x.grad, "gradient of the input")
+    EXACT.check(found.out_RF, plain.detach(), "result")
+    if probs is not None:
+        FP32_REF.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
 
 
 def test_products_without_rows() -> None:

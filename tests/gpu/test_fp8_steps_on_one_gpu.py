@@ -9,7 +9,6 @@ from torch import Tensor
 
 from arguments.read import read_plan
 from benchmarks.harness.timed_run import TimedRun
-from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.config.precision import low_precision_config
 from megatron_moe.data.tokenizer import vocab_size_of
 from megatron_moe.kernels import reference
@@ -104,25 +103,3 @@ def test_dense_products(shape: tuple[int, int, int]) -> None:
     fp8_linear.linear_weight_grad(grad_q, x_q, found, True)
     reference.quantized_linear_weight_grad(grad_q, x_q, expected, True)
     FP8_KERNEL.check(found.double(), expected.double(), "weight gradient")
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_of_activations_equal_separate_ops(weighted: bool) -> None:
-    x, grad = draw(300, 2 * 1408, seed=1).requires_grad_(), draw(300, 1408, seed=2)
-    probs = torch.rand(300, device="cuda").requires_grad_() if weighted else None
-    if probs is not None:
-        probs.data[::7] = 0
-    swiglu = ActivationConfig(kind="silu", gated=True)
-    from megatron_moe.kernels.backends.triton.activation import activation
-
-    out = activation(x, probs, swiglu)
-    out.backward(grad)
-    detached = None if probs is None else probs.detach()
-    found = block_formats.quantize_activation_grad(grad, x.detach(), detached, swiglu, CONFIG.grads)
-    EXACT.check(found.out_RF, out.detach(), "result")
-    EXACT.check(found.grad_x_RF, x.grad, "gradient of the input")
-    expected = block_formats.quantize_rows(x.grad, CONFIG.grads, rowwise=True, columnwise=False)
-    EXACT.check(found.grad_x_q.rowwise.float(), expected.rowwise.float(), "bytes")
-    EXACT.check(found.grad_x_q.rowwise_scales, expected.rowwise_scales, "scales")
-    if probs is not None:
-        EXACT.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")

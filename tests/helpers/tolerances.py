@@ -126,6 +126,10 @@ FP8_KERNEL = Tolerance(
     "for sums of 128 products with about 14 bits in tensor cores.",
 )
 
+FP8_SUM = Tolerance(
+    2e-3, 0.0, "As FP8_KERNEL, but with results in fp32: only the sums of 128 products in tensor cores are rounded."
+)
+
 BF16_BLOCKS = Tolerance(
     2e-2,
     1e-3,

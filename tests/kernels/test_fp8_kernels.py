@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import QuantizedTensor
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows
 from tests.helpers.tolerances import EXACT
@@ -16,7 +16,7 @@ from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 LAUNCHES = """
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_product
-from megatron_moe.kernels.backends.triton import activation, quantize
+from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import QuantizedTensor, RowIndex
 
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
@@ -38,7 +38,7 @@ EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
 
 
 def exact_values(*shape: int, seed: int) -> Tensor:
-    """Random bf16 numbers that are E4M3 numbers, so that casts with scales >= 1 are exact. The interpreter does not
+    """Random bf16 numbers that are E4M3 numbers, so that casts with scales >= 1 are exact: the interpreter does not
     round to nearest."""
     bits = torch.randint(0, 127, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.uint8) << 7
@@ -153,3 +153,20 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
     EXACT.check(found.out_RF, plain.detach(), "result")
     if probs is not None:
         EXACT.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
+
+
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("width", [100, 384])
+def test_norms_with_fp8_results(width: int, zero_centered: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 9, width, generator=generator).bfloat16(), torch.rand(width, generator=generator)
+    x.requires_grad_()
+    weight.requires_grad_()
+    plain = norm.rms_norm(x, weight, 1e-5, zero_centered)
+    actual, scale_R = norm.rms_norm_quantized(x.detach(), weight.detach(), 1e-5, zero_centered)
+    check(actual, quantize.quantize_rows(plain.detach()))
+    grad = torch.randn(x.shape, generator=generator).bfloat16()
+    plain.backward(grad)
+    grads = norm.rms_norm_grad(grad, x.detach(), weight.detach(), scale_R, zero_centered)
+    for result, expected in zip(grads, (x.grad, weight.grad), strict=True):
+        EXACT.check(result, expected, "gradient")

@@ -37,7 +37,7 @@ HALF = gl.constexpr(128)
 """Columns of a tile per warpgroup: one scale block of the weights."""
 DEPTH = gl.constexpr(128)
 """Elements of the reduction dimension per pipeline stage: one scale block."""
-STAGES = 4
+STAGES = 3
 
 
 def grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _fp8_product(
 ):  # fmt: skip
     rows_stages = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + rows.block_type.shape, rows.layout)
     weight_stages = gl.allocate_shared_memory(weight.dtype, [2 * STAGES] + weight.block_type.shape, weight.layout)
-    results = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
+    results = gl.allocate_shared_memory(out.dtype, [4] + out.block_type.shape, out.layout)
     full, empty = new_barriers(STAGES)
     shape = (offsets_ptr, num_experts, depth, columns)
     scales = (row_scales_ptr, num_rows, weight_scales_ptr)
@@ -103,7 +103,7 @@ def _load_tiles(rows, weight, stages, shape):
         first = before
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, 2 * HALF)
+            row, column = place_of(number - first, start, num_down, columns, 2 * HALF)
             lower = end - row > CHUNK
             right = columns - column > HALF
             num_bytes = rows.block_type.nbytes + weight.block_type.nbytes
@@ -138,7 +138,6 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, stages, scales, shape):
     offsets_ptr, num_experts, depth, columns = shape
     row_scales_ptr, num_rows, weight_scales_ptr = scales
     STAGES: gl.constexpr = full.shape[0]
-    result = results.index(NUMBER)
     num_deep = gl.cdiv(depth, DEPTH)
     before = 0
     step = 0
@@ -147,18 +146,18 @@ def _sum_tiles(NUMBER: gl.constexpr, out, results, stages, scales, shape):
         first = before
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, 2 * HALF)
+            row, column = place_of(number - first, start, num_down, columns, 2 * HALF)
             column += NUMBER * HALF
             if column < columns:
                 block = expert * gl.cdiv(columns, HALF) + column // HALF
                 places = (row_scales_ptr + row, num_rows - row, num_rows, weight_scales_ptr + block * num_deep)
                 if end - row > CHUNK:
                     sums = _sum_chunks(NUMBER, 2, places, num_deep, step, rows_stages, weight_stages, full, empty)
-                    _store(out, result, sums[0], row, end, column)
-                    _store(out, result, sums[1], row + CHUNK, end, column)
+                    _store(out, results.index(2 * NUMBER), sums[0], row, end, column)
+                    _store(out, results.index(2 * NUMBER + 1), sums[1], row + CHUNK, end, column)
                 else:
                     sums = _sum_chunks(NUMBER, 1, places, num_deep, step, rows_stages, weight_stages, full, empty)
-                    _store(out, result, sums[0], row, end, column)
+                    _store(out, results.index(2 * NUMBER), sums[0], row, end, column)
                 step += num_deep
             else:
                 for _ in range(num_deep):
@@ -219,8 +218,8 @@ def _sum_chunks(
 
 @gluon.jit
 def _store(out, result, sums, row, end, column):
-    """Stores a chunk of results through the warpgroup's buffer in shared memory, asynchronously."""
-    tma.store_wait(0)  # until the previous store has read the buffer
+    """Stores a chunk of results asynchronously, through one of two buffers of the warpgroup in shared memory."""
+    tma.store_wait(1)  # until an earlier store has read this buffer
     result.reshape((CHUNK, HALF)).store(sums.to(out.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, in_slice(row, end, column), result)

@@ -63,8 +63,8 @@ def _described(part: GroupedPart[QuantizedTensor]) -> tuple[TensorDescriptor, Te
 
 
 def _columnwise(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Transposed elements [C, R] and their scales. Copies the elements if TMA cannot read them, which requires rows that
-    start at multiples of 16 bytes."""
+    """Transposed elements [C, R] and their scales. Copies the elements if their rows do not start at multiples of
+    16 bytes, which TMA requires."""
     data, scales = operand.columnwise, operand.columnwise_scales
     assert operand.block == (1, ROWS.value) and data is not None and scales is not None, operand.block
     if data.stride(0) % 16 or data.stride(1) != 1 or data.data_ptr() % 16:

@@ -93,7 +93,7 @@ def _load_tiles(rows, weight, stages, shape, TRANSPOSED: gl.constexpr):
         # count tiles over all experts: Triton 3.6 drops a loop-carried sum that is used only as a loop bound
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, TILE_COLUMNS)
+            row, column = place_of(number - first, start, num_down, columns, TILE_COLUMNS)
             both = end - row > ROWS_OF_HALF
             for k in range(0, depth, STEP):
                 stage = step % STAGES
@@ -128,7 +128,7 @@ def _sum_tiles(HALF: gl.constexpr, out, results, stages, shape, TRANSPOSED: gl.c
         first = before
         before += num_tiles
         for number in range(first_tile(first), before, gl.num_programs(0)):
-            row, column = place_of(number - first, start, num_down, TILE_COLUMNS)
+            row, column = place_of(number - first, start, num_down, columns, TILE_COLUMNS)
             row += HALF * ROWS_OF_HALF
             if row < end:
                 total = zeros(ROWS_OF_HALF, TILE_COLUMNS)

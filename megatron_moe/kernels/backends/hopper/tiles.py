@@ -22,6 +22,8 @@ _ALIGNMENT = 16
 """Alignment in bytes that TMA requires of tensors and of their rows."""
 ROWS_OF_TILE = gl.constexpr(128)
 """Rows of a tile of a grouped GEMM's result."""
+_BAND = gl.constexpr(16)
+"""Row tiles of a band; see `place_of`."""
 _FAR = gl.constexpr(1 << 30)
 """Number that exceeds the number of rows of any tensor; see `rows_by_slice`."""
 
@@ -106,9 +108,14 @@ def first_tile(before):
 
 
 @gluon.jit
-def place_of(tile, start, num_down, TILE_COLUMNS: gl.constexpr):
-    """Returns (first row, first column) of an expert's tile number `tile`."""
-    return start + tile % num_down * ROWS_OF_TILE, tile // num_down * TILE_COLUMNS
+def place_of(tile, start, num_down, columns, TILE_COLUMNS: gl.constexpr):
+    """Returns (first row, first column) of an expert's tile number `tile`. Tiles are numbered down the columns of bands
+    of rows, so that concurrent programs read few different rows and weights (from the L2 cache)."""
+    per_band = _BAND * gl.cdiv(columns, TILE_COLUMNS)
+    first = tile // per_band * _BAND
+    height = gl.minimum(num_down - first, _BAND)
+    within = tile % per_band
+    return start + (first + within % height) * ROWS_OF_TILE, within // height * TILE_COLUMNS
 
 
 @gluon.jit
