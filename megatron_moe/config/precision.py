@@ -1,6 +1,7 @@
 """Number formats of parameters, gradients, optimizer state and GEMMs."""
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 FloatName = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -8,6 +9,10 @@ StateName = Literal["fp32", "bf16", "fp16", "fp8"]
 Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4", "custom"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 
+ROW_ALIGNMENT = MappingProxyType(
+    {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128, "custom": 16}
+)
+"""Multiple to which `--moe-router-padding-for-quantization` pads the rows of an expert, by recipe."""
 WHOLE = (0, 0)
 """Block shape of tensors that have one scale per matrix."""
 

@@ -202,7 +202,7 @@ class RankMemory:
             in_flight=sum(in_flight),
             dispatch=workspace.dispatch,
             working=workspace.other,
-            receive_slots=max((receive_slots(each, plan.parallel, self.sizes) for each in set(layers)), default=0.0),
+            receive_slots=max((receive_slots(each, plan, self.sizes) for each in set(layers)), default=0.0),
             transfers=self._transfers(),
             visiting=self._visiting(rank),
             on_host=sum(count * chunk.on_host for count, chunk in zip(in_flight, chunks, strict=True)),

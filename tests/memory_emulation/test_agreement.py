@@ -211,7 +211,7 @@ def test_receive_slots_of_the_flex_dispatcher_agree(factor: float | None, num_sm
     )
     parallel = replace(plan.parallel, ep=4, world_size=4)
     found = compare(replace(plan, model=replace(plan.model, layers=layers), parallel=parallel))
-    slots = 4 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # exchanges x ranks x tokens x bytes
+    slots = 2 * 4 * 8192 * (2048 * 2 + 6 * (4 + 4))  # channels x ranks x tokens x bytes
     assert found.closed.receive_slots == slots
     assert abs(found.ratio - 1) < WITHIN
 

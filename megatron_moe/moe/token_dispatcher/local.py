@@ -14,7 +14,7 @@ class LocalDispatcher:
     token_major = False
 
     def __init__(self, num_experts: int, comm: ExpertComm) -> None:
-        self.kernels = comm.kernels
+        self.kernels, self.align = comm.kernels, comm.row_alignment
 
     def start_dispatch(self, tokens_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         return tokens_TH, routing
@@ -22,7 +22,7 @@ class LocalDispatcher:
     def finish_dispatch(self, pending: tuple[Tensor, Routing]) -> tuple[DispatchedTokens, CombineHandle]:
         """Copies every token to the rows of its experts; padding rows are zeros."""
         tokens_TH, routing = pending
-        index, probs_R = index_rows(routing, self.kernels)
+        index, probs_R = index_rows(routing, self.kernels, align=self.align)
         rows = DispatchedTokens.sorted(tokens_TH, index, probs_R, self.kernels, token_major=self.token_major)
         return rows, CombineHandle(index, len(tokens_TH))
 
