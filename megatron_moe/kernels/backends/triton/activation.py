@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, Format, empty_rows, store_tile
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, store_tile
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
 """(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
@@ -52,30 +53,25 @@ class _Activation(torch.autograd.Function):
 
 
 def activation_quantized(
-    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: Format = E4M3
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
 ) -> QuantizedTensor:
     """Activation with FP8 results: equals `quantize_rows(activation(...))` without the bf16 result in memory."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
-    out, scales = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
-    _forward(x_RF, probs_R, config, out, QUANTIZED_FORWARD_TILE, scales, form)
-    return QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
-    )
+    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
+    _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, form)
+    return QuantizedTensor.of(out, None, form.block, x_RF.dtype)
 
 
 def activation_grad_quantized(
-    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: Format = E4M3
+    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Gradients of `activation`: (FP8 gradient of x, gradient of the probabilities). For gated activations, the output
     width must be a multiple of 128, because no scale block may contain gradients of both halves."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
-    out, scales = empty_rows(*x_RF.shape, x_RF.device, form)
-    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, out, QUANTIZED_BACKWARD_TILE, scales, form)
-    rows = QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
-    )
-    return rows, grad_probs_R
+    out = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
+    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, out.data, QUANTIZED_BACKWARD_TILE, out.scales, form)
+    return QuantizedTensor.of(out, None, form.block, x_RF.dtype), grad_probs_R
 
 
 def _forward(
@@ -85,7 +81,7 @@ def _forward(
     out_RF: Tensor,
     tile: tuple[int, int],
     scales: Tensor | None = None,
-    form: Format = E4M3,
+    form: OperandFormat = E4M3,
 ) -> None:
     """Writes the results to `out_RF`; if `scales` is given, in FP8, and their scales to `scales`."""
     if out_RF.numel():
@@ -95,7 +91,7 @@ def _forward(
             x_RF, x_RF if probs_R is None else probs_R, out_RF, scales, num_rows, width, x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **form.constants(x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
         )  # fmt: skip
 
 
@@ -107,7 +103,7 @@ def _backward(
     grad_x_RF: Tensor,
     tile: tuple[int, int],
     scales: Tensor | None = None,
-    form: Format = E4M3,
+    form: OperandFormat = E4M3,
 ) -> Tensor | None:
     """Writes the gradient of x to `grad_x_RF` and returns that of the probabilities; `scales`: see `_forward`."""
     grad_RF = rows_of(grad)
@@ -120,7 +116,7 @@ def _backward(
             x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **form.constants(x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
         )  # fmt: skip
     return grad_probs_R
 
