@@ -5,6 +5,7 @@ saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse s
 """
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import triton
@@ -23,8 +24,8 @@ BLOCK = 128
 LENGTH = tl.constexpr(BLOCK)
 ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
-BOTH = {"EACH": 4, "STAGES": 2, "num_warps": 16}
-WEIGHT = {"EACH": 4, "STAGES": 2, "num_warps": 8}
+BOTH = MappingProxyType({"EACH": 4, "STAGES": 2, "num_warps": 16})
+WEIGHT = MappingProxyType({"EACH": 4, "STAGES": 2, "num_warps": 8})
 """Launch options of casts with a transposed copy. EACH: column blocks per program."""
 _INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
@@ -60,7 +61,7 @@ def quantize_rows(
             torch.ones(num_blocks, width, device=x.device, dtype=torch.float32),
         )
         if x_RK.numel():
-            out = row or column  # not written if there is no rowwise copy
+            out = row or column  # unused if there is no rowwise copy
             _quantize_both[(num_blocks, triton.cdiv(width, BOTH["EACH"] * BLOCK))](
                 x_RK, out.data, out.scales, column.data, column.scales, offsets_e, num_rows, width, x_RK.stride(0),
                 num_experts, ROWWISE=rowwise, EXPERTS=power_of_two(num_experts), **constants(form, x.dtype), **BOTH,
