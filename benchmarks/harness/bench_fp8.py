@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a scr
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad, product, weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
-from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 SHAPES = {
     "Q6 fc1": (65536, 128, 2048, 1536),
@@ -73,7 +74,11 @@ def ceilings() -> None:
         except RuntimeError as error:
             print("scaled_mm:", error, flush=True)
         one = quantize.quantize_weight(draw(1, outputs, inputs))
-        row(f"ours, {name}", milliseconds(partial(fp8_product.grouped_forward, x, one, ends)), teraflop=teraflop)
+        row(
+            f"ours, {name}",
+            milliseconds(partial(fp8_product.quantized_grouped_forward, x, one, ends)),
+            teraflop=teraflop,
+        )
 
 
 def scaled_mm(x: QuantizedTensor, w: QuantizedTensor) -> Tensor:
@@ -107,7 +112,7 @@ def casts() -> None:
         index = sort_rows(torch.rand(tokens, experts, device="cuda").topk(topk).indices, experts, None)
         x = draw(tokens, hidden)
         size = (2 * tokens * hidden + 1.03 * tokens * topk * hidden) / 1e9
-        time = milliseconds(partial(quantize.permute_quantized, x, index))
+        time = milliseconds(partial(quantize.quantize_permuted, x, index))
         row(f"permute and cast {tokens} tokens, {topk} rows each, hidden {hidden}", time, size)
 
 
@@ -121,11 +126,13 @@ def products() -> None:
             milliseconds(partial(product.grouped_forward, x, weight, ends)),
             milliseconds(partial(product.grouped_input_grad, grad, weight, ends)),
         ]
-        x, grad, weight = quantize.quantize_rows(x), quantize.quantize_rows(grad), quantize.quantize_weight(weight)
+        rows_q, grad_q = quantize.quantize_rows(x), quantize.quantize_rows(grad)
+        weight_q = quantize.quantize_weight(weight)
         row(f"{name} forward, bf16", plain[0], teraflop=teraflop)
-        row(f"{name} forward", milliseconds(partial(fp8_product.grouped_forward, x, weight, ends)), teraflop=teraflop)
+        time = milliseconds(partial(fp8_product.quantized_grouped_forward, rows_q, weight_q, ends))
+        row(f"{name} forward", time, teraflop=teraflop)
         row(f"{name} input gradient, bf16", plain[1], teraflop=teraflop)
-        time = milliseconds(partial(fp8_product.grouped_input_grad, grad, weight, ends))
+        time = milliseconds(partial(fp8_product.quantized_grouped_input_grad, grad_q, weight_q, ends))
         row(f"{name} input gradient", time, teraflop=teraflop)
 
 
@@ -137,13 +144,14 @@ def weight_grads() -> None:
         ends = counts.cumsum(0).to(torch.int32)
         x, grad, out = draw(rows, inputs), draw(rows, outputs), torch.zeros(experts, outputs, inputs, device="cuda")
         teraflop = 2 * rows * inputs * outputs / 1e12
-        part = GroupedPart(grad, x, ends)
-        low = GroupedPart(*(quantize.quantize_rows(each, columnwise=True, offsets_e=ends) for each in (grad, x)), ends)
+        part = GroupedPart[Tensor](grad, x, ends)
+        grad_q, x_q = (quantize.quantize_rows(each, columnwise=True, offsets_e=ends) for each in (grad, x))
+        low = GroupedPart[MatrixOperand](grad_q, x_q, ends)
         for adds in (False, True):
             how = "added" if adds else "stored"
             time = milliseconds(partial(weight_grad.grouped_weight_grad, [part], out, adds))
             row(f"{name} weight gradient, {how}, bf16", time, teraflop=teraflop)
-            time = milliseconds(partial(fp8_weight_grad.grouped_weight_grad, [low], out, adds))
+            time = milliseconds(partial(fp8_weight_grad.quantized_grouped_weight_grad, [low], out, adds))
             row(f"{name} weight gradient, {how}", time, teraflop=teraflop)
 
 
@@ -154,9 +162,9 @@ def activations() -> None:
         size = rows * width / 1e9
         time = milliseconds(partial(activation.activation, x, probs, config))
         row(f"SwiGLU {rows} x {width}, bf16", time, 6 * size)
-        time = milliseconds(partial(activation.activation_quantized, x, probs, config))
+        time = milliseconds(partial(activation.quantize_activation, x, probs, config))
         row(f"SwiGLU {rows} x {width} and cast", time, 5.03 * size)
-        time = milliseconds(partial(activation.activation_grad_quantized, grad, x, probs, config))
+        time = milliseconds(partial(activation.quantize_activation_grad, grad, x, probs, config))
         row(f"SwiGLU gradient {rows} x {width} and cast", time, 14.06 * size)
 
 

@@ -1,15 +1,25 @@
 """FP8 casts against their definition in plain torch, bit for bit, and products of FP8 operands against fp64."""
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import OperandFormat, low_precision_config
+from megatron_moe.config.run import KernelConfig
+from megatron_moe.kernels.backends.hopper import backend as hopper_kernels
 from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, quantize
 from megatron_moe.kernels.backends.triton.backend import permute
-from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
+from megatron_moe.kernels.kernel_set import LOW_PRECISION_OPS
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
 from megatron_moe.kernels.reference_routing import sort_rows
+from megatron_moe.kernels.registry import select_kernels
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES
 from tests.gpu.test_hopper_on_one_gpu import COUNTS, ROWS_BEHIND, draw, offsets, slices
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows, values_of_weight
 from tests.helpers.tolerances import EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
@@ -17,9 +27,9 @@ from tests.helpers.tolerances import EXACT, FP8_KERNEL, FP8_SUM, FP32_REF
 pytestmark = pytest.mark.gpu1
 
 FORMS = {
-    "e4m3": quantize.Format(),
-    "e4m3, fp32 scales": quantize.Format(power_of_two=False),
-    "e5m2": quantize.Format(dtype=torch.float8_e5m2),
+    "e4m3": quantize.E4M3,
+    "e4m3, fp32 scales": replace(quantize.E4M3, scale="fp32"),
+    "e5m2": replace(quantize.E4M3, element="e5m2"),
 }
 
 
@@ -50,9 +60,9 @@ def same(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool = 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(1, 16), (300, 200), (256, 1024), (77, 7168)])
-def test_casts_of_rows(shape: tuple[int, int], form: quantize.Format) -> None:
+def test_casts_of_rows(shape: tuple[int, int], form: OperandFormat) -> None:
     x = wild(*shape, seed=1)
-    expected = quantized_rows(x, dtype=form.dtype, power_of_two=form.power_of_two)
+    expected = quantized_rows(x, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
     same(quantize.quantize_rows(x, form), expected, columnwise=False)
     same(quantize.quantize_rows(x, form, columnwise=True), expected)
     wide = torch.cat([x, x], 1)[:, : shape[1]]
@@ -69,10 +79,10 @@ def test_casts_of_expert_rows(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 300, 200), (2, 256, 128), (1536, 2048)])
-def test_casts_of_weights(shape: tuple[int, ...], form: quantize.Format) -> None:
+def test_casts_of_weights(shape: tuple[int, ...], form: OperandFormat) -> None:
     weight = wild(*shape, seed=3)
-    expected = quantized_weight(weight, dtype=form.dtype, power_of_two=form.power_of_two)
-    same(quantize.quantize_weight(weight, form), expected)
+    expected = quantized_weight(weight, dtype=DTYPES[form.element], power_of_two=form.scale == "power of 2")
+    same(quantize.quantize_weight(weight, replace(form, block=(128, 128))), expected)
 
 
 @pytest.mark.parametrize(("tokens", "width", "align"), [(1, 128, 1), (300, 200, 1), (513, 2048, 16), (100, 7168, 128)])
@@ -80,7 +90,7 @@ def test_permuted_casts(tokens: int, width: int, align: int) -> None:
     ids = torch.rand(tokens, 20, device="cuda").topk(6).indices
     index = sort_rows(ids, 20, None, align)
     x = wild(tokens, width, seed=4)
-    same(quantize.permute_quantized(x, index), quantized_rows(permute(x, index)), columnwise=False)
+    same(quantize.quantize_permuted(x, index), quantized_rows(permute(x, index)), columnwise=False)
 
 
 def test_dequantised_rows_are_exact() -> None:
@@ -99,14 +109,16 @@ def test_products_match_fp64(inputs: int, outputs: int, counts: list[int], power
         quantized_rows(torch.cat([draw(num_rows, tail.shape[1], seed=seed), tail]), power_of_two=power_of_two)
         for seed, tail in enumerate(behind, 2)
     )
-    forward = fp8_product.grouped_forward(rows, weight, ends)
-    backward = fp8_product.grouped_input_grad(grad, weight, ends)
+    forward = fp8_product.quantized_grouped_forward(rows, weight, ends)
+    backward = fp8_product.quantized_grouped_input_grad(grad, weight, ends)
     rows_RI, grad_RO, weight_eOI = values_of_rows(rows), values_of_rows(grad), values_of_weight(weight)
     for expert, part in slices(counts):
         what = f"expert {expert}"
         FP8_KERNEL.check(forward[part].double(), rows_RI[part] @ weight_eOI[expert].T, f"forward of {what}")
         FP8_KERNEL.check(backward[part].double(), grad_RO[part] @ weight_eOI[expert], f"gradient of {what}")
-    EXACT.check(fp8_product.grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time")
+    EXACT.check(
+        fp8_product.quantized_grouped_forward(rows, weight, ends)[:num_rows], forward[:num_rows], "a second time"
+    )
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["stored", "added"])
@@ -126,13 +138,13 @@ def test_weight_gradients_match_fp64(
             cast_with_nan_behind(draw(sum(counts), width, seed=10 * number + place), ends)
             for place, width in enumerate((outputs, inputs))
         ]
-        parts.append(GroupedPart(*operands, ends))
+        parts.append(GroupedPart[MatrixOperand](operands[0], operands[1], ends))
         for expert, part in slices(counted):
             grad, rows = (values_of_columns(each, counted, expert, part) for each in operands)
             expected[expert] += grad @ rows.T
     actual, repeated = (before.clone() if accumulate else torch.full_like(before, torch.nan) for _ in range(2))
     for out in (actual, repeated):
-        fp8_weight_grad.grouped_weight_grad(parts, out, accumulate)
+        fp8_weight_grad.quantized_grouped_weight_grad(parts, out, accumulate)
     FP8_SUM.check(actual.double(), expected, "gradient")
     EXACT.check(repeated, actual, "a second time")
 
@@ -165,8 +177,8 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
     plain = activation.activation(x, probs, config)
     plain.backward(grad)
     given = None if probs is None else probs.detach()
-    forward = activation.activation_quantized(x.detach(), given, config)
-    found = activation.activation_grad_quantized(grad, x.detach(), given, config)
+    forward = activation.quantize_activation(x.detach(), given, config)
+    found = activation.quantize_activation_grad(grad, x.detach(), given, config)
     assert x.grad is not None
     same(forward, quantized_rows(plain.detach()), columnwise=False)
     same(found.grad_x_q, quantized_rows(x.grad), columnwise=False)
@@ -176,8 +188,54 @@ def test_activations_with_fp8_results(width: int, weighted: bool) -> None:
         FP32_REF.check(found.grad_probs_R, probs.grad, "gradient of the probabilities")
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(37, 80, 272), (256, 384, 640), (48, 128, 1408), (4096, 512, 256)]
+)
+def test_dense_products_match_fp64(rows: int, inputs: int, outputs: int, element: Literal["e4m3", "e5m2"]) -> None:
+    x, bias = quantize.quantize_rows(draw(rows, inputs, seed=1), columnwise=True), draw(outputs, seed=2)
+    form = replace(quantize.E4M3, element=element)
+    grad = quantize.quantize_rows(draw(rows, outputs, seed=3), form, columnwise=True)
+    weight = quantize.quantize_weight(draw(outputs, inputs, seed=4))
+    x_RI, grad_RO, weight_OI = values_of_rows(x), values_of_rows(grad), values_of_weight(weight)
+    forward = hopper_kernels.quantized_linear_forward(x, weight, bias)
+    FP8_KERNEL.check(forward.double(), x_RI @ weight_OI.T + bias.double(), "forward")
+    input_grad = hopper_kernels.quantized_linear_input_grad(grad, weight)
+    FP8_KERNEL.check(input_grad.double(), grad_RO @ weight_OI, "input gradient")
+    everything = slice(0, rows)
+    expected = values_of_columns(grad, [rows], 0, everything) @ values_of_columns(x, [rows], 0, everything).T
+    for out, tolerance in (
+        (torch.ones(outputs, inputs, device="cuda"), FP8_SUM),
+        (draw(outputs, inputs, seed=5), FP8_KERNEL),
+    ):
+        before = out.double()
+        hopper_kernels.quantized_linear_weight_grad(grad, x, out, True)
+        tolerance.check(out.double(), before + expected, f"weight gradient added in {out.dtype}")
+        hopper_kernels.quantized_linear_weight_grad(grad, x, out, False)
+        tolerance.check(out.double(), expected, f"weight gradient in {out.dtype}")
+
+
+def test_copies_are_made_separately() -> None:
+    x, ends = draw(300, 256, seed=1), offsets([100, 0, 200])
+    both = quantize.quantize_rows(x, columnwise=True, offsets_e=ends)
+    only = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
+    assert only.rowwise is None and only.rowwise_scales is None
+    same_elements(only.columnwise, both.columnwise, "columnwise")
+    EXACT.check(only.columnwise_scales, both.columnwise_scales, "scales")
+
+
+def test_kernels_are_selected_for_the_recipe_blockwise() -> None:
+    device = torch.device("cuda")
+    for hybrid in (False, True):
+        config = low_precision_config("blockwise", hybrid=hybrid)
+        kernels = select_kernels(KernelConfig(), device, torch.bfloat16, config)
+        backends = {choice.op: choice.backend for choice in kernels.choices if choice.op in LOW_PRECISION_OPS}
+        assert {backends.pop(f"quantize_{what}") for what in ("rows", "weight")} == {"triton"}
+        assert set(backends.values()) == {"hopper"}
+
+
 def test_products_without_rows() -> None:
     weight = quantized_weight(draw(3, 64, 128, seed=1))
     empty = quantize.quantize_rows(draw(0, 128, seed=1))
     ends = torch.zeros(3, device="cuda", dtype=torch.int32)
-    assert fp8_product.grouped_forward(empty, weight, ends).shape == (0, 64)
+    assert fp8_product.quantized_grouped_forward(empty, weight, ends).shape == (0, 64)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 BLOCK = 128
 

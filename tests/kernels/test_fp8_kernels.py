@@ -1,6 +1,8 @@
 """FP8 kernels without a GPU: casts in the interpreter, and whether the Hopper products compile. Results on a GPU:
 tests/gpu/test_fp8_on_one_gpu.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,30 +10,41 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows
 from tests.helpers.tolerances import EXACT
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
 
 LAUNCHES = """
+from dataclasses import replace
 from megatron_moe.config.moe import ActivationConfig
-from megatron_moe.kernels.backends.hopper import fp8_product
+from megatron_moe.kernels.backends.hopper import fp8_product, fp8_weight_grad
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
-from megatron_moe.kernels.ops import QuantizedTensor, RowIndex
+from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
 for name in ("rows", "both", "weight", "tokens"):
     setattr(quantize, f"_quantize_{name}", Compiled(getattr(quantize, f"_quantize_{name}")))
+fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
 for name in ("forward", "backward"):
     setattr(activation, f"_activation_{name}", Compiled(getattr(activation, f"_activation_{name}")))
 x, stack = torch.zeros(1024, 512, dtype=torch.bfloat16), torch.zeros(8, 768, 512, dtype=torch.bfloat16)
 ends = torch.zeros(8, dtype=torch.int32)
-fp8_product.grouped_forward(rows := quantize.quantize_rows(x), weight := quantize.quantize_weight(stack), ends)
+weight = quantize.quantize_weight(stack)
+fp8_product.quantized_grouped_forward(quantize.quantize_rows(x), weight, ends)
 grad = quantize.quantize_rows(torch.zeros(1024, 768, dtype=torch.bfloat16), columnwise=True, offsets_e=ends)
-fp8_product.grouped_input_grad(grad, weight, ends)
+fp8_product.quantized_grouped_input_grad(grad, weight, ends)
+hybrid = replace(quantize.E4M3, element="e5m2")
+fp8_product.quantized_grouped_input_grad(quantize.quantize_rows(torch.zeros_like(x), hybrid), weight, ends)
+rows = quantize.quantize_rows(x, rowwise=False, columnwise=True, offsets_e=ends)
+for parts, accumulate in ((1, False), (2, True)):
+    part = GroupedPart(grad, rows, ends)
+    fp8_weight_grad.quantized_grouped_weight_grad([part] * parts, torch.zeros(8, 768, 512), accumulate)
+part = GroupedPart(quantize.quantize_rows(x, hybrid, columnwise=True, offsets_e=ends), rows, ends)
+fp8_weight_grad.quantized_grouped_weight_grad([part], torch.zeros(8, 512, 512), False)
 swiglu = ActivationConfig(kind="silu", gated=True)
-activation.activation_quantized(x, torch.zeros(1024), swiglu)
-activation.activation_grad_quantized(x[:, :256], x, torch.zeros(1024), swiglu)
+activation.quantize_activation(x, torch.zeros(1024), swiglu)
+activation.quantize_activation_grad(x[:, :256], x, torch.zeros(1024), swiglu)
 """
 EDGES = (0.0, torch.nan, torch.inf, 2.0**-125, 1e-38, 3e38)
 """Values of single elements: no scale, no scale, no scale, scales that overflow, and the smallest scale."""
@@ -58,7 +71,7 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 7
+    assert len(kernels) == 15
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
@@ -78,17 +91,19 @@ def test_casts_of_rows(shape: tuple[int, int]) -> None:
     check(quantize.quantize_rows(wide), quantized_rows(x))
 
 
-@pytest.mark.parametrize("form", [quantize.Format(), quantize.Format(power_of_two=False)], ids=["2^n", "fp32"])
+@pytest.mark.parametrize("scale", ["power of 2", "fp32"])
 @pytest.mark.parametrize("edge", EDGES)
-def test_scales_of_unusual_blocks(edge: float, form: quantize.Format) -> None:
+def test_scales_of_unusual_blocks(edge: float, scale: str) -> None:
     x = torch.zeros(3, 256, dtype=torch.bfloat16)
     x[1, 5], x[2, 200] = edge, -edge
-    expected = quantized_rows(x, power_of_two=form.power_of_two)
+    form = replace(quantize.E4M3, scale=scale)
+    expected = quantized_rows(x, power_of_two=scale == "power of 2")
     actual = quantize.quantize_rows(x, form, columnwise=True)
     EXACT.check(actual.rowwise_scales, expected.rowwise_scales, "scales")
     EXACT.check(actual.columnwise_scales, expected.columnwise_scales, "columnwise scales")
-    weight = quantize.quantize_weight(x[:, :128], form)
-    EXACT.check(weight.rowwise_scales, quantized_weight(x[:, :128], power_of_two=form.power_of_two).rowwise_scales)
+    weight = quantize.quantize_weight(x[:, :128], replace(form, block=(128, 128)))
+    expected = quantized_weight(x[:, :128], power_of_two=scale == "power of 2")
+    EXACT.check(weight.rowwise_scales, expected.rowwise_scales, "scales of a weight")
 
 
 @pytest.mark.parametrize("counts", [[0, 70, 1, 200, 0, 129], [16, 0, 144, 32], [0, 0, 3]])
@@ -117,7 +132,7 @@ def test_permuted_casts(align: int) -> None:
     ids[3, 1] = -1
     index = reference.sort_rows(ids, 6, None, align)
     x = exact_values(20, 300, seed=4)
-    check(quantize.permute_quantized(x, index), quantized_rows(reference.permute(x, index)))
+    check(quantize.quantize_permuted(x, index), quantized_rows(reference.permute(x, index)))
 
 
 def test_dequantised_rows_are_exact() -> None:
@@ -144,8 +159,8 @@ def test_activations_with_fp8_results(config: ActivationConfig, weighted: bool) 
     grad = torch.randn(37, 384, generator=generator).bfloat16()
     plain = activation.activation(x, probs, config)
     plain.backward(grad)
-    forward = activation.activation_quantized(x.detach(), None if probs is None else probs.detach(), config)
-    found = activation.activation_grad_quantized(grad, x.detach(), None if probs is None else probs.detach(), config)
+    forward = activation.quantize_activation(x.detach(), None if probs is None else probs.detach(), config)
+    found = activation.quantize_activation_grad(grad, x.detach(), None if probs is None else probs.detach(), config)
     assert x.grad is not None
     check(forward, quantize.quantize_rows(plain.detach()))
     check(found.grad_x_q, quantize.quantize_rows(x.grad))

@@ -29,7 +29,7 @@ from megatron_moe.kernels.backends.hopper.tiles import (
     tiles_of,
 )
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 CHUNK = gl.constexpr(64)
 """Rows per MMA. A tile has two chunks; the second one is skipped if the expert has no rows for it."""
@@ -40,28 +40,27 @@ DEPTH = gl.constexpr(128)
 STAGES = 3
 
 
-def grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
-    """See `Kernels.grouped_forward`; bf16 results. Reads the rowwise copies of both operands."""
-    return multiply(rows, weight.rowwise, weight.rowwise_scales, offsets_e)
+def quantized_grouped_forward(rows: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
+    """See `Kernels.grouped_forward`. Reads the rowwise copies of both operands."""
+    return multiply(rows, weight.row_copy, offsets_e)
 
 
-def grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
-    """See `Kernels.grouped_input_grad`; bf16 results. Reads the rowwise gradient and the columnwise weights."""
-    return multiply(grad, weight.columnwise, weight.columnwise_scales, offsets_e)
+def quantized_grouped_input_grad(grad: QuantizedTensor, weight: QuantizedTensor, offsets_e: Tensor) -> Tensor:
+    """See `Kernels.grouped_input_grad`. Reads the rowwise gradient and the columnwise weights."""
+    return multiply(grad, weight.column_copy, offsets_e)
 
 
-def multiply(rows: QuantizedTensor, weight: Tensor | None, weight_scales: Tensor | None, offsets_e: Tensor) -> Tensor:
-    """Grouped GEMM of rows [R, D] and weight [e, C, D] -> [R, C]."""
-    assert rows.block == (1, DEPTH.value) and rows.rowwise is not None and rows.rowwise_scales is not None, rows.block
-    assert weight is not None and weight_scales is not None, "the copy of the weights that this GEMM reads is missing"
-    num_experts, columns, depth = weight.shape
-    out = torch.empty(len(rows.rowwise), columns, device=weight.device, dtype=torch.bfloat16)
+def multiply(rows: QuantizedTensor, weight: QuantizedCopy, offsets_e: Tensor) -> Tensor:
+    """Grouped GEMM of rows [R, D] in blocks of 1x128 and weights [e, C, D] in blocks of 128x128 -> bf16 [R, C]."""
+    assert rows.block == (1, DEPTH.value), f"{rows.block}"
+    data, scales, _ = rows.row_copy
+    num_experts, columns, depth = weight.data.shape
+    out = torch.empty(len(data), columns, device=data.device, dtype=torch.bfloat16)
     if out.numel() == 0 or depth == 0:
         return out.zero_()
-    matrices = aligned(weight.flatten(0, 1), "weights")
     _fp8_product[(num_multiprocessors(out.device),)](
-        blocks_of(aligned(rows.rowwise, "rows"), [CHUNK.value, DEPTH.value]), rows.rowwise_scales.contiguous(),
-        blocks_of(matrices, [HALF.value, DEPTH.value]), weight_scales.contiguous(),
+        blocks_of(aligned(data, "rows"), [CHUNK.value, DEPTH.value]), scales.contiguous(),
+        blocks_of(aligned(weight.data.flatten(0, 1), "weights"), [HALF.value, DEPTH.value]), weight.scales.contiguous(),
         rows_by_slice(aligned(out, "results"), [CHUNK.value, HALF.value]), offsets_e,
         len(out), num_experts, depth, columns, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

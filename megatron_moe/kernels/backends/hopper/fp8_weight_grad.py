@@ -23,7 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_moe.kernels.backends.hopper.tiles import add_block, aligned, blocks_of, extent, halves, new_barriers
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
-from megatron_moe.kernels.ops import GroupedPart, QuantizedTensor
+from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 HALF = gl.constexpr(64)
 """Output channels of a tile per warpgroup."""
@@ -36,8 +37,13 @@ MOST_PARTS = 2
 """Maximum number of parts (microbatches) per launch."""
 
 
-def grouped_weight_grad(parts: Sequence[GroupedPart[QuantizedTensor]], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`; `out` is fp32."""
+def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
+    """See `Kernels.grouped_weight_grad`. Gradient buffers in bf16 are written by torch from a sum in fp32."""
+    if out.dtype is not torch.float32:
+        total = torch.empty_like(out, dtype=torch.float32)
+        quantized_grouped_weight_grad(parts, total, False)
+        out.copy_(out + total if accumulate else total)
+        return
     assert out.is_contiguous() and aligned(out, "weight gradients") is out, f"{out.shape} {out.stride()}"
     if out.numel() == 0:
         return
@@ -53,7 +59,7 @@ def grouped_weight_grad(parts: Sequence[GroupedPart[QuantizedTensor]], out: Tens
         )  # fmt: skip
 
 
-def _described(part: GroupedPart[QuantizedTensor]) -> tuple[TensorDescriptor, Tensor, TensorDescriptor, Tensor, Tensor]:
+def _described(part: GroupedPart[MatrixOperand]) -> tuple[TensorDescriptor, Tensor, TensorDescriptor, Tensor, Tensor]:
     grad, grad_scales = _columnwise(part.grad)
     rows, rows_scales = _columnwise(part.rows)
     return (
@@ -62,11 +68,11 @@ def _described(part: GroupedPart[QuantizedTensor]) -> tuple[TensorDescriptor, Te
     )  # fmt: skip
 
 
-def _columnwise(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
+def _columnwise(operand: MatrixOperand) -> tuple[Tensor, Tensor]:
     """Transposed elements [C, R] and their scales. Copies the elements if their rows do not start at multiples of
     16 bytes, which TMA requires."""
-    data, scales = operand.columnwise, operand.columnwise_scales
-    assert operand.block == (1, ROWS.value) and data is not None and scales is not None, operand.block
+    assert isinstance(operand, QuantizedTensor) and operand.block == (1, ROWS.value), f"{type(operand)}"
+    data, scales, _ = operand.column_copy
     if data.stride(0) % 16 or data.stride(1) != 1 or data.data_ptr() % 16:
         num_rows = data.shape[1]
         data = F.pad(data.view(torch.uint8), (0, -num_rows % 16))[:, :num_rows].view(data.dtype)

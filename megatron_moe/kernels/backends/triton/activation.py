@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_moe.config.moe import ActivationConfig
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, Format, empty_rows, store_tile
-from megatron_moe.kernels.ops import QuantizedActivationGrads, QuantizedTensor
+from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, store_tile
+from megatron_moe.kernels.ops import QuantizedActivationGrads
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
 """(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
@@ -51,34 +53,30 @@ class _Activation(torch.autograd.Function):
         return (grad_x_RF.view(*shape, x_RF.shape[1]), None if grad_probs_R is None else grad_probs_R.view(shape), None)
 
 
-def activation_quantized(
-    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: Format = E4M3
+def quantize_activation(
+    x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
 ) -> QuantizedTensor:
     """Activation with FP8 results: equals `quantize_rows(activation(...))` without the bf16 result in memory."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
-    out, scales = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
-    _forward(x_RF, probs_R, config, out, QUANTIZED_FORWARD_TILE, scales, form)
-    return QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK), dtype=x_RF.dtype
-    )
+    out = empty_rows(x_RF.shape[0], x_RF.shape[1] // config.fan, x_RF.device, form)
+    _forward(x_RF, probs_R, config, out.data, QUANTIZED_FORWARD_TILE, out.scales, form)
+    return QuantizedTensor.of(out, None, form.block, x_RF.dtype)
 
 
-def activation_grad_quantized(
-    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: Format = E4M3
+def quantize_activation_grad(
+    grad_RF: Tensor, x_RF: Tensor, probs_R: Tensor | None, config: ActivationConfig, form: OperandFormat = E4M3
 ) -> QuantizedActivationGrads:
-    """Gradients of `activation` and its result. For gated activations, the output width must be a multiple of 128,
-    because no scale block may contain gradients of both halves."""
+    """See `Kernels.quantize_activation_grad`. For gated activations, the width must be a multiple of 128, because
+    no scale block may contain gradients of both halves."""
     x_RF, probs_R = rows_of(x_RF), None if probs_R is None else probs_R.contiguous()
     assert not config.gated or grad_RF.shape[-1] % BLOCK == 0, f"width {grad_RF.shape[-1]}"
-    out, scales = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
-    quantized = QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK), dtype=x_RF.dtype
-    )
+    quantized = empty_rows(x_RF.shape[0], x_RF.shape[1], x_RF.device, form)
     grad_x_RF = torch.empty(x_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
     out_RF = torch.empty(grad_RF.shape, device=x_RF.device, dtype=x_RF.dtype)
-    others = (out, scales, out_RF, form)
-    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, QUANTIZED_BACKWARD_TILE, *others)
-    return QuantizedActivationGrads(quantized, grad_x_RF, grad_probs_R, out_RF)
+    tile = QUANTIZED_BACKWARD_TILE
+    grad_probs_R = _backward(grad_RF, x_RF, probs_R, config, grad_x_RF, tile, quantized, out_RF, form)
+    grad_x_q = QuantizedTensor.of(quantized, None, form.block, x_RF.dtype)
+    return QuantizedActivationGrads(grad_x_q, grad_x_RF, grad_probs_R, out_RF)
 
 
 def _forward(
@@ -88,7 +86,7 @@ def _forward(
     out_RF: Tensor,
     tile: tuple[int, int],
     scales: Tensor | None = None,
-    form: Format = E4M3,
+    form: OperandFormat = E4M3,
 ) -> None:
     """Writes the results to `out_RF`; if `scales` is given, in FP8, and their scales to `scales`."""
     if out_RF.numel():
@@ -98,7 +96,7 @@ def _forward(
             x_RF, x_RF if probs_R is None else probs_R, out_RF, scales, num_rows, width, x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **form.constants(x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
         )  # fmt: skip
 
 
@@ -109,24 +107,24 @@ def _backward(
     config: ActivationConfig,
     grad_x_RF: Tensor,
     tile: tuple[int, int],
-    quantized: Tensor | None = None,
-    scales: Tensor | None = None,
+    quantized: QuantizedCopy | None = None,
     out_RF: Tensor | None = None,
-    form: Format = E4M3,
+    form: OperandFormat = E4M3,
 ) -> Tensor | None:
     """Writes the gradient of x to `grad_x_RF` and returns that of the probabilities. If given, also writes the gradient
-    of x in FP8 to `quantized` and `scales`, and the result of the activation to `out_RF`."""
+    of x in FP8 to `quantized`, and the result of the activation to `out_RF`."""
     grad_RF = rows_of(grad)
     num_rows, width = grad_RF.shape
     grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
     if grad_RF.numel():
-        rows, columns = _tile(width if scales is None else max(width, BLOCK), *tile)
+        rows, columns = _tile(width if quantized is None else max(width, BLOCK), *tile)
         _activation_backward[(triton.cdiv(num_rows, rows),)](
-            grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF, quantized, scales, out_RF,
+            grad_RF, x_RF, x_RF if probs_R is None else probs_R, grad_x_RF,
+            None if quantized is None else quantized.data, None if quantized is None else quantized.scales, out_RF,
             x_RF if grad_probs_R is None else grad_probs_R, num_rows, width, grad_RF.stride(0), x_RF.stride(0),
             config.linear_offset, NO_CLAMP if config.clamp is None else config.clamp, KIND=config.kind,
             GATED=config.gated, CLAMPED=config.clamp is not None, WEIGHTED=probs_R is not None,
-            ROWS=rows, COLUMNS=columns, **form.constants(x_RF.dtype),
+            ROWS=rows, COLUMNS=columns, **constants(form, x_RF.dtype),
         )  # fmt: skip
     return grad_probs_R
 

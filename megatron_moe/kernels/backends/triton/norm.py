@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors, power_of_two, rows_of, sum_of_shares
-from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, Format, empty_rows, store_tile
-from megatron_moe.kernels.ops import QuantizedTensor
+from megatron_moe.kernels.backends.triton.quantize import BLOCK, E4M3, constants, empty_rows, store_tile
+from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 TILE = 8192
 """Maximum elements of a tile."""
@@ -72,17 +73,14 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def rms_norm_quantized(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, form: Format = E4M3
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, form: OperandFormat = E4M3
 ) -> tuple[QuantizedTensor, Tensor]:
     """RMSNorm of x [..., H] with FP8 results: equals `quantize_rows(rms_norm(...))` without the bf16 result in memory.
     Also returns 1 / RMS of each row, fp32 [R], for `rms_norm_grad`."""
     x_RH = rows_of(x)
-    out, scales = empty_rows(*x_RH.shape, x.device, form)
-    scale_R = _norm_to(out, x_RH, None, x_RH, weight, eps, zero_centered, scales, form)
-    rows = QuantizedTensor(
-        rowwise=out, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
-    )
-    return rows, scale_R
+    out = empty_rows(x_RH.shape[0], x_RH.shape[1], x.device, form)
+    scale_R = _norm_to(out.data, x_RH, None, x_RH, weight, eps, zero_centered, out.scales, form)
+    return QuantizedTensor.of(out, None, form.block, x.dtype), scale_R
 
 
 def rms_norm_grad(
@@ -110,7 +108,7 @@ def _norm_to(
     eps: float,
     zero_centered: bool,
     block_scales: Tensor | None = None,
-    form: Format = E4M3,
+    form: OperandFormat = E4M3,
 ) -> Tensor:
     """Writes the RMSNorm to `out_RH`; in FP8 if `block_scales` are given, which it also writes. Returns 1 / RMS."""
     num_rows, width = x_RH.shape
@@ -121,7 +119,7 @@ def _norm_to(
         _rms_norm_forward[grid](
             x_RH, added, total_RH, weight, out_RH, block_scales, scale_R, num_rows, width, x_RH.stride(0),
             added.stride(0), eps, ADDED=residual_RH is not None, ZERO_CENTERED=zero_centered, **tile,
-            **form.constants(x_RH.dtype),
+            **constants(form, x_RH.dtype),
         )  # fmt: skip
     return scale_R
 

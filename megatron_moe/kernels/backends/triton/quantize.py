@@ -4,141 +4,150 @@ Each kernel reads its input once. Elements are multiplied by their block's scale
 saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse scale).
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_moe.config.precision import OperandFormat
 from megatron_moe.kernels.backends.triton.launch import power_of_two, rows_of
-from megatron_moe.kernels.backends.triton.rows import COPY_TILE
-from megatron_moe.kernels.ops import QuantizedTensor, RowIndex
+from megatron_moe.kernels.backends.triton.rows import COPY_TILE, permute
+from megatron_moe.kernels.ops import RowIndex
+from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
+from megatron_moe.precision.quantizers import DTYPES, LARGEST
 
 BLOCK = 128
 """Length of a scale block."""
 LENGTH = tl.constexpr(BLOCK)
 ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
-BOTH = {"EACH": 4, "STAGES": 2, "num_warps": 16}
-WEIGHT = {"EACH": 4, "STAGES": 2, "num_warps": 8}
+BOTH = MappingProxyType({"EACH": 4, "STAGES": 2, "num_warps": 16})
+WEIGHT = MappingProxyType({"EACH": 4, "STAGES": 2, "num_warps": 8})
 """Launch options of casts with a transposed copy. EACH: column blocks per program."""
 _INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
-@dataclass(frozen=True)
-class Format:
-    """FP8 format of elements and rounding of scales."""
-
-    dtype: torch.dtype = torch.float8_e4m3fn
-    power_of_two: bool = True
-    """Rounds scales down to powers of two; False: fp32 scales."""
-
-    def constants(self, source: torch.dtype) -> dict[str, float | bool]:
-        """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
-        return {
-            "LARGEST": torch.finfo(self.dtype).max,
-            "BOUND": torch.finfo(source).max,
-            "POWER_OF_TWO": self.power_of_two,
-        }
-
-
-E4M3 = Format()
+E4M3 = OperandFormat(element="e4m3", block=(1, BLOCK), scale="power of 2")
+E4M3_WEIGHT = replace(E4M3, block=(BLOCK, BLOCK))
+"""Formats of the recipe blockwise for rows and weights."""
 
 
 def quantize_rows(
-    x: Tensor, form: Format = E4M3, *, columnwise: bool = False, offsets_e: Tensor | None = None
+    x: Tensor,
+    form: OperandFormat = E4M3,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    offsets_e: Tensor | None = None,
+    scale: Tensor | None = None,
+    seed: int = 0,
 ) -> QuantizedTensor:
-    """Quantises x [..., K] in blocks of 1x128: a rowwise copy and, if `columnwise`, a transposed copy in blocks of 128
-    rows. With `offsets_e` (end of each expert's rows, int32), these blocks start again at each expert's first row; rows
-    from `offsets_e[-1]` on are undefined in both copies."""
+    """See `Kernels.quantize_rows`, for blocks of 1x128. In `columnwise`, rows without an expert are undefined."""
+    assert form.block == (1, BLOCK) and scale is None, f"{form}"
     x_RK = rows_of(x)
     num_rows, width = x_RK.shape
-    rowwise, scales = empty_rows(num_rows, width, x.device, form)
-    across = across_scales = None
+    row = empty_rows(num_rows, width, x.device, form) if rowwise else None
+    column = None
     if columnwise:
-        num_blocks = triton.cdiv(num_rows, BLOCK) if offsets_e is None else num_rows // BLOCK + len(offsets_e)
-        across = torch.empty(width, num_rows, device=x.device, dtype=form.dtype)
-        across_scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
-        if across.numel():
+        num_experts = 0 if offsets_e is None else len(offsets_e)
+        num_blocks = triton.cdiv(num_rows, BLOCK) if offsets_e is None else num_rows // BLOCK + num_experts
+        column = QuantizedCopy(
+            torch.empty(width, num_rows, device=x.device, dtype=DTYPES[form.element]),
+            torch.ones(num_blocks, width, device=x.device, dtype=torch.float32),
+        )
+        if x_RK.numel():
+            out = row or column  # unused if there is no rowwise copy
             _quantize_both[(num_blocks, triton.cdiv(width, BOTH["EACH"] * BLOCK))](
-                x_RK, rowwise, scales, across, across_scales, offsets_e, num_rows, width, x_RK.stride(0),
-                num_experts := 0 if offsets_e is None else len(offsets_e), EXPERTS=power_of_two(num_experts),
-                **form.constants(x.dtype), **BOTH,
+                x_RK, out.data, out.scales, column.data, column.scales, offsets_e, num_rows, width, x_RK.stride(0),
+                num_experts, ROWWISE=rowwise, EXPERTS=power_of_two(num_experts), **constants(form, x.dtype), **BOTH,
             )  # fmt: skip
-    elif rowwise.numel():
+    elif row is not None and x_RK.numel():
         rows, columns = ROWS_TILE
         _quantize_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-            x_RK, rowwise, scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
-            **form.constants(x.dtype),
+            x_RK, row.data, row.scales, num_rows, width, x_RK.stride(0), ROWS=rows, COLUMNS=columns,
+            **constants(form, x.dtype),
         )  # fmt: skip
-    return QuantizedTensor(
-        rowwise=rowwise, rowwise_scales=scales, columnwise=across, columnwise_scales=across_scales, block=(1, BLOCK)
-    )
+    return QuantizedTensor.of(row, column, form.block, x.dtype)
 
 
-def quantize_weight(weight: Tensor, form: Format = E4M3) -> QuantizedTensor:
-    """Quantises weights [..., O, I] in blocks of 128x128, with a transposed copy of elements and scales."""
+def quantize_weight(
+    weight: Tensor, form: OperandFormat = E4M3_WEIGHT, *, columnwise: bool = True, scale: Tensor | None = None
+) -> QuantizedTensor:
+    """See `Kernels.quantize_weight`, for blocks of 128x128. Always makes both copies."""
+    assert form.block == (BLOCK, BLOCK) and scale is None, f"{form}"
     stack = weight.contiguous().view(-1, *weight.shape[-2:])
     num, outputs, inputs = stack.shape
     blocks_o, blocks_i = triton.cdiv(outputs, BLOCK), triton.cdiv(inputs, BLOCK)
-    lead = weight.shape[:-2]
-    rowwise = torch.empty(*lead, outputs, inputs, device=weight.device, dtype=form.dtype)
-    columnwise = torch.empty(*lead, inputs, outputs, device=weight.device, dtype=form.dtype)
-    scales = torch.empty(*lead, blocks_o, blocks_i, device=weight.device, dtype=torch.float32)
-    across_scales = torch.empty(*lead, blocks_i, blocks_o, device=weight.device, dtype=torch.float32)
+
+    def copy(shape: tuple[int, int], blocks: tuple[int, int]) -> QuantizedCopy:
+        lead = weight.shape[:-2]
+        return QuantizedCopy(
+            torch.empty(*lead, *shape, device=weight.device, dtype=DTYPES[form.element]),
+            torch.empty(*lead, *blocks, device=weight.device, dtype=torch.float32),
+        )
+
+    row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
     if stack.numel():
         _quantize_weight[(triton.cdiv(blocks_i, WEIGHT["EACH"]), blocks_o, num)](
-            stack, rowwise, scales, columnwise, across_scales, outputs, inputs, **form.constants(weight.dtype), **WEIGHT
-        )
-    return QuantizedTensor(
-        rowwise=rowwise, rowwise_scales=scales, columnwise=columnwise, columnwise_scales=across_scales,
-        block=(BLOCK, BLOCK),
-    )  # fmt: skip
+            stack, row.data, row.scales, column.data, column.scales, outputs, inputs, **constants(form, weight.dtype),
+            **WEIGHT,
+        )  # fmt: skip
+    return QuantizedTensor.of(row, column, form.block, weight.dtype)
 
 
-def permute_quantized(tokens_TH: Tensor, index: RowIndex, form: Format = E4M3) -> QuantizedTensor:
-    """Gathers tokens [T, H] to rows [R, H] in FP8: equals `quantize_rows(permute(tokens_TH, index))`, but quantises
-    each token once. Also gathers the gradients of an unpermute, whose backward is a permute."""
-    assert index.rows_TK is not None, "a dense routing index has no row per choice"
+def quantize_permuted(tokens_TH: Tensor, index: RowIndex, form: OperandFormat = E4M3) -> QuantizedTensor:
+    """See `Kernels.quantize_permuted`. Also gathers the gradients of an unpermute, whose backward is a permute."""
+    if index.rows_TK is None:  # a dense routing index has no row per choice
+        return quantize_rows(permute(tokens_TH, index), form)
     tokens_TH = rows_of(tokens_TH)
     num_rows, (num_tokens, width) = len(index.token_R), tokens_TH.shape
-    rowwise, scales = empty_rows(num_rows, width, tokens_TH.device, form)
-    if rowwise.numel():
+    row = empty_rows(num_rows, width, tokens_TH.device, form)
+    if row.data.numel():
         columns = min(max(power_of_two(width), BLOCK), COPY_TILE)
         num_programs = max(num_tokens, 1)
         each = triton.cdiv(num_rows, num_programs)
         _quantize_tokens[(num_programs, triton.cdiv(width, columns))](
-            tokens_TH, index.rows_TK.contiguous(), index.token_R, rowwise, scales, num_tokens, num_rows, width,
+            tokens_TH, index.rows_TK.contiguous(), index.token_R, row.data, row.scales, num_tokens, num_rows, width,
             tokens_TH.stride(0), each, EACH=power_of_two(each), TOPK=index.rows_TK.shape[1], COLUMNS=columns,
-            **form.constants(tokens_TH.dtype),
+            **constants(form, tokens_TH.dtype),
         )  # fmt: skip
-    return QuantizedTensor(
-        rowwise=rowwise, rowwise_scales=scales, columnwise=None, columnwise_scales=None, block=(1, BLOCK)
-    )
+    return QuantizedTensor.of(row, None, form.block, tokens_TH.dtype)
 
 
-def dequantize_rows(rows: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Values [M, K] of a rowwise copy in blocks of 1x128; exact in bf16 if the scales are powers of two."""
-    assert rows.block == (1, BLOCK) and rows.rowwise is not None and rows.rowwise_scales is not None, rows.block
-    num_rows, width = rows.rowwise.shape
-    out = torch.empty(num_rows, width, device=rows.rowwise.device, dtype=dtype)
+def dequantize_rows(rows: QuantizedTensor) -> Tensor:
+    """Values [R, C] of a rowwise copy in blocks of 1x128; exact in bf16 if the scales are powers of two."""
+    assert rows.block == (1, BLOCK), f"{rows.block}"
+    data, scales, _ = rows.row_copy
+    num_rows, width = data.shape
+    out = torch.empty(num_rows, width, device=data.device, dtype=rows.dtype)
     if out.numel():
         tile_rows, columns = ROWS_TILE
         _dequantize_rows[(triton.cdiv(num_rows, tile_rows), triton.cdiv(width, columns))](
-            rows.rowwise, rows.rowwise_scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
+            data, scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
         )
     return out
 
 
-def empty_rows(num_rows: int, width: int, device: torch.device, form: Format) -> tuple[Tensor, Tensor]:
-    """Uninitialised elements [num_rows, width] and scales of a rowwise copy."""
-    return (
-        torch.empty(num_rows, width, device=device, dtype=form.dtype),
+def empty_rows(num_rows: int, width: int, device: torch.device, form: OperandFormat) -> QuantizedCopy:
+    """Uninitialised rowwise copy of a matrix [num_rows, width]."""
+    return QuantizedCopy(
+        torch.empty(num_rows, width, device=device, dtype=DTYPES[form.element]),
         torch.empty(triton.cdiv(width, BLOCK), num_rows, device=device, dtype=torch.float32),
     )
+
+
+@cache
+def constants(form: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
+    """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
+    assert form.element in DTYPES and form.scale in ("fp32", "power of 2"), f"{form}"
+    bound = torch.finfo(source).max
+    return {"LARGEST": LARGEST[form.element], "BOUND": bound, "POWER_OF_TWO": form.scale == "power of 2"}
 
 
 @triton.jit
@@ -225,7 +234,7 @@ def _extent_of_block(offsets_ptr, block, num_experts, EXPERTS: tl.constexpr):
 @triton.jit
 def _quantize_both(
     x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, offsets_ptr, num_rows, width, stride, num_experts,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
+    ROWWISE: tl.constexpr, EXPERTS: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
     LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -246,9 +255,10 @@ def _quantize_both(
         columns = column + tl.arange(0, LENGTH)
         held = (row < count)[:, None] & (columns < width)[None, :]
         x = tl.load(x_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0)
-        store_tile(
-            x, row, column, out_ptr, scales_ptr, num_rows, width, count, width, LARGEST, BOUND, POWER_OF_TWO
-        )  # fmt: skip
+        if ROWWISE:
+            store_tile(
+                x, row, column, out_ptr, scales_ptr, num_rows, width, count, width, LARGEST, BOUND, POWER_OF_TWO
+            )  # fmt: skip
         scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
         tl.store(across_scales_ptr + columns, inverse, mask=(columns < width) & (count > 0))
         across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
