@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.attention import CoreAttentionConfig
-from megatron_moe.precision.quantized_tensor import QuantizedTensor
 
 _BACKENDS = f"{__package__}.backends"
 _CUDNN_WIDEST_HEAD = 256
@@ -145,37 +144,6 @@ class _FakeAttention(torch.autograd.Function):
         inputs = (x.permute(1, 2, 0, 3) for x in (grads[0], *ctx.saved_tensors[:3]))
         return *(grad.permute(2, 0, 1, 3) for grad in _differentiate(*inputs)), None
 
-
-# products of quantised operands on a Hopper GPU, which allocate only their result
-
-
-def _row_products(rows: QuantizedTensor, weight: QuantizedTensor, *others: Tensor | None) -> Tensor:
-    return rows.row_copy.data.new_empty(
-        *rows.row_copy.data.shape[:-1], weight.row_copy.data.shape[-2], dtype=rows.dtype
-    )
-
-
-def _column_products(grad: QuantizedTensor, weight: QuantizedTensor, *others: Tensor) -> Tensor:
-    columns = weight.column_copy.data.shape[-2]
-    return grad.row_copy.data.new_empty(*grad.row_copy.data.shape[:-1], columns, dtype=grad.dtype)
-
-
-def _added_products(*arguments: object) -> None:
-    """Fake of a weight gradient. It allocates nothing."""
-
-
-QUANTIZED_PRODUCTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        f"quantized_{kind}_{name}": fake
-        for kind in ("linear", "grouped")
-        for name, fake in (
-            ("forward", _row_products),
-            ("input_grad", _column_products),
-            ("weight_grad", _added_products),
-        )
-    }
-)
-"""Fake matrix multiplications of quantised operands by op name."""
 
 _REPLACED: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {

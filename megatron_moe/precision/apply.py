@@ -75,9 +75,10 @@ def _saves_input(name: str, model: GPT) -> bool:
         return saved_tensors.stash is not None or is_discarded
     if linear == "linear_proj":  # attention saves its output, except where a gate multiplies it
         attention = model.get_submodule(owner)
-        has_gate = isinstance(attention, Attention) and attention.config.output_gate
-        return not has_gate and not saved_tensors.is_recomputed("core_attn")
-    if owner.endswith(".shared_experts") and linear == "linear_fc1":  # the router saves the same input
+        return not (isinstance(attention, Attention) and attention.config.output_gate)
+    # several layers, or a layer and the router, save the same input
+    if linear in ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "fc1_latent_proj"):
         return True
-    follows_norm = linear in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_fc1")
-    return follows_norm and saved_tensors.is_recomputed("layernorm")
+    if linear == "linear_fc1" and owner.endswith(".shared_experts"):
+        return True
+    return linear in ("linear_qkv", "linear_fc1") and saved_tensors.is_recomputed("layernorm")
