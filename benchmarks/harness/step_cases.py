@@ -81,9 +81,17 @@ CASES = (
     StepCase(name="ds4", title="DS4, micro batch 1", flags="--recipe ds4", steps=8, traced=2, step_seconds=1.3),
     StepCase(name="x2", title="X2", flags="--recipe x2", steps=8, traced=2, step_seconds=1.3),
     *(
-        StepCase(name=f"{name}-fp8", title=f"{name.upper()}, FP8 blockwise", flags=f"--recipe {name} {FP8}", traced=2)
-        for name in ("q6", "m8", "ds4", "x2")
+        StepCase(
+            name=f"{name}-fp8",
+            title=f"{name.upper()}, FP8 blockwise",
+            flags=f"--recipe {name} {FP8}",
+            steps=8,
+            traced=2,
+            step_seconds=seconds,
+        )
+        for name, seconds in (("q6", 0.35), ("m8", 0.45), ("ds4", 1.1), ("x2", 1.1))
     ),
+    *_both("-fp8-whole", "FP8 blockwise, whole steps as CUDA graphs", f"{FP8} {WHOLE}", _NONE),
     *_both("-fp32-masters", "masters in fp32", "--no-use-precision-aware-optimizer", _NONE),
     *_both("-bf16-moments", "moments in bf16", BF16_MOMENTS, _NONE),
     *_both("-repeatable", "--deterministic-mode", "--deterministic-mode", _NONE),
