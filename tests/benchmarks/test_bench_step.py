@@ -23,7 +23,7 @@ from megatron_moe.moe.router_metrics import record_load
 from megatron_moe.parallel.context import ParallelContext
 
 BY_NAME = {case.name: case for case in CASES}
-SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280}
+SHAPES = {"q6": 151936, "m8": 163840, "ds4": 129280, "x2": 32000}
 
 
 def plan_of(case: StepCase) -> RunPlan:
