@@ -58,7 +58,10 @@ def linear(
         out: Tensor = _LinearFunction.apply(kernels, x, weight, bias, sharded)  # type: ignore[no-untyped-call]
     else:
         saves = torch.is_grad_enabled()
-        out = _QuantizedLinear.apply(kernels, x, weight, bias, sharded, precision, saves)  # type: ignore[no-untyped-call]
+        keeps_copy = saves and sharded is None and not precision.save_input
+        x_q = precision.shared_input(x) if precision.fused_block and not keeps_copy else None
+        options = (sharded, precision, saves, keeps_copy, x_q)
+        out = _QuantizedLinear.apply(kernels, x, weight, bias, *options)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -206,12 +209,14 @@ class _QuantizedLinear(torch.autograd.Function):
         sharded: ShardedInput | None,
         precision: LinearPrecision,
         saves: bool,
+        keeps_copy: bool,
+        x_q: QuantizedTensor | None,
     ) -> Tensor:
         ctx.kernels, ctx.weight, ctx.precision = kernels, weight, precision
         ctx.gather = None if sharded is None else sharded.gather
         ctx.bias_dtype = None if bias is None else bias.dtype
-        keeps_copy = saves and sharded is None and not precision.save_input
-        x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
+        if x_q is None:
+            x_q = precision.input(x.flatten(0, -2), columnwise=keeps_copy, record=saves)
         ctx.weight_q = precision.weight(weight)
         _save_input(ctx, x_q if keeps_copy else x if sharded is None else sharded.shard.detach())
         return kernels.linear_forward(x_q, ctx.weight_q, bias).unflatten(0, x.shape[:-1])
@@ -241,7 +246,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_weight = accumulate_grad(weight, compute)
         if wants_bias:
             grad_bias = grad_RO.sum(dim=0, dtype=internal_dtype(grad.dtype)).to(ctx.bias_dtype)
-        return None, grad_x, grad_weight, grad_bias, None, None, None
+        return None, grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _QuantizedGroupedLinear(torch.autograd.Function):

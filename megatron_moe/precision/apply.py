@@ -13,7 +13,7 @@ from megatron_moe.parallel.collectives import all_reduce_
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import Linear
 from megatron_moe.parallel.parameter import held_experts
-from megatron_moe.precision.linear_precision import DelayedScaling, LinearPrecision, ModelPrecision
+from megatron_moe.precision.linear_precision import DelayedScaling, LastInput, LinearPrecision, ModelPrecision
 
 LowPrecisionModule = Linear | ExpertStack | Head
 
@@ -24,10 +24,16 @@ def apply_low_precision(model: GPT, config: LowPrecisionConfig, ctx: ParallelCon
     Embedding, router, gates, norms and the output layer keep the dtype of the parameters; the output layer only without
     `config.output_layer`. So do the first and last decoder layers selected by `config`.
     """
+    last_input = LastInput()
     for name, module in model.named_modules():
         if isinstance(module, LowPrecisionModule) and _uses_low_precision(name, module, model, config):
             delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
-            options = {"name": name, "save_input": _saves_input(name, model), "delayed": delayed}
+            options = {
+                "name": name,
+                "save_input": _saves_input(name, model),
+                "delayed": delayed,
+                "last_input": last_input,
+            }
             module.precision = LinearPrecision(config, kernels, **options)
     for module in model.modules():
         # a paged stash stores the sorted rows
