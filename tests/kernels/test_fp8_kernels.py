@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
-from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows
 from tests.helpers.tolerances import EXACT
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
@@ -72,7 +72,7 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 18
+    assert len(kernels) == 17
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
@@ -113,12 +113,22 @@ def test_column_blocks_start_again_at_every_expert(counts: list[int]) -> None:
     x = exact_values(num_rows + 5, 144, seed=2)
     x[num_rows:] = torch.nan
     actual = quantize.quantize_rows(x, columnwise=True, offsets_e=ends.int())
+    expected = quantized_rows(x[:num_rows], ends.tolist())
     assert actual.rowwise is not None and actual.columnwise is not None and actual.rowwise_scales is not None
+    assert expected.columnwise is not None
     held = QuantizedTensor(
         rowwise=actual.rowwise[:num_rows], rowwise_scales=actual.rowwise_scales[:, :num_rows],
-        columnwise=actual.columnwise[:, :num_rows], columnwise_scales=actual.columnwise_scales, block=actual.block,
+        columnwise=actual.columnwise[:, : expected.columnwise.shape[1]],
+        columnwise_scales=actual.columnwise_scales, block=actual.block,
     )  # fmt: skip
-    check(held, quantized_rows(x[:num_rows], ends.tolist()), columnwise=True)
+    check(held, expected, columnwise=True)
+    copies = expert_copies(actual.column_copy, actual.block, ends.tolist(), columnwise=True)
+    for copy, start, end in zip(copies, [0, *ends.tolist()], ends.tolist(), strict=False):
+        if start == end:
+            continue
+        own = quantized_rows(x[start:end]).column_copy
+        same_elements(copy.data, own.data, "columnwise copy of an expert")
+        EXACT.check(copy.scales, own.scales, "its scales")
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (2, 130, 300), (3, 128, 256)])

@@ -23,8 +23,8 @@ BLOCK = 128
 LENGTH = tl.constexpr(BLOCK)
 ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
-BOTH_WARPS, EXPERT_WARPS, WEIGHT_WARPS = 4, 8, 4
-"""Warps per 128x128 tile of casts with a transposed copy: of rows, expert rows and weights; the fastest on an H200."""
+BOTH_WARPS, WEIGHT_WARPS = 4, 4
+"""Warps per 128x128 tile of casts with a transposed copy, of rows and of weights; the fastest on an H200."""
 _INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -45,7 +45,8 @@ def quantize_rows(
     scale: Tensor | None = None,
     seed: int = 0,
 ) -> QuantizedTensor:
-    """See `Kernels.quantize_rows`, for blocks of 1x128. In `columnwise`, rows without an expert are undefined."""
+    """See `Kernels.quantize_rows`, for blocks of 1x128. The columnwise copy of expert rows has gaps: [C, 128 B] for B
+    blocks, so that every block starts at a multiple of 128; the rest of an expert's last block is 0."""
     assert form.block == (1, BLOCK) and scale is None, f"{form}"
     x_RK = rows_of(x)
     num_rows, width = x_RK.shape
@@ -54,16 +55,14 @@ def quantize_rows(
     if columnwise:
         blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
         num_blocks = triton.cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
-        column = QuantizedCopy(
-            torch.empty(width, num_rows, device=x.device, dtype=DTYPES[form.element]),
-            torch.ones(num_blocks, width, device=x.device, dtype=torch.float32),
-        )
+        data = torch.empty(width, num_blocks * BLOCK, device=x.device, dtype=DTYPES[form.element])
+        scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
+        column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
         if x_RK.numel():
             out = row or column  # unused if there is no rowwise copy
             _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
-                x_RK, out.data, out.scales, column.data, column.scales, blocks, num_rows, width, x_RK.stride(0),
-                ROWWISE=rowwise, **constants(form, x.dtype),
-                num_warps=BOTH_WARPS if blocks is None else EXPERT_WARPS,
+                x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
+                ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
             )  # fmt: skip
     elif row is not None and x_RK.numel():
         rows, columns = ROWS_TILE
@@ -245,6 +244,7 @@ def _list_row_blocks(offsets_ptr, table_ptr, num_experts, EXPERTS: tl.constexpr,
 @triton.jit
 def _quantize_both(
     x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
+    across_stride,
     ROWWISE: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -269,14 +269,9 @@ def _quantize_both(
     scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
     tl.store(across_scales_ptr + columns, inverse, mask=(columns < width) & (count > 0))
     across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
-    base = across_ptr + column.to(tl.int64) * num_rows
-    place = tl.arange(0, LENGTH)[:, None] * num_rows + row[None, :]
-    inside = (columns < width)[:, None]
-    if (first % 16 == 0) & (count % 16 == 0):  # the compiler stores 16 bytes at once
-        held = (row < count // 16 * 16)[None, :] & inside
-        tl.store(base + first // 16 * 16 + place, across, mask=held)
-    else:
-        tl.store(base + first + place, across, mask=(row < count)[None, :] & inside)
+    base = across_ptr + column.to(tl.int64) * across_stride + block * LENGTH
+    place = tl.arange(0, LENGTH)[:, None] * across_stride + row[None, :]
+    tl.store(base + place, across, mask=(columns < width)[:, None] & (count > 0))
 
 
 @triton.jit
