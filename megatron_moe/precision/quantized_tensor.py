@@ -36,7 +36,8 @@ class QuantizedTensor:
 
     Rows of experts ([R, C], sorted by expert) are quantised per expert. With `WHOLE`, the scales are [e], one per
     expert. In `columnwise`, [C, R], blocks start again at each expert's first row; the blocks of all experts are
-    stored without gaps in scales [R // n + e, C], whose last rows may be unused.
+    stored without gaps in scales [R // n + e, C], whose last rows may be unused. Kernels may instead return [C, n (R //
+    n + e)], where every block starts at a multiple of n and the rest of an expert's last block is 0.
 
     Copies in E2M1 are padded with zeros along their last dim to whole blocks, because elements share bytes and the
     Hadamard transform mixes the elements of a block. Rows of experts are padded per expert.
@@ -126,14 +127,16 @@ def expert_copies(
     copy: QuantizedCopy, block: tuple[int, int], ends: list[int], *, columnwise: bool
 ) -> list[QuantizedCopy]:
     """Splits a copy of expert rows into one copy per expert. `ends`: end of each expert's rows."""
-    parts, first_block, is_packed = [], 0, copy.data.dtype == torch.uint8
+    parts, first_block = [], 0
+    per_block = block[1] // 2 if copy.data.dtype == torch.uint8 else block[1]
+    has_gaps = columnwise and block != WHOLE and copy.data.shape[1] == per_block * len(copy.scales)
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if not columnwise:
             data = copy.data[start:end]
-        elif is_packed:
-            bytes_per_block = block[1] // 2
-            last_block = first_block - (start - end) // block[1]
-            data = copy.data[:, first_block * bytes_per_block : last_block * bytes_per_block]
+        elif copy.data.dtype == torch.uint8:
+            data = copy.data[:, first_block * per_block : (first_block - (start - end) // block[1]) * per_block]
+        elif has_gaps:
+            data = copy.data[:, first_block * per_block : first_block * per_block + end - start]
         else:
             data = copy.data[:, start:end]
         if block == WHOLE:

@@ -1,7 +1,10 @@
 """FP8 kernels without a GPU: casts in the interpreter, and whether the Hopper products compile. Results on a GPU:
 tests/gpu/test_fp8_on_one_gpu.py."""
 
+import re
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 from megatron_moe.config.moe import ActivationConfig
 from megatron_moe.kernels import reference
 from megatron_moe.kernels.backends.triton import activation, norm, quantize
-from megatron_moe.precision.quantized_tensor import QuantizedTensor
+from megatron_moe.precision.quantized_tensor import QuantizedTensor, expert_copies
 from tests.helpers.fp8_oracle import quantized_rows, quantized_weight, same_elements, values_of_rows
 from tests.helpers.tolerances import EXACT
 from tests.kernels.compiled import NO_SPILLS, SHARED_MEMORY, compiled
@@ -23,6 +26,7 @@ from megatron_moe.kernels.backends.triton import activation, norm, quantize
 from megatron_moe.kernels.ops import GroupedPart, RowIndex
 
 fp8_product._fp8_product = Compiled(fp8_product._fp8_product)
+quantize._list_row_blocks = Compiled(quantize._list_row_blocks)
 for name in ("rows", "both", "weight", "tokens"):
     setattr(quantize, f"_quantize_{name}", Compiled(getattr(quantize, f"_quantize_{name}")))
 fp8_weight_grad._fp8_expert_grads = Compiled(fp8_weight_grad._fp8_expert_grads)
@@ -71,15 +75,20 @@ def check(actual: QuantizedTensor, expected: QuantizedTensor, columnwise: bool =
 
 def test_kernels_compile_and_fit_into_a_multiprocessor() -> None:
     kernels = compiled(LAUNCHES)
-    assert len(kernels) == 15
+    assert len(kernels) == 17
     for code in kernels:
         assert code["shared"] <= SHARED_MEMORY
         assert NO_SPILLS in code["ptxas"]
-    products = [code["ptx"] for code in kernels if "wgmma.mma_async" in code["ptx"]]
-    assert len(products) == 2
-    for text in products:
-        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in text
-    assert sum("cvt.rn.satfinite.e4m3x2" in code["ptx"] for code in kernels) == 5
+    products = instructions(kernels, r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.\w+\.\w+)")
+    assert products == {"m64n128k32.f32.e4m3.e4m3": 4, "m64n128k32.f32.e5m2.e4m3": 2}
+    assert instructions(kernels, r"cvt\.rn\.satfinite\.(\w+)\.f32") == {"e4m3x2": 6, "e5m2x2": 2}
+    adding = [code for code in kernels if "cp.reduce.async.bulk.tensor" in code["ptx"]]
+    assert len(adding) == 1, "sums are added by TMA, and only where they shall be added"
+
+
+def instructions(kernels: list[dict[str, Any]], pattern: str) -> Counter[str]:
+    """Number of kernels with each variant of an instruction."""
+    return Counter(variant for code in kernels for variant in set(re.findall(pattern, code["ptx"])))
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 128), (130, 300), (33, 640)])
@@ -112,12 +121,22 @@ def test_column_blocks_start_again_at_every_expert(counts: list[int]) -> None:
     x = exact_values(num_rows + 5, 144, seed=2)
     x[num_rows:] = torch.nan
     actual = quantize.quantize_rows(x, columnwise=True, offsets_e=ends.int())
+    expected = quantized_rows(x[:num_rows], ends.tolist())
     assert actual.rowwise is not None and actual.columnwise is not None and actual.rowwise_scales is not None
+    assert expected.columnwise is not None
     held = QuantizedTensor(
         rowwise=actual.rowwise[:num_rows], rowwise_scales=actual.rowwise_scales[:, :num_rows],
-        columnwise=actual.columnwise[:, :num_rows], columnwise_scales=actual.columnwise_scales, block=actual.block,
+        columnwise=actual.columnwise[:, : expected.columnwise.shape[1]],
+        columnwise_scales=actual.columnwise_scales, block=actual.block,
     )  # fmt: skip
-    check(held, quantized_rows(x[:num_rows], ends.tolist()), columnwise=True)
+    check(held, expected, columnwise=True)
+    copies = expert_copies(actual.column_copy, actual.block, ends.tolist(), columnwise=True)
+    for copy, start, end in zip(copies, [0, *ends.tolist()], ends.tolist(), strict=False):
+        if start == end:
+            continue
+        own = quantized_rows(x[start:end]).column_copy
+        same_elements(copy.data, own.data, "columnwise copy of an expert")
+        EXACT.check(copy.scales, own.scales, "its scales")
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (2, 130, 300), (3, 128, 256)])

@@ -1,8 +1,9 @@
 """Expert weight gradients of block-scaled FP8 operands: both have 1x128 scales along the rows (tokens); fp32 results.
 
-Reads the columnwise (transposed) copies. As in `fp8_product`, each block of 128 rows is multiplied into a fresh
-accumulator, which is scaled and added to sums in fp32 registers. TMA writes the result to the gradient
-buffer or adds it.
+Reads the columnwise (transposed) copies of `backends/triton/quantize.py`, in which block b of 128 rows, counted across
+all experts, starts at column 128 b. As in `fp8_product`, each block of 128 rows is multiplied into a fresh
+accumulator, which is scaled and added to sums in fp32 registers. TMA writes the result to the gradient buffer or adds
+it.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megatron_moe.kernels import reference_low_precision as reference
 from megatron_moe.kernels.backends.hopper.tiles import add_block, aligned, blocks_of, extent, halves, new_barriers
 from megatron_moe.kernels.backends.triton.launch import num_multiprocessors
 from megatron_moe.kernels.ops import GroupedPart, MatrixOperand
@@ -38,7 +40,11 @@ MOST_PARTS = 2
 
 
 def quantized_grouped_weight_grad(parts: Sequence[GroupedPart[MatrixOperand]], out: Tensor, accumulate: bool) -> None:
-    """See `Kernels.grouped_weight_grad`. Gradient buffers in bf16 are written by torch from a sum in fp32."""
+    """See `Kernels.grouped_weight_grad`. Gradient buffers in bf16 are written by torch from a sum in fp32. Plain torch
+    multiplies operands in which an expert's first block need not start at a multiple of 128 rows."""
+    if len(out) > 1 and not all(_has_gaps(each) for part in parts for each in (part.grad, part.rows)):
+        reference.quantized_grouped_weight_grad(parts, out, accumulate)
+        return
     if out.dtype is not torch.float32:
         total = torch.empty_like(out, dtype=torch.float32)
         quantized_grouped_weight_grad(parts, total, False)
@@ -68,6 +74,12 @@ def _described(part: GroupedPart[MatrixOperand]) -> tuple[TensorDescriptor, Tens
     )  # fmt: skip
 
 
+def _has_gaps(operand: MatrixOperand) -> bool:
+    assert isinstance(operand, QuantizedTensor), f"{type(operand)}"
+    data, scales, _ = operand.column_copy
+    return data.shape[1] == ROWS.value * len(scales)
+
+
 def _columnwise(operand: MatrixOperand) -> tuple[Tensor, Tensor]:
     """Transposed elements [C, R] and their scales. Copies the elements if their rows do not start at multiples of
     16 bytes, which TMA requires."""
@@ -93,14 +105,12 @@ def _fp8_expert_grads(
     # double-buffered per warpgroup: a quarter of the columns is stored while the next one is written
     results = gl.allocate_shared_memory(out.dtype, [4] + out.block_type.shape, out.layout)
     full, empty = new_barriers(STAGES)
-    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(cleared, count=2)
     stages = (grad_stages, rows_stages, full, empty)
     shape = (num_experts, outputs, inputs)
     gl.warp_specialize(
         [
-            (_sum_tiles, (gl.constexpr(0), out, results, scales, stages, cleared, shape, PARTS, ADD)),
-            (_sum_tiles, (gl.constexpr(1), out, results, scales, stages, cleared, shape, PARTS, ADD)),
+            (_sum_tiles, (gl.constexpr(0), out, results, scales, stages, shape, PARTS, ADD)),
+            (_sum_tiles, (gl.constexpr(1), out, results, scales, stages, shape, PARTS, ADD)),
             (_load_tiles, (loads, stages, shape, PARTS)),
         ],
         [4, 1],
@@ -130,11 +140,17 @@ def _load_tiles(loads, stages, shape, PARTS: gl.constexpr):
     grad_stages, rows_stages, full, empty = stages
     STAGES: gl.constexpr = full.shape[0]
     step = 0
+    last_expert = 0
+    first_blocks = (0, 0)
     for number in range(gl.program_id(0), _num_tiles(shape), gl.num_programs(0)):
         expert, output, input = _place(number, shape)
+        for passed in range(last_expert, expert):
+            first_blocks = _after(offsets, passed, first_blocks, PARTS)
+        last_expert = expert
         for part in gl.static_range(PARTS):
             start, end = extent(offsets[part], expert)
-            for row in range(start, end, ROWS):
+            first = first_blocks[part] * ROWS
+            for row in range(first, first + end - start, ROWS):
                 stage = step % STAGES
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
                 bar = full.index(stage)
@@ -154,20 +170,7 @@ def _scales(scales_ptr, block, first, width, index, wanted):
 
 
 @gluon.jit
-def _clear_rows(block, num_rows):
-    """Sets the columns of a block in shared memory from `num_rows` on to 0: they hold rows of the next expert, or rows
-    without an expert, whose content is undefined."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    held = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout)) < num_rows
-    values = block.load(layout)
-    block.store(gl.where(held[None, :], values, gl.zeros_like(values)))
-    fence_async_shared()
-
-
-@gluon.jit
-def _sum_tiles(
-    NUMBER: gl.constexpr, out, results, scales, stages, cleared, shape, PARTS: gl.constexpr, ADD: gl.constexpr
-):
+def _sum_tiles(NUMBER: gl.constexpr, out, results, scales, stages, shape, PARTS: gl.constexpr, ADD: gl.constexpr):
     grad_scales, rows_scales, offsets = scales
     grad_stages, rows_stages, full, empty = stages
     _, outputs, inputs = shape
@@ -178,7 +181,6 @@ def _sum_tiles(
     # every thread needs 32 scales of columns: loaded coalesced, then distributed through shared memory
     across = gl.arange(0, INPUTS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     step = 0
-    num_cleared = 0
     last_expert = 0
     first_blocks = (0, 0)
     for number in range(gl.program_id(0), _num_tiles(shape), gl.num_programs(0)):
@@ -201,12 +203,6 @@ def _sum_tiles(
                 grad = grad_stages.index(2 * stage + NUMBER)
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
                 rows = rows_stages.index(stage)
-                if end - row < ROWS:
-                    _clear_rows(grad, end - row)
-                    _clear_rows(rows.slice(NUMBER * HALF, HALF), end - row)
-                    mbarrier.arrive(cleared, count=1)
-                    mbarrier.wait(cleared, num_cleared & 1)
-                    num_cleared += 1
                 partial = warpgroup_mma(grad, rows.permute((1, 0)), partial, use_acc=False, is_async=True)
                 down_scales = left
                 across_scales = gl.convert_layout(right, gl.SliceLayout(0, LAYOUT))

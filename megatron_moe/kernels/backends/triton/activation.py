@@ -20,7 +20,7 @@ from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTens
 FORWARD_TILE, BACKWARD_TILE, NARROW_BACKWARD_TILE = (2048, 1024), (1024, 1024), (1024, 256)
 """(elements per tile, maximum columns per tile); the fastest on an H200. `NARROW_BACKWARD_TILE` is for output widths
 up to 1024."""
-QUANTIZED_FORWARD_TILE, QUANTIZED_BACKWARD_TILE = (4096, 256), (2048, 256)
+QUANTIZED_FORWARD_TILE, QUANTIZED_BACKWARD_TILE = (2048, 256), (2048, 256)
 """Tiles for FP8 results; more rows than above, because the scales of a column of blocks are contiguous."""
 
 NO_CLAMP = float("inf")

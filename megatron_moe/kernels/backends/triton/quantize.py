@@ -6,7 +6,6 @@ saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse s
 
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 
 import torch
 import triton
@@ -25,9 +24,8 @@ BLOCK = 128
 LENGTH = tl.constexpr(BLOCK)
 ROWS_TILE = (8, 1024)
 """(rows, columns) of a tile of a rowwise cast; the fastest on an H200."""
-BOTH = MappingProxyType({"EACH": 4, "STAGES": 2, "num_warps": 16})
-WEIGHT = MappingProxyType({"EACH": 4, "STAGES": 2, "num_warps": 8})
-"""Launch options of casts with a transposed copy. EACH: column blocks per program."""
+BOTH_WARPS, WEIGHT_WARPS = 4, 4
+"""Warps per 128x128 tile of casts with a transposed copy, of rows and of weights; the fastest on an H200."""
 _INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -48,24 +46,24 @@ def quantize_rows(
     scale: Tensor | None = None,
     seed: int = 0,
 ) -> QuantizedTensor:
-    """See `Kernels.quantize_rows`, for blocks of 1x128. In `columnwise`, rows without an expert are undefined."""
+    """See `Kernels.quantize_rows`, for blocks of 1x128. The columnwise copy of expert rows has gaps: [C, 128 B] for B
+    blocks, so that every block starts at a multiple of 128; the rest of an expert's last block is 0."""
     assert form.block == (1, BLOCK) and scale is None, f"{form}"
     x_RK = rows_of(x)
     num_rows, width = x_RK.shape
     row = empty_rows(num_rows, width, x.device, form) if rowwise else None
     column = None
     if columnwise:
-        num_experts = 0 if offsets_e is None else len(offsets_e)
-        num_blocks = triton.cdiv(num_rows, BLOCK) if offsets_e is None else num_rows // BLOCK + num_experts
-        column = QuantizedCopy(
-            torch.empty(width, num_rows, device=x.device, dtype=DTYPES[form.element]),
-            torch.ones(num_blocks, width, device=x.device, dtype=torch.float32),
-        )
+        blocks = None if offsets_e is None else row_blocks(offsets_e, num_rows)
+        num_blocks = triton.cdiv(num_rows, BLOCK) if blocks is None else len(blocks)
+        data = torch.empty(width, num_blocks * BLOCK, device=x.device, dtype=DTYPES[form.element])
+        scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
+        column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
         if x_RK.numel():
             out = row or column  # unused if there is no rowwise copy
-            _quantize_both[(num_blocks, triton.cdiv(width, BOTH["EACH"] * BLOCK))](
-                x_RK, out.data, out.scales, column.data, column.scales, offsets_e, num_rows, width, x_RK.stride(0),
-                num_experts, ROWWISE=rowwise, EXPERTS=power_of_two(num_experts), **constants(form, x.dtype), **BOTH,
+            _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
+                x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
+                ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
             )  # fmt: skip
     elif row is not None and x_RK.numel():
         rows, columns = ROWS_TILE
@@ -94,9 +92,9 @@ def quantize_weight(
 
     row, column = copy((outputs, inputs), (blocks_o, blocks_i)), copy((inputs, outputs), (blocks_i, blocks_o))
     if stack.numel():
-        _quantize_weight[(triton.cdiv(blocks_i, WEIGHT["EACH"]), blocks_o, num)](
+        _quantize_weight[(blocks_i, blocks_o, num)](
             stack, row.data, row.scales, column.data, column.scales, outputs, inputs, **constants(form, weight.dtype),
-            **WEIGHT,
+            num_warps=WEIGHT_WARPS,
         )  # fmt: skip
     return QuantizedTensor.of(row, column, form.block, weight.dtype)
 
@@ -132,6 +130,15 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
             data, scales, out, num_rows, width, ROWS=tile_rows, COLUMNS=columns
         )
     return out
+
+
+def row_blocks(offsets_e: Tensor, num_rows: int) -> Tensor:
+    """First row and number of rows, int32 [num_rows // 128 + e, 2], of all experts' blocks of 128 rows; without gaps,
+    the rest is 0."""
+    num_experts = len(offsets_e)
+    blocks = torch.zeros(num_rows // BLOCK + num_experts, 2, device=offsets_e.device, dtype=torch.int32)
+    _list_row_blocks[(num_experts,)](offsets_e, blocks, num_experts, EXPERTS=power_of_two(num_experts), EACH=32)
+    return blocks
 
 
 def empty_rows(num_rows: int, width: int, device: torch.device, form: OperandFormat) -> QuantizedCopy:
@@ -218,93 +225,84 @@ def _quantize_rows(
 
 
 @triton.jit
-def _extent_of_block(offsets_ptr, block, num_experts, EXPERTS: tl.constexpr):
-    """Returns (first row, end) of the rows of the expert that has row block `block`, the first row being that of the
-    block. Row blocks are numbered across all experts; the end is 0 if no expert has this one."""
+def _list_row_blocks(offsets_ptr, table_ptr, num_experts, EXPERTS: tl.constexpr, EACH: tl.constexpr):
+    """Writes (first row, number of rows) of each of an expert's row blocks."""
+    mine = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)
     starts = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
-    num_blocks = tl.where(expert < num_experts, tl.cdiv(ends - starts, LENGTH), 0)
-    after = tl.cumsum(num_blocks, axis=0)
-    chosen = (block < after) & (block >= after - num_blocks)
-    first = tl.sum(tl.where(chosen, starts + (block - after + num_blocks) * LENGTH, 0), axis=0)
-    return first, tl.sum(tl.where(chosen, ends, 0), axis=0)
+    num_blocks = tl.cdiv(ends - starts, LENGTH)
+    before = tl.sum(tl.where(expert < mine, num_blocks, 0), axis=0)
+    start = tl.sum(tl.where(expert == mine, starts, 0), axis=0)
+    end = tl.sum(tl.where(expert == mine, ends, 0), axis=0)
+    for first in range(0, tl.cdiv(end - start, LENGTH), EACH):
+        block = first + tl.arange(0, EACH)
+        row = start + block * LENGTH
+        place = table_ptr + 2 * (before + block)
+        tl.store(place, row, mask=row < end)
+        tl.store(place + 1, tl.minimum(end - row, LENGTH), mask=row < end)
 
 
 @triton.jit
 def _quantize_both(
-    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, offsets_ptr, num_rows, width, stride, num_experts,
-    ROWWISE: tl.constexpr, EXPERTS: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
-    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, blocks_ptr, num_rows, width, stride,
+    across_stride,
+    ROWWISE: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    if offsets_ptr is None:
-        first, end = block * LENGTH, num_rows
+    if blocks_ptr is None:
+        first = block * LENGTH
+        count = tl.minimum(num_rows - first, LENGTH).to(tl.int32)
     else:
-        first, end = _extent_of_block(offsets_ptr, block, num_experts, EXPERTS)
+        first = tl.load(blocks_ptr + 2 * block).to(tl.int64)
+        count = tl.load(blocks_ptr + 2 * block + 1)
     # offsets within a tile fit into 32 bits
     row = tl.arange(0, LENGTH)
-    count = tl.minimum(end - first, LENGTH).to(tl.int32)
     x_ptr += first * stride
     out_ptr += first * width
     scales_ptr += first
     across_scales_ptr += block * width
-    start = tl.program_id(1) * EACH * LENGTH
-    # software pipelining: loads of the next columns overlap with this tile
-    for column in tl.range(start, min(start + EACH * LENGTH, width), LENGTH, num_stages=STAGES):
-        columns = column + tl.arange(0, LENGTH)
-        held = (row < count)[:, None] & (columns < width)[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0)
-        if ROWWISE:
-            store_tile(
-                x, row, column, out_ptr, scales_ptr, num_rows, width, count, width, LARGEST, BOUND, POWER_OF_TWO
-            )  # fmt: skip
-        scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
-        tl.store(across_scales_ptr + columns, inverse, mask=(columns < width) & (count > 0))
-        across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
-        base = across_ptr + column * num_rows.to(tl.int64)
-        place = tl.arange(0, LENGTH)[:, None] * num_rows + row[None, :]
-        inside = (columns < width)[:, None]
-        if (first % 16 == 0) & (count % 16 == 0):  # the compiler stores 16 bytes at once
-            held = (row < count // 16 * 16)[None, :] & inside
-            tl.store(base + first // 16 * 16 + place, across, mask=held)
-        else:
-            tl.store(base + first + place, across, mask=(row < count)[None, :] & inside)
+    column = tl.program_id(1) * LENGTH
+    columns = column + tl.arange(0, LENGTH)
+    held = (row < count)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + columns[None, :], mask=held, other=0.0)
+    if ROWWISE:
+        store_tile(x, row, column, out_ptr, scales_ptr, num_rows, width, count, width, LARGEST, BOUND, POWER_OF_TWO)
+    scale, inverse = scales_of(tl.max(magnitude_bits(x), axis=0), LARGEST, BOUND, POWER_OF_TWO)
+    tl.store(across_scales_ptr + columns, inverse, mask=(columns < width) & (count > 0))
+    across = tl.trans((x.to(tl.float32) * scale[None, :]).to(across_ptr.dtype.element_ty))
+    base = across_ptr + column.to(tl.int64) * across_stride + block * LENGTH
+    place = tl.arange(0, LENGTH)[:, None] * across_stride + row[None, :]
+    tl.store(base + place, across, mask=(columns < width)[:, None] & (count > 0))
 
 
 @triton.jit
 def _quantize_weight(
     x_ptr, out_ptr, scales_ptr, across_ptr, across_scales_ptr, outputs, inputs,
-    EACH: tl.constexpr, STAGES: tl.constexpr, LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr, BOUND: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
-    block_o = tl.program_id(1)
+    block_i, block_o = tl.program_id(0), tl.program_id(1)
     blocks_o, blocks_i = tl.cdiv(outputs, LENGTH), tl.cdiv(inputs, LENGTH)
-    start = tl.program_id(0) * EACH * LENGTH
     # offsets within a tile fit into 32 bits
     each = tl.arange(0, LENGTH)
-    place = matrix * outputs * inputs
-    x_ptr += place + block_o.to(tl.int64) * LENGTH * inputs
-    out_ptr += place + block_o.to(tl.int64) * LENGTH * inputs
-    across_ptr += place + block_o * LENGTH
-    one = matrix * blocks_o * blocks_i + tl.arange(0, 1)
     inside_o = block_o * LENGTH + each < outputs
-    for column in tl.range(start, min(start + EACH * LENGTH, inputs), LENGTH, num_stages=STAGES):
-        i = column + each
-        inside_i = i < inputs
-        held = inside_o[:, None] & inside_i[None, :]
-        offsets = each[:, None] * inputs + i[None, :]
-        x = tl.load(x_ptr + offsets, mask=held, other=0.0)
-        amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
-        scale, inverse = scales_of(tl.full((1,), 0, tl.int32) + amax, LARGEST, BOUND, POWER_OF_TWO)
-        q = (x.to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + offsets, q, mask=held)
-        held = inside_i[:, None] & inside_o[None, :]
-        base = across_ptr + column * outputs.to(tl.int64)
-        block_i = column // LENGTH
-        tl.store(base + each[:, None] * outputs + each[None, :], tl.trans(q), mask=held)
-        tl.store(scales_ptr + one + block_o * blocks_i + block_i, inverse)
-        tl.store(across_scales_ptr + one + block_i * blocks_o + block_o, inverse)
+    inside_i = block_i * LENGTH + each < inputs
+    place = matrix * outputs * inputs
+    first = place + block_o.to(tl.int64) * LENGTH * inputs + block_i * LENGTH
+    offsets = each[:, None] * inputs + each[None, :]
+    held = inside_o[:, None] & inside_i[None, :]
+    x = tl.load(x_ptr + first + offsets, mask=held, other=0.0)
+    amax = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    scale, inverse = scales_of(tl.full((1,), 0, tl.int32) + amax, LARGEST, BOUND, POWER_OF_TWO)
+    q = (x.to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + first + offsets, q, mask=held)
+    first = place + block_i.to(tl.int64) * LENGTH * outputs + block_o * LENGTH
+    held = inside_i[:, None] & inside_o[None, :]
+    tl.store(across_ptr + first + each[:, None] * outputs + each[None, :], tl.trans(q), mask=held)
+    one = matrix * blocks_o * blocks_i + tl.arange(0, 1)
+    tl.store(scales_ptr + one + block_o * blocks_i + block_i, inverse)
+    tl.store(across_scales_ptr + one + block_i * blocks_o + block_o, inverse)
 
 
 @triton.jit
