@@ -198,7 +198,7 @@ def build_model(
             device = "cpu" if plan.loop.use_cpu_initialization else context.device
             init_parameters(model, plan.loop.seed, plan.model.init, device)
     if plan.precision.low_precision is not None:
-        apply_low_precision(model, plan.precision.low_precision, context, kernels)
+        apply_low_precision(model, plan.precision, context, kernels)
     return model
 
 

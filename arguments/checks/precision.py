@@ -1,6 +1,7 @@
 """Rules about FP8 and FP4 GEMMs."""
 
 from arguments.checks.violation import RuleFlags, Violations, enabled, missing_feature
+from arguments.precision_file import read_module_precision
 from megatron_moe.config.exit_codes import counted
 
 
@@ -72,6 +73,25 @@ def router_padding_needs_low_precision(flags: RuleFlags) -> Violations:
         yield f"{padding} with --moe-token-dispatcher-type allgather", "use alltoall or flex, or leave it out"
     elif "expert_choice" in flags.moe_router_load_balancing_type:
         yield f"{padding} with expert choice, which selects a fixed number of rows", "leave one of them out"
+
+
+def precision_file_is_valid(flags: RuleFlags) -> Violations:
+    """The file selects recipes of modules by name patterns; kernels are selected for one recipe per run."""
+    if flags.te_precision_config_file is None:
+        return
+    option = f"--te-precision-config-file {flags.te_precision_config_file}"
+    try:
+        overrides = read_module_precision(flags.te_precision_config_file)
+    except ValueError as error:
+        yield f"{option}: {error}", "correct the file"
+        return
+    if not _low_precision(flags):
+        yield f"{option} without --fp8-format or --fp4-format", "add one of them"
+        return
+    own = f"{flags.fp4_recipe} e2m1" if flags.fp4_format else f"{flags.fp8_recipe} {flags.fp8_format}"
+    others = sorted({each.config.name for each in overrides if each.config} - {own})
+    if others and not flags.emulate_low_precision:
+        yield f"{option} uses {', '.join(others)} besides {own}", "use one recipe, or --emulate-low-precision"
 
 
 @missing_feature

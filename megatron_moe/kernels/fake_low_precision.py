@@ -1,5 +1,6 @@
 """Fakes of FP8 and FP4 kernels for memory emulation: they allocate the results of the fused kernels, on `meta`."""
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from megatron_moe.kernels.ops import QuantizedActivationGrads, RowIndex
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor
 from megatron_moe.precision.quantizers import DTYPES
 
-_SCALES = {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+_SCALES = MappingProxyType(
+    {"fp32": torch.float32, "power of 2": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+)
 
 
 def quantize_rows(

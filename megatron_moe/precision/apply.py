@@ -1,8 +1,9 @@
 """Applies an FP8 or FP4 recipe to the linear layers of a model."""
 
+from fnmatch import fnmatchcase
 from functools import partial
 
-from megatron_moe.config.precision import LowPrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.kernels.ops import Kernels
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.gpt import GPT
@@ -18,15 +19,17 @@ from megatron_moe.precision.linear_precision import DelayedScaling, LastInput, L
 LowPrecisionModule = Linear | ExpertStack | Head
 
 
-def apply_low_precision(model: GPT, config: LowPrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> None:
+def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> None:
     """Sets `precision` of the linear layers and experts of the decoder and of multi-token prediction.
 
     Embedding, router, gates, norms and the output layer keep the dtype of the parameters; the output layer only without
-    `config.output_layer`. So do the first and last decoder layers selected by `config`.
+    `config.output_layer`. So do the first and last decoder layers selected by `config`. Patterns of
+    `precision.module_precision` override the recipe of single modules.
     """
     last_input = LastInput()
     for name, module in model.named_modules():
-        if isinstance(module, LowPrecisionModule) and _uses_low_precision(name, module, model, config):
+        config = _config_of(name, module, model, precision) if isinstance(module, LowPrecisionModule) else None
+        if isinstance(module, LowPrecisionModule) and config is not None:
             delayed = _delayed_scaling(module, config, ctx) if config.recipe == "delayed" else None
             options = {
                 "name": name,
@@ -59,6 +62,20 @@ def _delayed_scaling(module: LowPrecisionModule, config: LowPrecisionConfig, ctx
     module.register_buffer("fp8_scales", delayed.scales)
     module.register_buffer("fp8_amax_history", delayed.history)
     return delayed
+
+
+def _config_of(
+    name: str, module: LowPrecisionModule, model: GPT, precision: PrecisionConfig
+) -> LowPrecisionConfig | None:
+    """Recipe of a module; None: its GEMMs use the dtype of the parameters."""
+    config = precision.low_precision
+    if config is not None and not _uses_low_precision(name, module, model, config):
+        config = None
+    for override in precision.module_precision:
+        if fnmatchcase(name, override.pattern) and not isinstance(module, Head):
+            applies = override.in_params_dtype if config is None else override.in_low_precision
+            return override.config if applies else config
+    return config
 
 
 def _uses_low_precision(name: str, module: LowPrecisionModule, model: GPT, config: LowPrecisionConfig) -> bool:

@@ -4,6 +4,8 @@ They give the bytes and scales of Transformer Engine's kernels. Inputs are conve
 to nearest even and saturate; nan stays nan.
 """
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,9 @@ from megatron_moe.config.precision import WHOLE, Element, OperandFormat
 from megatron_moe.precision import nvfp4
 from megatron_moe.precision.quantized_tensor import QuantizedCopy, QuantizedTensor, decode_scales, spread_scales
 
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+DTYPES = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
+LARGEST = MappingProxyType({"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0})
+"""Largest number of each element format."""
 _MANTISSA = 0x7FFFFF
 
 

@@ -132,8 +132,8 @@ def test_columnwise_weights(recipe: str, shape: tuple[int, ...]) -> None:
     row = dequantize(made.row_copy, made.block, torch.float64)[..., : shape[-1]]
     column = dequantize(made.column_copy, made.block, torch.float64)[..., : shape[-2]]
     if form.block[0] == 1:
-        again = quantize_weight(weight.mT, form, columnwise=False)
-        row = dequantize(again.row_copy, again.block, torch.float64).mT
+        transposed = quantize_weight(weight.mT, form, columnwise=False)
+        row = dequantize(transposed.row_copy, transposed.block, torch.float64).mT
     EXACT.check(column.mT, row)
     for index in range(shape[0] if len(shape) == 3 else 0):
         alone = quantize_weight(weight[index], form, columnwise=True)
