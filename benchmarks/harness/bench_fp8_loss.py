@@ -32,7 +32,7 @@ SIZES = (
     "--hidden-size 512 --num-attention-heads 8 --moe-ffn-hidden-size 256 --num-experts 32 --moe-router-topk 4 "
     "--seq-length 512 --micro-batch-size 16 --global-batch-size 16 --moe-expert-wgrad-interval 1 "
     "--no-moe-router-force-load-balancing --no-mock-data --split 100,0,0 --tokenizer-type SentencePieceTokenizer "
-    "--vocab-size 4096 --lr 1e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --log-interval 1"
+    "--vocab-size 4096 --lr 1e-3 --min-lr 1e-4 --lr-warmup-fraction 0.05 --log-interval 1 --no-save-optim"
 )
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
 VARIANTS = {

@@ -171,10 +171,8 @@ class LinearPrecision:
 
     @property
     def fused_block(self) -> int | None:
-        """Block length of formats that ops can quantise their results to (`Kernels.quantize_permuted`); else None."""
-        inputs, grads = self._config.inputs, self._config.grads
-        is_fused = inputs.block[0] == grads.block[0] == 1 and "e2m1" not in (inputs.element, grads.element)
-        return inputs.block[1] if is_fused else None
+        """See `LowPrecisionConfig.fused_block`."""
+        return self._config.fused_block
 
     @property
     def formats(self) -> tuple[OperandFormat, OperandFormat]:
