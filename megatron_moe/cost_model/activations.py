@@ -297,8 +297,8 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     yield _tensor("experts", "probabilities", "R", rows, number)
     even = parallel.etp * sizes.residual * config.router.topk * size
     marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
-    if _may_fuse(experts):  # on one rank, fc1 gathers its rows from tokens that the router saves anyway
-        marks["fused_bytes"] = 0 if parallel.ep * parallel.etp == 1 else int(rows * experts.hidden_size * size)
+    if _may_fuse(experts) and parallel.ep * parallel.etp == 1:  # fc1 gathers tokens that the router saves anyway
+        marks["fused_bytes"] = 0
     yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, **marks)
     marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)

@@ -318,7 +318,7 @@ class RankMemory:
             return _Placed(0.0, recomputed=tensor.bytes)
         size, in_pages = float(tensor.bytes), memory.paged_stash is not None and tensor.even_bytes
         if tensor.low and config is not None and config.fused_block and tensor.fused_bytes is not None:
-            size = size if in_pages and tensor.fused_bytes else float(tensor.fused_bytes)
+            size = float(tensor.fused_bytes)
         elif tensor.low and config is not None and config.weight_grad and not in_pages:
             size = tensor.elements * _LOW_ACTIVATION.get(config.recipe, 1.0)
         if memory.paged_stash is not None and tensor.even_bytes:

@@ -39,9 +39,11 @@ def apply_low_precision(model: GPT, precision: PrecisionConfig, ctx: ParallelCon
             }
             module.precision = LinearPrecision(config, kernels, **options)
     for module in model.modules():
-        # a paged stash stores the sorted rows
-        if isinstance(module, MoELayer) and module.experts.has_fused_casts and model.saved_tensors.stash is None:
-            module.dispatcher.token_major = True
+        if isinstance(module, MoELayer) and model.saved_tensors.stash is None and module.experts.has_fused_casts:
+            # tokens are saved instead of a columnwise copy of rows; on one rank, the router saves them anyway
+            fc1 = module.experts.linear_fc1.precision
+            if fc1 is not None and (ctx.group("etp_ep").size == 1 or not fc1.weight_grad):
+                module.dispatcher.token_major = True
 
 
 def new_model_precision(model: GPT, seed: int, ctx: ParallelContext) -> ModelPrecision:
