@@ -5,7 +5,6 @@ saturated; NaN stays NaN. Inverse scales are stored (value = element * inverse s
 """
 
 from dataclasses import replace
-from functools import cache
 
 import torch
 import triton
@@ -60,7 +59,7 @@ def quantize_rows(
         scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
         column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
         if x_RK.numel():
-            out = row or column  # unused if there is no rowwise copy
+            out = row or column  # not written without a rowwise copy
             _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
                 x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
                 ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
@@ -149,7 +148,6 @@ def empty_rows(num_rows: int, width: int, device: torch.device, form: OperandFor
     )
 
 
-@cache
 def constants(form: OperandFormat, source: torch.dtype) -> dict[str, float | bool]:
     """Constants of the kernels for inputs of dtype `source`, whose largest number replaces an infinite scale."""
     assert form.element in DTYPES and form.scale in ("fp32", "power of 2"), f"{form}"
