@@ -44,6 +44,8 @@ class SavedActivation:
     shape: str
     bytes: int
     elements: int
+    rows_of_experts: tuple[int, int] | None = None
+    """Numbers of rows and of experts, for rows of experts, whose low-precision copies are padded per expert."""
     low: bool = False
     """True if only GEMMs read the tensor: with an FP8 or FP4 recipe, it is then saved in that format."""
     fused_bytes: int | None = None
@@ -296,16 +298,17 @@ def _experts(config: MoEConfig, parallel: ParallelConfig, sizes: ActivationSizes
     yield _tensor("experts", "row index", "R", rows * 2, _INDEX)
     yield _tensor("experts", "probabilities", "R", rows, number)
     even = parallel.etp * sizes.residual * config.router.topk * size
+    padded = (int(rows), config.router.num_experts // parallel.ep)
     marks: dict[str, object] = {"offloaded_by": "expert_fc1", "even_bytes": even * experts.hidden_size}
     if _may_fuse(experts) and parallel.ep * parallel.etp == 1:  # fc1 gathers tokens that the router saves anyway
         marks["fused_bytes"] = 0
-    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, **marks)
+    yield _tensor("experts", "rows", "R H", rows * experts.hidden_size, size, low=True, rows_of_experts=padded, **marks)
     marks = {"offloaded_by": "moe_act", "even_bytes": even * fan * ffn}
     yield _tensor("experts", "first product", "R 2F" if fan == 2 else "R F", rows * fan * ffn, size, **marks)
     marks = {"recomputed_by": ("moe_act",), "even_bytes": even * ffn}
     if _may_fuse(experts):
         marks["fused_bytes"] = 0
-    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, **marks)
+    yield _tensor("experts", "activation", "R F", rows * ffn, size, low=True, rows_of_experts=padded, **marks)
     if experts.probs_on_output:
         yield _tensor("experts", "results before their probability", "R H", rows * experts.hidden_size, size)
     elif experts.bias:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_moe.config.memory import MemoryConfig, PagedStashConfig, RecomputeConfig
 from megatron_moe.config.model import LayerConfig
 from megatron_moe.config.moe import MoEConfig
-from megatron_moe.config.precision import PrecisionConfig
+from megatron_moe.config.precision import LowPrecisionConfig, PrecisionConfig
 from megatron_moe.config.run import RunPlan
 from megatron_moe.cost_model.activations import (
     WHOLE_LAYER,
@@ -321,6 +321,8 @@ class RankMemory:
             size = float(tensor.fused_bytes)
         elif tensor.low and config is not None and config.weight_grad and not in_pages:
             size = tensor.elements * _LOW_ACTIVATION.get(config.recipe, 1.0)
+            if tensor.rows_of_experts is not None:
+                size *= _padding(config, *tensor.rows_of_experts)
         if memory.paged_stash is not None and tensor.even_bytes:
             # rows restored from the stash do not raise the peak: the earlier dispatch needs more memory
             return _Placed(
@@ -354,7 +356,8 @@ class RankMemory:
         width = 2 * experts.hidden_size + (1 + experts.activation.fan) * experts.ffn_hidden_size
         config = self.plan.precision.low_precision
         if low and config is not None and config.weight_grad:
-            return rows * width * _LOW_ACTIVATION.get(config.recipe, 1.0)
+            experts_here = feed_forward.router.num_experts // self.plan.parallel.ep
+            return rows * width * _LOW_ACTIVATION.get(config.recipe, 1.0) * _padding(config, int(rows), experts_here)
         return rows * width * self.sizes.activation
 
     def _workspace(self, layer: LayerConfig, longest: int) -> Workspace:
@@ -424,6 +427,12 @@ def _moments_of(entries: Iterable[Entry], num_chunks: int, num_microbatches: int
 def _peak(moments: Iterable[Moment], chunks: Sequence[float], late: Sequence[float]) -> Moment:
     """Moment with the most saved bytes. A microbatch of chunk i saves chunks[i] in flight and late[i] when delayed."""
     return max(moments, key=lambda at: sum(map(mul, at[0], chunks)) + sum(map(mul, at[1], late)))
+
+
+def _padding(config: LowPrecisionConfig, num_rows: int, num_experts: int) -> float:
+    """Size of a columnwise copy of expert rows, whose experts are padded to whole blocks, relative to its rows."""
+    length = config.inputs.block[1]
+    return (num_rows // length + num_experts) * length / num_rows if length and num_rows else 1.0
 
 
 def heaviest(ranks: Sequence[RankBytes]) -> RankBytes:

@@ -26,7 +26,10 @@ def quantize_rows(
     if rowwise:
         row = _copy(x, (num_rows, num_columns), form, _blocks(num_columns, length), num_matrices)
     if columnwise:
-        blocks = num_rows // (length or 1) + num_matrices if offsets_e is not None else _blocks(num_rows, length)
+        blocks = _blocks(num_rows, length)
+        if offsets_e is not None and length:
+            blocks = num_rows // length + num_matrices
+            num_rows = blocks * length
         column = _copy(x, (num_columns, num_rows), form, blocks, num_matrices)
     return QuantizedTensor.of(row, column, form.block, x.dtype)
 

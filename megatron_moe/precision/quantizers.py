@@ -97,14 +97,13 @@ def _e8m0(amax: Tensor) -> Tensor:
 
 
 def _expert_columns(x: Tensor, form: OperandFormat, offsets_e: Tensor) -> QuantizedCopy:
-    """Columnwise copy of expert rows [R, C]: the transposed rows, in blocks that start again at every expert."""
+    """Columnwise copy of expert rows [R, C]: the transposed rows, padded with zeros to whole blocks per expert."""
     length, num_experts = form.block[1], len(offsets_e)
     place_R, is_row_R = _padded_places(offsets_e, len(x), length)
     num_places = (len(x) // length + num_experts) * length
     padded = x.new_zeros(num_places + 1, x.shape[1])
     padded[place_R] = torch.where(is_row_R[:, None], x.detach(), 0)
-    copy = quantize_copy(padded[:num_places].T, form)
-    return QuantizedCopy(copy.data[:, place_R.clamp(max=num_places - 1)], copy.scales)
+    return quantize_copy(padded[:num_places].T, form)
 
 
 def _padded_places(offsets_e: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
