@@ -131,6 +131,20 @@ def dequantize_rows(rows: QuantizedTensor) -> Tensor:
     return out
 
 
+def dequantize_columns(rows: QuantizedTensor) -> Tensor:
+    """Values [128 B, C] of a columnwise copy [C, R] in B blocks of 1x128, transposed back, with gaps between experts if
+    the copy has them; exact in bf16 if the scales are powers of two. Rows from R on are undefined."""
+    assert rows.block == (1, BLOCK), f"{rows.block}"
+    data, scales, _ = rows.column_copy
+    num_blocks, width = scales.shape
+    out = torch.empty(num_blocks * BLOCK, width, device=data.device, dtype=rows.dtype)
+    if out.numel():
+        _dequantize_columns[(num_blocks, triton.cdiv(width, BLOCK))](
+            data, scales, out, data.shape[1], width, data.stride(0), num_warps=4
+        )
+    return out
+
+
 def row_blocks(offsets_e: Tensor, num_rows: int) -> Tensor:
     """First row and number of rows, int32 [num_rows // 128 + e, 2], of all experts' blocks of 128 rows; without gaps,
     the rest is 0."""
@@ -347,3 +361,17 @@ def _dequantize_rows(x_ptr, scales_ptr, out_ptr, num_rows, width, ROWS: tl.const
     scales = tl.load(scales_ptr + blocks.to(tl.int64)[None, :] * num_rows + rows[:, None], mask=inside, other=0.0)
     out = (x * scales[:, :, None]).reshape(ROWS, COLUMNS)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _dequantize_columns(x_ptr, scales_ptr, out_ptr, num_rows, width, stride):
+    block = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    rows = tl.arange(0, LENGTH)
+    inside = columns < width
+    held = inside[:, None] & (block * LENGTH + rows < num_rows)[None, :]
+    first = x_ptr + block * LENGTH
+    x = tl.load(first + columns.to(tl.int64)[:, None] * stride + rows[None, :], mask=held, other=0.0).to(tl.float32)
+    scales = tl.load(scales_ptr + block * width + columns, mask=inside, other=0.0)
+    out = tl.trans((x * scales[:, None]).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + block * LENGTH * width + rows[:, None] * width + columns[None, :], out, mask=inside[None, :])
