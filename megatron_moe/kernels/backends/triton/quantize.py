@@ -59,7 +59,7 @@ def quantize_rows(
         scales = torch.ones(num_blocks, width, device=x.device, dtype=torch.float32)
         column = QuantizedCopy(data[:, :num_rows] if blocks is None else data, scales)
         if x_RK.numel():
-            out = row or column  # unused if there is no rowwise copy
+            out = row or column  # a placeholder without a rowwise copy
             _quantize_both[(num_blocks, triton.cdiv(width, BLOCK))](
                 x_RK, out.data, out.scales, data, scales, blocks, num_rows, width, x_RK.stride(0), data.stride(0),
                 ROWWISE=rowwise, **constants(form, x.dtype), num_warps=BOTH_WARPS,
